@@ -172,8 +172,8 @@ class Frames:
 
     def tables_at(self, step: int) -> Numbers:
         """The number of the table of every column at ``step``, int64 ``[frame, column]``."""
-        found: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
-        return found
+        result: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
+        return result
 
     def expected_bits(self, step: int) -> float:
         """Bits per value that symbols at ``step`` take on average, by the tables."""

@@ -160,11 +160,11 @@ class Klt(CodecFamily):
     @property
     def code_bits(self) -> list[int]:
         """For each byte of such a row the bits that belong to columns; none for widths that heads share."""
-        found = [0xFF] * self.row_bytes
+        result = [0xFF] * self.row_bytes
         for part in self.runs:
             for places in part.places:
-                found[places[-1]] = 0xFF >> -part.width * part.columns % 8
-        return found
+                result[places[-1]] = 0xFF >> -part.width * part.columns % 8
+        return result
 
     @property
     def runs(self) -> tuple[Runs, ...]:
@@ -188,14 +188,14 @@ class Klt(CodecFamily):
         return _packings(self.widths, self.dim, self.fields) if self.fixed_heads is None else {}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        found = {}
+        result = {}
         if self.fixed_heads is not None:
-            found[CODES] = Layout("U8", (batch, 1, tokens, self.row_bytes))
+            result[CODES] = Layout("U8", (batch, 1, tokens, self.row_bytes))
         if (gain := GAINS[self.gain]) is not None:
-            found["gain"] = Layout(gain, (batch, heads, tokens))
+            result["gain"] = Layout(gain, (batch, heads, tokens))
         if (dtype := ROWS[self.rows]) is not None:
-            found["rows"] = Layout(dtype, (batch, heads, 1, rows_of(self.dim), self.dim), per="run")
-        return found
+            result["rows"] = Layout(dtype, (batch, heads, 1, rows_of(self.dim), self.dim), per="run")
+        return result
 
     def parts(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """The rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidParameter for another number of heads."""
@@ -376,12 +376,12 @@ def used_widths(widths: bytes) -> list[int]:
 
 def columns_of(widths: bytes, dim: int) -> dict[int, list[int]]:
     """The columns of each of ``used_widths``, ascending."""
-    found: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
+    result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
             columns = run_slice(run, dim)
-            found[width] += range(columns.start, columns.stop)
-    return found
+            result[width] += range(columns.start, columns.stop)
+    return result
 
 
 class Runs(NamedTuple):

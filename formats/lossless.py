@@ -212,8 +212,8 @@ class Lossless(CodecFamily):
             tables,
             numpy.tile(numpy.arange(batch * heads), rows),
         )
-        found: Numbers = decoded.symbols.reshape(rows, batch, heads, min(self.chunk, tokens), self.dim)
-        return found
+        result: Numbers = decoded.symbols.reshape(rows, batch, heads, min(self.chunk, tokens), self.dim)
+        return result
 
     def _joined(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tokens = digit.shape[2]
@@ -317,8 +317,8 @@ def _states(words: Numbers) -> Numbers:
 
 
 def _numbers(stream: torch.Tensor) -> Numbers:
-    found: Numbers = stream.detach().cpu().numpy()
-    return found
+    result: Numbers = stream.detach().cpu().numpy()
+    return result
 
 
 def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:

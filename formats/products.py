@@ -6,7 +6,7 @@ from typing import Any
 
 from .lazy import torch
 
-FEWEST_ROWS = 16
+MIN_ROWS = 16
 """Minimum number of rows for matrix products: for fewer rows, libraries use other kernels, which sum in another order."""
 
 
@@ -17,9 +17,9 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     on how many others there are.
     """
     count = rows.shape[-2]
-    if rows.device.type != "cpu" or count >= FEWEST_ROWS or is_reduced("cpu"):
+    if rows.device.type != "cpu" or count >= MIN_ROWS or is_reduced("cpu"):
         return plain_product(rows, matrix)
-    return (torch.nn.functional.pad(rows, (0, 0, 0, FEWEST_ROWS - count)) @ matrix)[..., :count, :]
+    return (torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ matrix)[..., :count, :]
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

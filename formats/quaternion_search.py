@@ -253,10 +253,10 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
 
 def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
     """Search block by block, so that temporaries fit a core's cache."""
-    found = torch.empty_like(planes[0], dtype=torch.int32)
-    for start in range(0, found.numel(), _BLOCK):
-        found[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
-    return found
+    result = torch.empty_like(planes[0], dtype=torch.int32)
+    for start in range(0, result.numel(), _BLOCK):
+        result[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
+    return result
 
 
 def _combined(planes: Planes, weights: Weights) -> torch.Tensor:

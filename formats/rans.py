@@ -48,8 +48,8 @@ class Decoded(NamedTuple):
 
     def faulty(self, counts: Numbers) -> Numbers:
         """Return the chunks that do not end as an encoder began them: ``counts`` words are read, and every state is ``MIN_STATE``."""
-        found: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
-        return found
+        result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
+        return result
 
 
 def frequencies(counts: Numbers) -> Numbers:
@@ -60,21 +60,21 @@ def frequencies(counts: Numbers) -> Numbers:
     counts = counts.astype(numpy.int64)
     counts[:, 0] += counts.sum(1) == 0
     sums = counts.sum(1, keepdims=True)
-    found: Numbers = numpy.maximum((counts * TOTAL + sums // 2) // sums, counts > 0)
-    rows = numpy.arange(len(found))
-    while (excess := found.sum(1) - TOTAL).any():
+    result: Numbers = numpy.maximum((counts * TOTAL + sums // 2) // sums, counts > 0)
+    rows = numpy.arange(len(result))
+    while (excess := result.sum(1) - TOTAL).any():
         # The largest frequency changes the least in proportion; one symbol alone may take all that is missing.
-        largest = found.argmax(1)
-        found[rows, largest] -= numpy.where(excess > 0, 1, excess)
-    return found
+        largest = result.argmax(1)
+        result[rows, largest] -= numpy.where(excess > 0, 1, excess)
+    return result
 
 
 def cost(counts: Numbers, table: Numbers) -> Numbers:
     """Return the bits ``[table]`` of symbols with these ``counts`` ``[table, symbol]`` by ``table``; infinite if one has no frequency."""
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
-    found: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
-    return found
+    result: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
+    return result
 
 
 compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] | None = None
@@ -163,10 +163,10 @@ def _rows_of(table: Numbers, step: int) -> Numbers:
     """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if a chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
-    found = numpy.zeros((len(table), LANES), numpy.int64)
+    result = numpy.zeros((len(table), LANES), numpy.int64)
     part = table[:, step * LANES : (step + 1) * LANES]
-    found[:, : part.shape[1]] = part
-    return found
+    result[:, : part.shape[1]] = part
+    return result
 
 
 def slots_of(tables: Numbers) -> Numbers:

@@ -166,8 +166,8 @@ def in_order(stream: torch.Tensor) -> Numbers:
 
 def joined(pairs: Numbers) -> Numbers:
     """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
-    found: Numbers = pairs[..., 0] | pairs[..., 1] << 16
-    return found
+    result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
+    return result
 
 
 def halves(values: Numbers) -> Numbers:

@@ -89,8 +89,8 @@ def _source_key(value: Any) -> str:
 def plain(function: Any) -> Callable[..., Any]:
     """Return the Python function of a ``triton.constexpr_function``; called directly, Triton 3.6 drops the names of tuples."""
     expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
-    found: Callable[..., Any] = function.fn
-    return found
+    result: Callable[..., Any] = function.fn
+    return result
 
 
 def _hooks() -> bool:
@@ -210,9 +210,9 @@ def _class_of_launch(
 ) -> tuple[Any, ...]:
     """Equal for launches that Triton compiles once. Raises TypeError for arguments and constants that cannot be told apart."""
     of_constants = [(name, type(value), value) for name, value in constants.items()]
-    found = (function, device.index, *map(_class_of, arguments), *of_constants, *options.items())
-    hash(found)
-    return found
+    result = (function, device.index, *map(_class_of, arguments), *of_constants, *options.items())
+    hash(result)
+    return result
 
 
 def _class_of(value: Any) -> Any:

@@ -96,7 +96,7 @@ def attend(
     asked: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
         asked = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.choice())
-        if (prepared := _launched.get(layer, {}).get(asked) or _of_one_alike(q, layer, asked)) is not None:
+        if (prepared := _launched.get(layer, {}).get(asked) or _prepared_call(q, layer, asked)) is not None:
             return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
     held = k.batch, layer.skipped, k.tokens
@@ -127,7 +127,7 @@ def attend(
     return out
 
 
-def _of_one_alike(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _prepared_call(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the prepared call over a layer, or None if no layer of the same kind has been checked and prepared yet."""
     if not _kinds or layer.k is None or layer.v is None:
         return None

@@ -72,10 +72,10 @@ class ByteTokenizer:
         """The ids of ``text`` as ``input_ids``, and where each begins and ends in it as ``offset_mapping``."""
         data = [(byte, number) for number, char in enumerate(text) for byte in char.encode(errors="replace")]
         first = [BOS] if add_special_tokens else []
-        found: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
+        result: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
         if return_offsets_mapping:
-            found["offset_mapping"] = [*((0, 0) for _ in first), *((number, number + 1) for _, number in data)]
-        return found
+            result["offset_mapping"] = [*((0, 0) for _ in first), *((number, number + 1) for _, number in data)]
+        return result
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
         """Return the text of ``ids``; ids that are not bytes are left out."""

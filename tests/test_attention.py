@@ -121,7 +121,7 @@ def test_bfloat16_queries_keep_their_dtype() -> None:
 Q = torch.zeros(1, 4, 1, 64)
 BAD = {
     "rank": (Q[0], {}, InvalidParameter, "rank 3"),
-    "dtype": (Q.to(torch.int64), {}, InvalidType, "floating point"),
+    "dtype": (Q.to(torch.int64), {}, InvalidType, "floating-point"),
     "head dim": (Q[..., :32], {}, InvalidParameter, "does not fit keys"),
     "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
     "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not fit keys"),

@@ -76,7 +76,7 @@ def power_and_rests(
     else:
         factor = factor_of(loaded, 0, second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
-        found = _power_and_rest(factor)
+        result = _power_and_rest(factor)
     else:
         most = tl.abs(factor)
         if V.outliers is not None:
@@ -86,5 +86,5 @@ def power_and_rests(
             of_signs = factor_of(loaded, 1, second, factor_of_signs, SIGNS, False, FAST)
             most = tl.maximum(most, tl.abs(of_signs))
         power, inverse, _ = _power_and_rest(most)
-        found = power, inverse, factor * inverse, of_signs * inverse
-    return found
+        result = power, inverse, factor * inverse, of_signs * inverse
+    return result

@@ -34,7 +34,7 @@ MAX_DIM = 256
 SCRATCH_BYTES = 256 << 20
 """Bytes of keys and values decoded at once: 65,536 tokens of eight heads of 128 channels. A smaller scratch costs more launches."""
 
-FEWEST_TOKENS = 256
+MIN_TOKENS = 256
 """Tokens of a block, however many sequences there are."""
 
 MAX_QUERIES = 1 << 13
@@ -48,7 +48,7 @@ ROWS_OF_A_PROGRAM = 128
 MAX_PEERS = 256
 """Maximum number of shapes whose attention library is cached, because finding it takes longer than attending a few queries."""
 
-FEWEST_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
+MIN_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 """Tokens of a part of a block, and parts; several if there are fewer programs than multiprocessors."""
 
 
@@ -164,7 +164,7 @@ class Call:
         self._scale, self._columns = options.scale * factor, self._frames[1].columns(v.dim)
         self._uncut = all(given is None for given in (options.softcap, options.sliding_window)) and not (options.lengths or options.starts)
         token_bytes = 2 * k.batch * k.heads * (k.dim + v.dim)
-        self._block_tokens = max(FEWEST_TOKENS, SCRATCH_BYTES // token_bytes // FEWEST_TOKENS * FEWEST_TOKENS)
+        self._block_tokens = max(MIN_TOKENS, SCRATCH_BYTES // token_bytes // MIN_TOKENS * MIN_TOKENS)
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
         self._at_once: dict[bool, bool] = {}
@@ -348,7 +348,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _splits(programs: int, tokens: int, device: torch.device) -> int:
     """The parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
-    most = max(1, tokens // FEWEST_SPLIT_TOKENS)
+    most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 

@@ -46,7 +46,7 @@ MASKED_TILES = 3
 PROGRAM_TILES = 3
 """Tiles that take as long as a program's fixed costs."""
 
-MAX_ROUNDS, FEWEST_TILES = 4, 8
+MAX_ROUNDS, MIN_TILES = 4, 8
 """Maximum rounds of concurrent programs, and minimum tiles per program if there is more than one."""
 
 
@@ -98,13 +98,13 @@ class Launch:
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     """Return the loaders of both sides, for two neighbors per row if the loaders and token groups allow it."""
     keys, values = loader(k, dual), loader(v, dual)
-    found = keys.keys or keys, values.values or values
-    if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in found):
+    result = keys.keys or keys, values.values or values
+    if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
         k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
         assert k_tiles is not None
         assert v_tiles is not None
-        found = k_tiles, v_tiles
-    return found
+        result = k_tiles, v_tiles
+    return result
 
 
 @lru_cache(maxsize=16)
@@ -221,7 +221,7 @@ def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, mult
     def tokens_of_rounds(programs: int) -> float:
         return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)
 
-    most = min(MAX_ROUNDS * at_once // sequences, tokens // (FEWEST_TILES * tile))
+    most = min(MAX_ROUNDS * at_once // sequences, tokens // (MIN_TILES * tile))
     return min(range(one_round, max(one_round, most) + 1), key=tokens_of_rounds)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     _Placed = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
 
-FEWEST_ROWS, MAX_ROWS = 8, 16
+MIN_ROWS, MAX_ROWS = 8, 16
 """Query rows of one program: the rows of a block are the short side of the matrix products."""
 
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
@@ -77,7 +77,7 @@ class QueryShape(NamedTuple):
     @property
     def block(self) -> int:
         """The query rows of one program."""
-        return min(MAX_ROWS, max(FEWEST_ROWS, next_power_of_two(self.rows)))
+        return min(MAX_ROWS, max(MIN_ROWS, next_power_of_two(self.rows)))
 
     @property
     def sequences(self) -> int:
@@ -255,7 +255,7 @@ class Prepared:
     def _prepared_rotations(self) -> list[_Placed]:
         """Return a launch for all plain frames, and one for each frame of a page that maps its values and so has its own query."""
         plain = [(QUERY, self._plain())] if self._plain() else []
-        found: list[_Placed] = []
+        result: list[_Placed] = []
         for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
             codecs = tuple((frame.query_codec or frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
             matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
@@ -274,13 +274,13 @@ class Prepared:
                 self._overlap,
             )  # fmt: skip
             turned, scales = (SCRATCH, self._turned[frames[0]]), (SCRATCH, self._scales[frames[0]])
-            found.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
-        return found
+            result.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
+        return result
 
     def _prepared_means(self) -> list[_Placed]:
         """Return, for each launch whose keys have means, a launch that multiplies queries by the means of its pages."""
         shape = self.shape
-        found: list[_Placed] = []
+        result: list[_Placed] = []
         for launch, place in zip(self.launches, self._mean_products, strict=True):
             if launch.means is not None:
                 run, columns = means.launch_of(
@@ -288,8 +288,8 @@ class Prepared:
                     self.launches[0].fills,
                 )  # fmt: skip
                 turned = (SCRATCH, self._turned[launch.k])
-                found.append((run, [(SCRATCH, place), turned, (launch.means.table, 0), (columns, 0)]))
-        return found
+                result.append((run, [(SCRATCH, place), turned, (launch.means.table, 0), (columns, 0)]))
+        return result
 
     def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_Placed]:
         shape, options = self.shape, self.options
@@ -297,11 +297,11 @@ class Prepared:
         # Without starts, the place of their pointer is a constant.
         no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
-        found: list[_Placed] = []
+        result: list[_Placed] = []
         start = 0
         for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
             items = launch.work.shape[0]
-            rows = 2 * max(FEWEST_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
+            rows = 2 * max(MIN_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual else shape.block
             tables = launch.constants["TABLES"].nbytes
             run = CachedLaunch(
                 split.attend_split,
@@ -323,9 +323,9 @@ class Prepared:
                 (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
-            found.append((run, [*places, (STARTS, 0)] if options.starts else places))
+            result.append((run, [*places, (STARTS, 0)] if options.starts else places))
             start += launch.parts
-        return found
+        return result
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
@@ -358,11 +358,11 @@ class Prepared:
     def _prepared_frame_merges(self) -> list[_Placed]:
         """A merge for each frame of the values, whose sums follow the queries of pages."""
         first = OWN + len(self._own_queries)
-        found = []
+        result = []
         for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
             channels = tuple(frame_columns.columns(frame.codec, self._dual))
-            found.append(self._merge_into(number, [channels], frame_columns.frame_dim(frame.codec), start, stop, stop))
-        return found
+            result.append(self._merge_into(number, [channels], frame_columns.frame_dim(frame.codec), start, stop, stop))
+        return result
 
     def _prepared_products(self) -> list[_Placed]:
         """A merge whose sums are the columns of all frames side by side, and their product with what is their part of each channel."""

@@ -78,7 +78,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
     The memory is uint8 and dense; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
     """
     device = places[0][0].device
-    found = torch.empty(len(places), 2, dtype=torch.int64, device=device)
+    result = torch.empty(len(places), 2, dtype=torch.int64, device=device)
     groups: list[tuple[list[tuple[int, int, int]], int]] = []
     rows: list[tuple[int, int, int]] = []
     blocks = 0
@@ -90,12 +90,12 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
             rows, blocks = [], 0
     if rows:
         groups.append((rows, blocks))
-    parts = found.split([len(rows) for rows, _ in groups])  # type: ignore[no-untyped-call]
+    parts = result.split([len(rows) for rows, _ in groups])  # type: ignore[no-untyped-call]
     with _streams(device, len(groups)) as streams:
         for part, (rows, blocks), stream in zip(parts, groups, cycle(streams), strict=False):
             with stream:
                 _launch(part, rows, blocks)
-    return found
+    return result
 
 
 @contextmanager

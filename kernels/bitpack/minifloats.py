@@ -86,7 +86,7 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """The four e4m3 without signs of each word, int32, binary16."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             FOUR_E4M3,
             "=&r,=&r,=&r,=&r,r,r",
             [word],
@@ -95,13 +95,13 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
             pack=2,
         )
     else:
-        found = (
+        result = (
             e4m3_as_f16(word & 0xFF),
             e4m3_as_f16((word >> 8) & 0xFF),
             e4m3_as_f16((word >> 16) & 0xFF),
             e4m3_as_f16((word >> 24) & 0xFF),
         )
-    return found
+    return result
 
 
 @triton.constexpr_function
@@ -129,7 +129,7 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
     """The four e8m0 of each word, int32, over the largest of them, times 2^``LOWERED``: binary16."""
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             _four_powers(LOWERED),
             "=&r,=&r,=&r,=&r,r,r",
             [word],
@@ -140,13 +140,13 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
     else:
         low, high = tl.maximum(word & 0xFF, (word >> 8) & 0xFF), tl.maximum((word >> 16) & 0xFF, (word >> 24) & 0xFF)
         above = LOWERED - tl.maximum(low, high)
-        found = (
+        result = (
             power_as_f16((word & 0xFF) + above),
             power_as_f16(((word >> 8) & 0xFF) + above),
             power_as_f16(((word >> 16) & 0xFF) + above),
             power_as_f16(((word >> 24) & 0xFF) + above),
         )
-    return found
+    return result
 
 
 @triton.jit

@@ -67,16 +67,16 @@ def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[in
 def replicated_packings(packings: Sequence[Columns], columns: int) -> list[ReplicatedPacking]:
     """The packing of each stream in tiles of ``columns``."""
     pointer = 0
-    found = []
+    result = []
     for packing in packings:
         whole = not is_power_of_two(packing.width)
         loaded = columns if whole else packing.width
         beside = 1 if whole else columns // packing.width
         bits = packing.bases[0].bit_length() - 1
         copies = columns // loaded
-        found.append(ReplicatedPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
+        result.append(ReplicatedPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
         pointer += len(packing.planes)
-    return found
+    return result
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> li
 
     ``places`` are the bytes of each column, which are the lowest of the result; the others are free.
     """
-    found = []
+    result = []
     for number in range(1, len(registers)):
         step = []
         for own in places:
@@ -108,8 +108,8 @@ def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> li
                 nibble = 4 + place.byte if at == number else place.byte if number == 1 and at == 0 else kept
                 selector |= nibble << 4 * kept
             step.append(selector)
-        found.append(step)
-    return found
+        result.append(step)
+    return result
 
 
 def of_upper_half(step: Sequence[int], number: int, half: int) -> list[int]:
@@ -166,19 +166,19 @@ def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS
     Without ``TOKENS`` it is that of the first token alone.
     ``halves`` points at 0, 16, 0, 16, ... Tiles begin an even number of rows after row ``first``, and rows have an odd number of halves.
     """
-    found = ()
+    result = ()
     for number in tl.static_range(len(LOADS)):
-        found = found + _load_parity(pointers, first, halves, constant_at(LOADS, number), TOKENS)
-    return found
+        result = result + _load_parity(pointers, first, halves, constant_at(LOADS, number), TOKENS)
+    return result
 
 
 @triton.jit
 def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    found = ()
+    result = ()
     if LOAD.bits == 16:
         odd = (pointers[LOAD.stream].to(tl.int64) // 2 + first + LOAD.at) & 1
-        found = (tl.load(halves + odd + tl.arange(0, TOKENS))[None, :] if TOKENS else tl.load(halves + odd),)
-    return found
+        result = (tl.load(halves + odd + tl.arange(0, TOKENS))[None, :] if TOKENS else tl.load(halves + odd),)
+    return result
 
 
 @triton.jit

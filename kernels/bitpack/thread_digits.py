@@ -140,11 +140,11 @@ def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> t
 def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
     """Digit ``FIELD`` of ``value``, uint32 of ``FIELDS`` digits."""
     BELOW: tl.constexpr = BASE**FIELDS
-    found = _quotient(value, BASE**FIELD, BELOW)
+    result = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
         # Neighboring fields share a division.
-        found = found - _quotient(value, BASE ** (FIELD + 1), BELOW) * BASE
-    return found
+        result = result - _quotient(value, BASE ** (FIELD + 1), BELOW) * BASE
+    return result
 
 
 @triton.jit

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
-FEWEST_VALUES = 1 << 19
+MIN_VALUES = 1 << 19
 """Keys and values, times query rows, of a call for each of its threads: below it, starting one costs more than it saves."""
 
 
@@ -92,7 +92,7 @@ class Prepared:
                 structs[number] = library.Span(start, stop, k.struct, v.struct, queries[for_keys].data_ptr(), sums[for_values].data_ptr())
             sinks = None if sink_logits is None else sink_logits.detach().to("cpu", torch.float32).contiguous()
             work = batch * heads * rows * max(0, end - begin) * (self._k_dim + v_dim)
-            threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + work // FEWEST_VALUES)
+            threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + work // MIN_VALUES)
             call = library.Attend(
                 batch, heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
                 structs, len(spans), threads, level,

@@ -12,5 +12,5 @@ def added(data: memoryview, sum_: int) -> int:
     compiled = library.library()
     assert compiled is not None
     address = numpy.frombuffer(data, numpy.uint8).ctypes.data
-    found: int = compiled.kvpack_checksum(address, len(data) // 4, sum_)
-    return found
+    result: int = compiled.kvpack_checksum(address, len(data) // 4, sum_)
+    return result

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that are encoded, in the order of ``library.DTYPES``."""
 
-FEWEST_VALUES = 1 << 18
+MIN_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
 
 MAX_SECONDARY = 192
@@ -149,21 +149,21 @@ def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -
     """``call_of`` with the values ``x`` and the threads that they are worth."""
     call, names, kept = call_of(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
     call.x = library.Stream.of(x)
-    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
+    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
     return call, names, kept
 
 
 def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int) -> torch.Tensor:
     """What C measures of each ``page`` of tokens (``kvpack_measure``), float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
-    found = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
+    result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _kept = _call_over(codec, x, threads, level)
-    call.means, call.mean_tokens = library.Stream.of(found), page
+    call.means, call.mean_tokens = library.Stream.of(result), page
     compiled = library.library()
     assert compiled is not None
     if compiled.kvpack_measure(ctypes.byref(call)):
         raise MemoryError("there is not enough memory for the buffers of encoding")
-    return found
+    return result
 
 
 def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int) -> torch.Tensor | None:
@@ -277,13 +277,13 @@ def measures(x: torch.Tensor) -> bool:
 def norms(x: torch.Tensor) -> torch.Tensor:
     """``formats.head_norms.norms_of``. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
-    found, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
+    result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
     if x.numel():
         values = library.Stream.of(x)
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}
-        pointers = {"norms": found.data_ptr(), "left_out": left_out.ctypes.data}
+        pointers = {"norms": result.data_ptr(), "left_out": left_out.ctypes.data}
         run_raw_slots(library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes))
-    return found
+    return result
 
 
 def run_raw_slots(call: library.RawSlots) -> None:

@@ -13,7 +13,7 @@
 #include "threads.h"
 
 /* Items are made for at least this many threads, of tokens and rows that do not depend on their number: nor does the result. */
-enum { FEWEST_ITEMS = 128, FEWEST_TOKENS = 4096 };
+enum { MIN_ITEMS = 128, MIN_TOKENS = 4096 };
 
 #if defined(__x86_64__)
 /* F16C, which Clang's __builtin_cpu_supports does not know by its name. Asked once: cpuid takes microseconds in a virtual machine. */
@@ -86,10 +86,10 @@ static void attend_item(const void *context, int64_t number, char *memory) {
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* The tokens of one item: whole multiples of FEWEST_TOKENS. */
+/* The tokens of one item: whole multiples of MIN_TOKENS. */
 static int64_t tokens_at_once(const Span *span, int64_t others) {
-    int64_t parts = ceiling(FEWEST_ITEMS, others > 0 ? others : 1), tokens = ceiling(span->stop - span->start, parts);
-    return ceiling(tokens, FEWEST_TOKENS) * FEWEST_TOKENS;
+    int64_t parts = ceiling(MIN_ITEMS, others > 0 ? others : 1), tokens = ceiling(span->stop - span->start, parts);
+    return ceiling(tokens, MIN_TOKENS) * MIN_TOKENS;
 }
 
 /* Merges the parts of one block of rows of one head: sums of each span, divided by the total weight of all. */

@@ -14,7 +14,7 @@ from kvpack.runtime.memory import empty
 
 from . import library
 from . import rans as c_rans
-from .unpack import FEWEST_VALUES
+from .unpack import MIN_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,7 @@ def encode(
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
     call = library.Split(None, library.Stream(), library.Stream.of(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
-    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // FEWEST_VALUES), level
+    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
     _split(call)
     tables = codec.tables_for(counts, before)
     plane = empty((batch, heads, tokens, dim // 2), torch.uint16, x.device)
@@ -108,7 +108,7 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
     assert compiled is not None
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + out.numel() // FEWEST_VALUES)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
     call = library.Join(
         exponents.ctypes.data,
         library.Stream.of(plane),

@@ -46,15 +46,15 @@ class Place(NamedTuple):
 
 def places(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, Place]:
     """The place of every stream of a page's side, whose streams begin at ``offsets``."""
-    found = {}
+    result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
         for size in layout.shape[3:]:
             row *= size
         head = 0 if layout.shape[1] == 1 else row * layout.shape[2]
         # Every token has the row of its run.
-        found[name] = Place(offsets[name], head, 0 if layout.per == "run" else row)
-    return found
+        result[name] = Place(offsets[name], head, 0 if layout.per == "run" else row)
+    return result
 
 
 class Encoder:

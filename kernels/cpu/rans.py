@@ -20,7 +20,7 @@ _STEP = numpy.dtype([("reciprocal", "<u8"), ("bias", "<u4"), ("frequency", "<u4"
 """``RansStep`` of ``interface.h``."""
 _MOST = numpy.uint64(2**64 - 1)
 
-FEWEST_SYMBOLS = 1 << 18
+MIN_SYMBOLS = 1 << 18
 """Symbols of a call for each of its threads: below it, starting one costs more than it saves."""
 
 
@@ -44,7 +44,7 @@ def decode(
     )
     of_chunks, of_symbols = _tables(table, len(tables), (count, longest))
     last = numpy.empty((count, rans.LANES), numpy.uint32)
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
     # Chunks of one call share no output, and a word beyond the last reads as 0.
     addresses = (array.ctypes.data for array in (words, first, states, lengths, slots))
     more = (array.ctypes.data for array in (symbols, read, last))
@@ -71,7 +71,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     steps["bias"][:, :alphabet] = numpy.cumsum(tables, 1) - tables + (rans.TOTAL - 1) * (frequencies == 1)
     words, written = numpy.empty((count, stride), numpy.uint16), numpy.empty(count, numpy.int64)
     states = numpy.empty((count, rans.LANES), numpy.uint32)
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // FEWEST_SYMBOLS)
+    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
     addresses = (array.ctypes.data for array in (steps, words, written, states))
     call = library.RansEncode(
         symbols.ctypes.data, lengths.ctypes.data, _address(of_chunks), _address(of_symbols), *addresses, count, stride, threads, level

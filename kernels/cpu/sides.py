@@ -100,9 +100,9 @@ class SidePart(NamedTuple):
 
     def described(self) -> Described:
         """Return the C description of the codec. It is not kept here, because sides are many and tables large."""
-        found = codecs.described(self.codec)
-        assert found is not None
-        return found
+        result = codecs.described(self.codec)
+        assert result is not None
+        return result
 
 
 MAX_FRAMES = 64

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes of dense rows, in the order of ``library.DTYPES``."""
 
-FEWEST_VALUES = 1 << 18
+MIN_VALUES = 1 << 18
 """Values of a call for each of its threads: below it, starting one costs more than it saves."""
 
 MAPPED_TOKENS = 1 << 10
@@ -68,7 +68,7 @@ def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out:
 def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads: int | None, level: int) -> None:
     """Write ``parts`` to ``out``, after inverse rotations and channel scales. Raises MemoryError."""
     batch, heads = out.shape[:2]
-    most = 1 + out.numel() // FEWEST_VALUES
+    most = 1 + out.numel() // MIN_VALUES
     threads = min(library.checked_threads(threads, torch.get_num_threads()), most)
     compiled = library.library()
     assert compiled is not None

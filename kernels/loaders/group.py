@@ -37,7 +37,7 @@ from .tiles import Tiles, step_symbols, tile_field_stride
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
-FEWEST_TOKENS, MAX_TOKENS = 16, 64
+MIN_TOKENS, MAX_TOKENS = 16, 64
 """Fewest and most tokens of a warp's tile: tiles of tokens with ``MANY_SCALES`` each are small."""
 
 MANY_SCALES = 32
@@ -102,7 +102,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     most_tokens = MAX_TOKENS
     if kind == WITHIN_FIELDS.value and scales_per_row >= MANY_SCALES:
-        most_tokens = FEWEST_TOKENS
+        most_tokens = MIN_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MAX_TOKENS):
         most_tokens = Tiles.most_tokens
     constants = GroupConstants(

@@ -169,10 +169,10 @@ def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
     """The streams of the first layer in the first row."""
     row = job.rows[0, : job.rows.shape[1] // STREAMS_ALIGNED * STREAMS_ALIGNED]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
-    found = {}
+    result = {}
     for name, dtype, begin, shape, strides in lane.streams:
         if dtype not in as_dtype:
             as_dtype[dtype] = row.view(dtype)
         values = as_dtype[dtype]
-        found[name] = values.as_strided(shape, strides, values.storage_offset() + begin)
-    return found
+        result[name] = values.as_strided(shape, strides, values.storage_offset() + begin)
+    return result

@@ -45,10 +45,10 @@ def look_up_field(
         inputs = [words[PIECES[0][0]]] if len(PIECES) == 1 else [words[PIECES[0][0]], words[PIECES[1][0]]]
         REGISTERS: tl.constexpr = registers(WORDS, len(PIECES))
         if WORDS == 1:
-            found = (tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=tl.uint32, is_pure=True, pack=1),)
+            result = (tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=tl.uint32, is_pure=True, pack=1),)
         else:
-            found = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+            result = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
     else:
         place = bits_of_column(words, PACKING, COLUMN, POSITION, BITS) * UNIT
-        found = look_up_words(place, table, WORDS, VALUES, FIRST, SHARED, FAST)
-    return found
+        result = look_up_words(place, table, WORDS, VALUES, FIRST, SHARED, FAST)
+    return result

@@ -94,7 +94,7 @@ def look_up(
     """
     if FAST and COPIES > 0:
         types: tl.constexpr = (tl.float16,) * VALUES
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             lookup_of_tiles(POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES),
             registers(VALUES, 1),
             [word],
@@ -104,10 +104,10 @@ def look_up(
         )
     else:
         index = (word.to(tl.int32) >> POSITION) & ((1 << BITS) - 1)
-        found = ()
+        result = ()
         for value in tl.static_range(VALUES):
-            found = found + (tl.load(table + index * VALUES + value),)
-    return found
+            result = result + (tl.load(table + index * VALUES + value),)
+    return result
 
 
 @triton.constexpr_function
@@ -135,10 +135,10 @@ def look_up_bits(
     COPIES: tl.constexpr = SHARED.copies
     ENTRIES: tl.constexpr = SHARED.entries - FIRST
     if BIT % 16 + BITS > 16:
-        found = look_up(straddling(planes, BIT, BITS, FAST), table + FIRST * VALUES, 0, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
+        result = look_up(straddling(planes, BIT, BITS, FAST), table + FIRST * VALUES, 0, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
     else:
-        found = look_up(planes[BIT // 16], table + FIRST * VALUES, BIT % 16, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
-    return found
+        result = look_up(planes[BIT // 16], table + FIRST * VALUES, BIT % 16, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
+    return result
 
 
 @triton.jit

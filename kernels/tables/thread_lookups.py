@@ -40,15 +40,15 @@ def look_up_words(
     if FAST and SHARED.copies > 0:
         ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
         if WORDS == 1:
-            found = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
+            result = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
         else:
-            found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [place], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
+            result = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [place], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
     else:
         pointer = table.to(tl.pointer_type(tl.int32)) + (place + FIRST) * (VALUES // 2)
-        found = ()
+        result = ()
         for word in tl.static_range(WORDS):
-            found = found + (tl.load(pointer + word).to(tl.uint32, bitcast=True),)
-    return found
+            result = result + (tl.load(pointer + word).to(tl.uint32, bitcast=True),)
+    return result
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def uses_assembly(device: torch.device) -> bool:
 
 def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], held: list[torch.Tensor]) -> list[int]:
     """Address, batch stride and head stride in bytes of each stream ``wanted``; one whose rows are not dense and aligned is copied."""
-    found: list[int] = []
+    result: list[int] = []
     for stream in wanted:
         tensor = streams[stream.name]
         size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
@@ -37,8 +37,8 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             batch, head = tensor.stride()[:2]
         held.append(tensor)
-        found += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
-    return found
+        result += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
+    return result
 
 
 def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:

@@ -29,9 +29,9 @@ BLOCK_COLUMNS = 32
 
 def loader(codec: Codec, dual: bool) -> Tiles:
     """Return the tile loader of a codec that has one; with ``dual`` the loader for two tokens per row, if there is one."""
-    found = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
-    assert found is not None
-    return found
+    result = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
+    assert result is not None
+    return result
 
 
 @lru_cache(maxsize=256)

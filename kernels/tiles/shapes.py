@@ -32,7 +32,7 @@ SHARED_BYTES = 220 << 10
 MAX_BYTES_IN_FLIGHT = 96 << 10
 """Bytes of tiles that a program fetches ahead of time, at most."""
 
-LARGE_TABLE_BYTES, FEWEST_COPIES = 80 << 10, 8
+LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
 """For tables larger than the assembly declares: bytes for each of two programs, and the fewest copies of an entry with which two
 programs are enough."""
 
@@ -109,7 +109,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     """Bytes of shared memory that the tables of both sides may take together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
-    if len(tables) == 2 and FEWEST_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
+    if len(tables) == 2 and MIN_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
         return LARGE_TABLE_BYTES
     return LARGEST_BYTES
 

@@ -34,8 +34,8 @@ def run(repeats: int) -> list[dict[str, Any]]:
 def _layer(recipe: str, tokens: int, seed: int) -> Layer:
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(torch.bfloat16) for _ in range(2))
-    found: Layer = kvpack.pack([(k, v)], recipe)[0]
-    return found
+    result: Layer = kvpack.pack([(k, v)], recipe)[0]
+    return result
 
 
 def _query() -> torch.Tensor:

@@ -47,8 +47,8 @@ def _dump(tensors: Tensors, path: str) -> None:
 
 def _undump(path: str) -> Tensors:
     with open(path, "rb") as file:
-        found: Tensors = pickle.load(file)
-    return found
+        result: Tensors = pickle.load(file)
+    return result
 
 
 def _compress(tensors: Tensors, path: str) -> None:
@@ -61,12 +61,12 @@ def _compress(tensors: Tensors, path: str) -> None:
 
 def _decompress(path: str) -> Tensors:
     """Return the tensors, flattened."""
-    found = {}
+    result = {}
     for name in os.listdir(path):
         with open(os.path.join(path, name), "rb") as file:
             values = numpy.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(file.read())), numpy.int16)
-        found[name] = torch.from_numpy(values).view(torch.bfloat16)
-    return found
+        result[name] = torch.from_numpy(values).view(torch.bfloat16)
+    return result
 
 
 WAYS = (

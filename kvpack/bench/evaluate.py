@@ -188,10 +188,10 @@ def _places(
 
 def _size(name: str, value: int, least: int, largest: int, why: str) -> int:
     """``value`` as an int. Raises InvalidParameter."""
-    found = integer(value, name)
-    if not least <= found <= largest:
+    result = integer(value, name)
+    if not least <= result <= largest:
         raise InvalidParameter(f"{name} is {shown(value)}, expected an integer from {least} to {largest} {why}")
-    return found
+    return result
 
 
 def _name(recipe: str | os.PathLike[str] | Recipe) -> str:

@@ -191,14 +191,14 @@ def _check(settings: Settings, basis: Basis | None) -> None:
 
 def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
     """Change the keys of ``network`` by the settings, and return the report's description of the change."""
-    found: dict[str, Any] = {"twin": None, "offset": None}
+    result: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
-        found["twin"] = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
+        result["twin"] = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
     if settings.offset is not None:
         difference = offset_keys(network, settings.offset, sample, settings.seed)
-        found["offset"] = {"factor": settings.offset, "largest_logit_difference": difference}
-    return found
+        result["offset"] = {"factor": settings.offset, "largest_logit_difference": difference}
+    return result
 
 
 def _token_id(text: Text, token: str) -> int:
@@ -283,12 +283,12 @@ class _Measurement:
             exact_answers, answers = self._needles(path)
             written = self._generated(path)
         (begun, exact_losses, forgotten, measured), *others = read
-        recalls = [None if not self.sizes.needles else recall(found) for found in answers]
+        recalls = [None if not self.sizes.needles else recall(result) for result in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
         recalled = recall(exact_answers) if exact_answers else None
         peers = list(zip([peer.name for peer in self.peers], self.of_peers, strict=True))
-        found = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
-        found["others"] = [
+        result = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
+        result["others"] = [
             {
                 "text": part.text.name,
                 "settings": asdict(part.sizes),
@@ -296,8 +296,8 @@ class _Measurement:
             }
             for part, results in zip(self.parts[1:], others, strict=True)
         ]
-        found["generated"] = None if written is None else along_summary(self.names, written)
-        return found
+        result["generated"] = None if written is None else along_summary(self.names, written)
+        return result
 
     def _windows(self, part: _Part, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
         exact_losses: list[float] = []

@@ -81,15 +81,15 @@ def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    found = {}
+    result = {}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             try:
-                found[name] = repeated_seconds(partial(scaled_dot_product_attention, q, k, v, enable_gqa=True))
+                result[name] = repeated_seconds(partial(scaled_dot_product_attention, q, k, v, enable_gqa=True))
             except RuntimeError:
                 # This torch lacks the backend, or the backend does not take the shape.
                 continue
-    return found
+    return result
 
 
 def show(report: dict[str, Any], device: str) -> None:

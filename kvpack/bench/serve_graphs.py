@@ -22,8 +22,8 @@ def flash_attention() -> AbstractContextManager[None]:
     """Inside it SDPA is flash attention; else PyTorch chooses, on an H100 cuDNN's, which plans again for each length."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    found: AbstractContextManager[None] = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
-    return found
+    result: AbstractContextManager[None] = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
+    return result
 
 
 class StaticStates:

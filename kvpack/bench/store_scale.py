@@ -182,9 +182,9 @@ class _Scale:
 
         def timed(*given: Any, **more: Any) -> Any:
             begun = time.process_time()
-            found = real(*given, **more)
+            result = real(*given, **more)
             rounds.append(1000 * (time.process_time() - begun))
-            return found
+            return result
 
         Evictor._try_round = timed  # type: ignore[method-assign]
         try:
@@ -288,12 +288,12 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
 
     def timed_round(*given: Any, **more: Any) -> Any:
         now = time.perf_counter()
-        found = real_round(*given, **more)
-        if found is None:
+        result = real_round(*given, **more)
+        if result is None:
             begun.append(now)
         elif begun:
             own[0] += time.perf_counter() - now
-        return found
+        return result
 
     def note() -> None:
         waits.append(1000 * (time.perf_counter() - begun[0] - own[0]) if begun else 0.0)

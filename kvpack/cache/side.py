@@ -295,7 +295,7 @@ class Side:
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
-                raise NotConsecutive(f"codec {_where_apart(side.codec, other.codec)}: convert one first")
+                raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
             if side.tail.shape[2]:
@@ -338,7 +338,7 @@ class Side:
         return replace(self, runs=runs, tail=move(self.tail))
 
 
-def _where_apart(codec: Codec, other: Codec) -> str:
+def _codec_difference(codec: Codec, other: Codec) -> str:
     """Return the parameters in which two codecs differ; only the ids for codecs of different families."""
     one, two = codec.params(), other.params()
     if one["id"] != two["id"]:

@@ -90,7 +90,7 @@ def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], windo
     found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
-    clauses += [(f"layers={one.layers}:{sides}", one.codec) for sides, one in _together(k_exceptions, v_exceptions)]
+    clauses += [(f"layers={one.layers}:{sides}", one.codec) for sides, one in _merged_sides(k_exceptions, v_exceptions)]
     kept = {codec.raw for _, codec in clauses if codec.raw is not None}
     raw = kept.pop() if len(kept) == 1 else ""
     texts = [f"{sides}={codec.plain if raw else codec.text}" for sides, codec in clauses]
@@ -161,7 +161,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
     return joined
 
 
-def _together(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
+def _merged_sides(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
     """The exceptions of both sides, each with its sides: those that are the same are one if the order of each side allows it."""
     found: list[tuple[str, Exceptions]] = []
     rest = list(v)

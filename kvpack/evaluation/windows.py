@@ -294,8 +294,8 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # None while the constructor fills the layers with pairs, whose keys are moved already.
         moved = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
-        found: tuple[Any, Any] = super().update(moved, value_states, layer_idx, *args, **kwargs)
-        return found
+        result: tuple[Any, Any] = super().update(moved, value_states, layer_idx, *args, **kwargs)
+        return result
 
 
 def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:

@@ -30,7 +30,7 @@ from kvpack.formats.errors import (
 from .checks import TEXT, Rule, check, check_keys
 from .footprint import check_front, check_header
 from .header import DIGEST_BYTES, FEATURES, FORMAT, Header, LayerEntry, SideEntry, TensorEntry, lacking, layout_bytes, within
-from .header_scan import news
+from .header_scan import unknown_features
 from .limits import (
     MAX_BINARY_BYTES,
     MAX_ENTRIES,
@@ -281,17 +281,17 @@ def parse_header(data: bytes) -> Header:
     try:
         return _parsed(data)
     except UnknownCodec:
-        _refuse_news(data)
+        _refuse_unknown(data)
         # The first of several ids counts, and it is known.
         raise InvalidHeader("kvpack.header is not canonical msgpack: the key id occurs twice in the map of a codec") from None
     except (InvalidHeader, LimitExceeded):
-        _refuse_news(data)
+        _refuse_unknown(data)
         raise
 
 
-def _refuse_news(data: bytes) -> None:
+def _refuse_unknown(data: bytes) -> None:
     """Raise UnsupportedVersion for a later format or an unknown required feature, UnknownCodec for an unknown codec."""
-    found = news(data, FEATURES, CODECS)
+    found = unknown_features(data, FEATURES, CODECS)
     if found.format is not None and found.format > FORMAT:
         raise UnsupportedVersion(newer(found.format))
     if found.feature is not None:

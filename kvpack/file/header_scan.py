@@ -45,7 +45,7 @@ class _Ended(Exception):
     """The bytes end within a value."""
 
 
-def news(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
+def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
     """Return the features and codecs of the header ``data`` that a reader with ``features`` and ``codecs`` does not know, in linear
     time.
     """

@@ -22,21 +22,21 @@ def model_fields(model: ModelArgument | None) -> dict[str, str]:
     Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` refuses and for fields
     that do not fit a header.
     """
-    found: dict[str, Any]
+    result: dict[str, Any]
     if model is None:
         return {}
     if isinstance(model, str):
-        found = {"name": model}
+        result = {"name": model}
     elif isinstance(model, Identity):
-        found = model.header_model
+        result = model.header_model
     elif isinstance(model, Mapping):
-        found = dict(model)
+        result = dict(model)
     elif isinstance(model, torch.nn.Module):
-        found = Identity.of(model, "raw").header_model
+        result = Identity.of(model, "raw").header_model
     else:
         raise InvalidType(
             f"model is a {type(model).__name__}, expected a transformers model, a kvpack.Identity, a name, or a map of names to text such "
             "as {'name': 'llama'}"
         )
-    check_argument("model", found, TEXT_BY_NAME)
-    return found
+    check_argument("model", result, TEXT_BY_NAME)
+    return result

@@ -146,7 +146,7 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
         # Where they cannot be read together, one that cannot be read alone is named below.
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
-                found |= _together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
+                found |= _digests_together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
     return [found[number] if number in found else plain(name, value, most) for number, (name, value) in enumerate(named)]
 
 
@@ -154,22 +154,22 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Dtypes as which samples are read, by the number of bytes of their own dtype."""
 
 
-def _together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
+def _digests_together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
     """``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced(tensor, most) for _, tensor in tensors)]
     data = torch.cat(samples).cpu().view(dtype).numpy().data.cast("B")
-    found, start = {}, 0
+    result, start = {}, 0
     described: dict[torch.Size, str] = {}
     for (number, tensor), sample in zip(tensors, samples, strict=True):
         stop = start + sample.nbytes
         shape = tensor.shape
         if shape not in described:
             described[shape] = f"{tensor.dtype} {list(shape)}"
-        found[number] = f"{described[shape]} {xxhash.xxh3_128_hexdigest(data[start:stop])}"
+        result[number] = f"{described[shape]} {xxhash.xxh3_128_hexdigest(data[start:stop])}"
         start = stop
-    return found
+    return result
 
 
 def _spaced(values: torch.Tensor, most: int | None) -> torch.Tensor:

@@ -49,7 +49,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     check_model(model)
-    found: list[ModelPart] = []
+    result: list[ModelPart] = []
     waiting, seen, known = [("", model)], set(), dict[type, str]()
     while waiting:
         name, module = waiting.pop()
@@ -64,7 +64,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
         if adapter == _WRAPPER:
             waiting.append((name, getattr(module, _OF_TORCH[kind.__name__])))
             continue
-        found.append(ModelPart(name, module, adapter))
+        result.append(ModelPart(name, module, adapter))
         children = module._modules
         if adapter == "around":
             waiting.append((name, _held(module)))
@@ -75,7 +75,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
         elif children:
             before = f"{name}." if name else ""
             waiting += [(before + own, child) for own, child in reversed(children.items()) if child is not None]
-    return found
+    return result
 
 
 def check_model(model: Any) -> None:
@@ -134,7 +134,7 @@ def _names(kind: type) -> set[str]:
 
 
 def _held(module: torch.nn.Module) -> torch.nn.Module:
-    found = module._modules.get("base_model") or module._modules.get("model")
-    if found is None:
+    result = module._modules.get("base_model") or module._modules.get("model")
+    if result is None:
         raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {BY_HAND}")
-    return found
+    return result

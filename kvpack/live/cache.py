@@ -255,22 +255,22 @@ class LiveCache:
             if steps is None and not own.is_uneven:
                 steps = self._steps[layer] = next((kind(own) for kind in (Steps, CpuSteps) if kind.supports(own, q)), None)
             if steps is not None:
-                found = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
-                if found is not None:
-                    return found
+                result = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
+                if result is not None:
+                    return result
         self._check_captured(layer)
         self._settled(layer)
         if not self._known:
             self._known = True
             both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
             warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], own.device)
-        found = own.attend(
+        result = own.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )
         if own.pending_tokens > DEFERRED and layer not in self._shared:
             own.commit()
             self._changed(layer)
-        return found
+        return result
 
     def roll(self) -> bool:
         """Encode whole windows of every layer's raw tail, except its newest tokens, and return True if launches changed.

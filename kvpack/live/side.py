@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GROWTH = 16
 """A page that is made to be filled has room for a sixteenth of the tokens packed before it, so that little memory is empty."""
 
-FEWEST_WINDOWS = 8
+MIN_WINDOWS = 8
 """Minimum number of windows for which such a page has room."""
 
 
@@ -191,7 +191,7 @@ class LiveSide:
             start = 0
             while start < tokens:
                 if not self._open or self._open[-1].filled == self._open[-1].capacity:
-                    if not self._open and tokens - start > FEWEST_WINDOWS * self.window:
+                    if not self._open and tokens - start > MIN_WINDOWS * self.window:
                         # The first tokens of a prompt: they are as many as they are.
                         self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
                         self.packed_tokens = before + tokens
@@ -247,7 +247,7 @@ class LiveSide:
 
     def _capacity(self) -> int:
         """Tokens that the next page has room for."""
-        windows = max(FEWEST_WINDOWS, self.packed_tokens // (GROWTH * self.window))
+        windows = max(MIN_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 
     def _all_runs(self) -> PackedRuns:

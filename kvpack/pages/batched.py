@@ -117,11 +117,11 @@ def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim
 
 def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """The streams of all layers of the lane in ``rows``, as views ``[page, layer, kv_head, ...]``."""
-    found = {}
+    result = {}
     for name, layout in lane.layouts.items():
         begin, end = lane.places[name]
         dtype = TORCH_DTYPES[layout.dtype]
         first = rows[:, begin:end].view(dtype)
         sizes, strides = (len(rows), lane.count), (first.stride(0), lane.stride // dtype.itemsize)
-        found[name] = first.as_strided((*sizes, *layout.shape[1:]), (*strides, *layout.strides[1:]))
-    return found
+        result[name] = first.as_strided((*sizes, *layout.shape[1:]), (*strides, *layout.strides[1:]))
+    return result

@@ -207,7 +207,7 @@ class DevicePages:
 
         if (known := self._known.get(pages)) is not None:
             return known
-        found = self._known[pages] = [
+        result = self._known[pages] = [
             Lane(
                 lane.codec,
                 pages.sides[lane.side][lane.first : lane.first + lane.count],
@@ -216,7 +216,7 @@ class DevicePages:
             )
             for lane in self._plan.lanes
         ]
-        return found
+        return result
 
     def _error_of(self, rows: torch.Tensor, number: int, digest: bytes | None) -> Outcome:
         where = f"row {number}"

@@ -267,11 +267,11 @@ class _Ready:
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
         """The streams of the lane's layer ``number`` as views of a row."""
-        found = {}
+        result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
-            found[name] = _tensor(row[begin:end], layout)
-        return found
+            result[name] = _tensor(row[begin:end], layout)
+        return result
 
     def _values(self, stretch: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
         from kvpack.kernels.cpu.pages import Values
@@ -280,8 +280,8 @@ class _Ready:
         return Values(address + slot * per_slot, *strides)
 
     def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int) -> bool:
-        found: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads)
-        return found
+        result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads)
+        return result
 
     def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:
         self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
@@ -303,11 +303,11 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
     if len(strides) == 1 and len(steps) <= 1:
         ((slot, head, token),) = strides
         return [(0, len(tensors), addresses[0], slot, (steps.pop() if steps else 0, head, token))]
-    found = []
+    result = []
     for number, x in enumerate(tensors):
         slot, head, token = (stride * size for stride in x.stride()[:3])
-        found.append((number, 1, addresses[number], slot, (0, head, token)))
-    return found
+        result.append((number, 1, addresses[number], slot, (0, head, token)))
+    return result
 
 
 def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:

@@ -92,7 +92,7 @@ class PageLayout:
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
         """For each side the place of its first value and the strides of its axes; None for a layout that has no strides."""
-        found = {}
+        result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
             steps = []
@@ -105,8 +105,8 @@ class PageLayout:
             # torch has no strides below zero.
             if not torch.equal(expected, place) or min(steps) < 0:
                 return None
-            found[side] = first, (steps[0], steps[1], steps[2], steps[3])
-        return found
+            result[side] = first, (steps[0], steps[1], steps[2], steps[3])
+        return result
 
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
         """The slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
@@ -190,8 +190,8 @@ def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Values of any bits, from the smallest to the largest, negative zeros among them and no NaN, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
-    found = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)
+    result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)
     if dtype != torch.uint8:
-        bits = bits_of(found)
-        bits.masked_fill_(~found.to(torch.float32).isfinite(), torch.iinfo(bits.dtype).min or 0x80)
-    return found
+        bits = bits_of(result)
+        bits.masked_fill_(~result.to(torch.float32).isfinite(), torch.iinfo(bits.dtype).min or 0x80)
+    return result

@@ -45,7 +45,7 @@ class _Mapping:
 
 
 @functools.cache
-def most_mappings() -> int:
+def max_mappings() -> int:
     """Return the number of files that may be mapped at a time: a share of the system's limit for the process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
@@ -56,7 +56,7 @@ def most_mappings() -> int:
 
 def may_map() -> bool:
     """Return True if another file may be mapped; otherwise it must be read."""
-    return len(_MAPPED) < most_mappings()
+    return len(_MAPPED) < max_mappings()
 
 
 def map_file(descriptor: int, size: int) -> memoryview:

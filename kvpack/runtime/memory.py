@@ -58,9 +58,9 @@ class _Piece:
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
-        found = torch.frombuffer(self._memory, dtype=dtype, count=values, offset=self._at)
+        result = torch.frombuffer(self._memory, dtype=dtype, count=values, offset=self._at)
         self._at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return found
+        return result
 
 
 def _keep(memory: mmap.mmap) -> None:

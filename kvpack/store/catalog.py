@@ -285,13 +285,13 @@ def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *,
 
 def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
     """The descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
-    found: set[bytes] = set()
+    result: set[bytes] = set()
     for stored, front in fronts_of(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_Gone, KvpackError, MemoryError):
             row, where = memoryview(_clear(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
             if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
-                found.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
-    return found
+                result.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
+    return result
 
 
 def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:

@@ -111,9 +111,9 @@ class Counters:
     def recent(self) -> list[tuple[str, float]]:
         """The operations that were timed since the last call, at most ``MAX_RECENT``, and their seconds."""
         with self._lock:
-            found = list(self._recent)
+            result = list(self._recent)
             self._recent.clear()
-        return found
+        return result
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         """Every counter by name; ``faults`` by "operation reason"."""

@@ -110,7 +110,7 @@ class Directory(OneTier):
         return len(keys)
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        found: list[Data] = []
+        result: list[Data] = []
         for key in keys:
             try:
                 data = self._read(key)
@@ -119,8 +119,8 @@ class Directory(OneTier):
             except (OSError, ValueError, MemoryError, KvpackError) as error:
                 self._counters.fault("get", error)
                 break
-            found.append(data)
-        return found
+            result.append(data)
+        return result
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:
@@ -411,7 +411,7 @@ class Sizes:
         if known is not None and known.changed_ns == changed:
             return known
         sizes = [status.st_size for _, status in self._folder.entries(folder)]
-        found = _Listed(changed, len(sizes), sum(sizes))
+        result = _Listed(changed, len(sizes), sum(sizes))
         if changed < now - SETTLED_NS:
-            self._listed[path] = found
-        return found
+            self._listed[path] = result
+        return result

@@ -188,15 +188,15 @@ class Evictor:
             self._pins.sweep()
             before = self.usage.read()
             budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
-            if before is not None and not anew and (found := self._evict_indexed(size, kept, budget, before)) is not None:
-                return found
+            if before is not None and not anew and (result := self._evict_indexed(size, kept, budget, before)) is not None:
+                return result
             if before is None and self.usage.copied():
                 self._restore()
-            found, total, entries = self._evict(size, kept, budget)
+            result, total, entries = self._evict(size, kept, budget)
             self.usage.replace(total, before)
             if entries >= ENTRIES:
                 self._index.build()
-        return found
+        return result
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:

@@ -90,14 +90,14 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     from kvpack.cache.cache import all_states
 
     known = all_states(cache)
-    found = {position: own for position, own in known.items() if not position % chunk and 0 < position <= packed}
-    if not found and packed >= chunk:
+    result = {position: own for position, own in known.items() if not position % chunk and 0 < position <= packed}
+    if not result and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
             f"the model keeps states, and the cache has {held}: a store needs states at multiples of {chunk} tokens: compute the prompt "
             f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
         )
-    return found
+    return result
 
 
 def check_length(cache: Cache, longest: int | None) -> None:

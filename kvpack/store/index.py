@@ -99,10 +99,10 @@ class Index:
     @property
     def there(self) -> bool:
         """True if there is an index to query."""
-        found = False
+        result = False
         with self._guarded():
-            found = self._opened() is not None
-        return found
+            result = self._opened() is not None
+        return result
 
     def close(self) -> None:
         """Release the connection; the next call opens another."""

@@ -117,27 +117,27 @@ class Loader:
         """For each key of a chunk, whether the states after it are stored here, and can be read by their front."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
-        found = [there and key in self._known for key, there in zip(keys, present, strict=True)]
-        asked = [at for at, there in enumerate(present) if there and not found[at]]
+        result = [there and key in self._known for key, there in zip(keys, present, strict=True)]
+        asked = [at for at, there in enumerate(present) if there and not result[at]]
         for at, data in zip(asked, self._backend.fronts([keys[at] for at in asked]), strict=True):
             with suppress(*FAULTS):
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
-                    found[at] = True
-        self._know([key for key, opens in zip(keys, found, strict=True) if opens])
-        return found
+                    result[at] = True
+        self._know([key for key, opens in zip(keys, result, strict=True) if opens])
+        return result
 
     def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
         """Return True if the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
-        found = [key in self._known for key in keys]
-        asked = [at for at, key in enumerate(keys) if not found[at] and key not in self._doubted]
+        result = [key in self._known for key in keys]
+        asked = [at for at, key in enumerate(keys) if not result[at] and key not in self._doubted]
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
         for begin in range(0, len(asked), at_once):
             part = asked[begin : begin + at_once]
             for at, data in zip(part, self._backend.fronts([keys[at] for at in part]), strict=True):
-                found[at] = data is not None and self._opens(keys[at], numbers[at], data)
-        self._know([keys[at] for at in asked if found[at]])
-        return found
+                result[at] = data is not None and self._opens(keys[at], numbers[at], data)
+        self._know([keys[at] for at in asked if result[at]])
+        return result
 
     def _opens(self, key: bytes, number: int, data: Data) -> bool:
         try:

@@ -35,13 +35,13 @@ class Memory(OneTier):
             return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        found: list[Data] = []
+        result: list[Data] = []
         for key in keys:
             data = self.peek(key)
             if data is None:
                 break
-            found.append(data)
-        return found
+            result.append(data)
+        return result
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         with self._lock:

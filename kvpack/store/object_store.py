@@ -110,13 +110,13 @@ class ObjectStore(OneTier):
         return [kind is Kind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        found: list[Data] = []
+        result: list[Data] = []
         with contextlib.closing(in_parallel(self.peek, self._unexpired(keys), REQUESTS)) as entries:
             for data in entries:
                 if data is None:
                     break
-                found.append(data)
-        return found
+                result.append(data)
+        return result
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
         expired = self._look_for_expired()
@@ -223,7 +223,7 @@ class ObjectStore(OneTier):
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
         """The pins in effect, None if the store does not answer; ``sweep`` removes those that have ended."""
-        found = []
+        result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
             if names is None:
@@ -235,10 +235,10 @@ class ObjectStore(OneTier):
                     self._counters.fault("pinned", error)
                     continue
                 if pin is not None and in_effect(pin):
-                    found.append(pin)
+                    result.append(pin)
                 elif pin is not None and sweep:
                     self._remove(name)
-        return found
+        return result
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         name, token = _LEASES + key.hex(), os.urandom(16)
@@ -388,7 +388,7 @@ class ObjectStore(OneTier):
 
     def _entries(self) -> Entries | None:
         """(key, bytes, time of its put) of every entry; None if the store does not answer."""
-        found: Entries = []
+        result: Entries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
             if names is None:
                 return None
@@ -396,8 +396,8 @@ class ObjectStore(OneTier):
                 with contextlib.suppress(ValueError):
                     key = bytes.fromhex(name.rpartition("/")[2])
                     if len(key) == KEY_BYTES and _name(key) == name:
-                        found.append((key, size, put_ns))
-        return found
+                        result.append((key, size, put_ns))
+        return result
 
     def _names(self, operation: str, prefix: str) -> Listing | None:
         return self._guard.ask(operation, lambda: self._objects.names(prefix), None)

@@ -180,7 +180,7 @@ class PageStore:
     ) -> dict[int, list[memoryview]]:
         """The pieces of the entries of pages, without those that cannot be encoded, which are counted."""
         rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
-        found: dict[int, list[memoryview]] = {}
+        result: dict[int, list[memoryview]] = {}
         for pages, group in _by_memory(numbers, parts):
             slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
             outcomes = self.codec.encode_into(pages, slots, [rows[number] for number in group], keys=chosen)
@@ -190,10 +190,10 @@ class PageStore:
                         raise refused
                     pieces = [rows[number]] if self._cipher is None else self._cipher.encrypt(names[number], [rows[number]])
                     check_size(f"the page of {names[number].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
-                    found[number] = pieces
+                    result[number] = pieces
                 except FAULTS as error:
                     self._counters.fault("encode", error)
-        return found
+        return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
         """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.

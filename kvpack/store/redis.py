@@ -100,28 +100,28 @@ class Redis(OneTier):
             sizes.append(min(size, FRONT_BYTES) if junk else size)
             if junk:
                 break
-        found: list[Data] = []
-        while len(found) < len(sizes):
+        result: list[Data] = []
+        while len(result) < len(sizes):
             # As many entries as fit in one answer, at least one.
-            stop, total = len(found) + 1, sizes[len(found)]
+            stop, total = len(result) + 1, sizes[len(result)]
             while stop < len(sizes) and total + sizes[stop] <= _BYTES_AT_ONCE:
                 total += sizes[stop]
                 stop += 1
-            whole = self._fetched(keys[len(found) : stop], sizes[len(found) : stop])
-            found += whole
-            if len(found) < stop:
+            whole = self._fetched(keys[len(result) : stop], sizes[len(result) : stop])
+            result += whole
+            if len(result) < stop:
                 break
-        return found
+        return result
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        found: list[Found | None] = [None] * len(keys)
+        result: list[Found | None] = [None] * len(keys)
         asked = [number for number, tier in enumerate(beyond) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _parts(asked, at_once):
             values = self._client.ask_all("get", [(data(max_bytes + 1), "GETRANGE", ENTRY + keys[number], 0, max_bytes) for number in part])
             for number, value in zip(part, values, strict=False):
-                found[number] = Found(value, 0) if value else None
-        return found
+                result[number] = Found(value, 0) if value else None
+        return result
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         if front:
@@ -130,7 +130,7 @@ class Redis(OneTier):
         return next(iter(self._fetched([key], [size])), None) if self._takes(key, size) else None
 
     def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        found: list[Data | None] = []
+        result: list[Data | None] = []
         for part in _parts(keys, _FRONTS_AT_ONCE):
             looked = self._looked(part, _FRONT_BYTES)
             ends = [
@@ -145,8 +145,8 @@ class Redis(OneTier):
                 rests += answers or [None] * len(group)
             parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
             parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=True)}
-            found += [_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
-        return found
+            result += [_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
+        return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
@@ -378,7 +378,7 @@ class Redis(OneTier):
             for number, size in enumerate(sizes)
             for begin in range(0, size, _BYTES_AT_ONCE)
         ]
-        found: list[bytearray] = []
+        result: list[bytearray] = []
         for group in _batches({at: stop - begin for at, (_, begin, stop) in enumerate(ranges)}, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
             asked = [ranges[at] for at in group]
             commands: list[Command] = [
@@ -387,14 +387,14 @@ class Redis(OneTier):
             values = self._client.ask_all("get", commands)
             for (number, begin, stop), value in zip(asked, values, strict=False):
                 if value is None or len(value) != stop - begin:
-                    return found[:number]
+                    return result[:number]
                 if not begin:
-                    found.append(bytearray(value))
+                    result.append(bytearray(value))
                 else:
-                    found[number] += value
+                    result[number] += value
             if len(values) < len(asked):
-                return found[: asked[len(values)][0]]
-        return found
+                return result[: asked[len(values)][0]]
+        return result
 
     def _most(self) -> int | str:
         return "" if self._max_bytes is None else self._max_bytes

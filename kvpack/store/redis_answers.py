@@ -47,19 +47,19 @@ def data(most: int) -> Callable[[Any], bytes]:
 
 def data_list(answer: Any) -> list[bytes]:
     """Check a list of bytes."""
-    found = _listed(answer, "a list of bytes")
-    for one in found:
+    result = _listed(answer, "a list of bytes")
+    for one in result:
         if type(one) is not bytes:
             raise _wrong(answer, "a list of bytes")
-    return found
+    return result
 
 
 def member_list(answer: Any) -> list[bytes]:
     """Check a list of keys."""
-    found = data_list(answer)
-    if any(len(key) != KEY_BYTES for key in found):
+    result = data_list(answer)
+    if any(len(key) != KEY_BYTES for key in result):
         raise _wrong(answer, f"keys of {KEY_BYTES} bytes")
-    return found
+    return result
 
 
 def sizes_and_uses(answer: Any) -> list[float]:

@@ -50,13 +50,13 @@ def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.named.parent].append(key)
-    found: set[bytes] = set()
+    result: set[bytes] = set()
     ends = list(roots)
     while ends:
-        new = [key for key in children.pop(ends.pop(), ()) if key not in found]
-        found.update(new)
+        new = [key for key in children.pop(ends.pop(), ()) if key not in result]
+        result.update(new)
         ends += new
-    return found
+    return result
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:

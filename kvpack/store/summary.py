@@ -83,13 +83,13 @@ def _describe(backend: Directory, progress: Progress | None) -> Catalog:
 
 def _abouts(catalog: Catalog) -> list[tuple[str, bytes, int]]:
     """Return the kind of each readable entry, with its key and size."""
-    found: list[tuple[str, bytes, int]] = []
+    result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
-        found.append((about_chunk(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
+        result.append((about_chunk(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
     for kind, stored in (
         *(("pages", page) for page in catalog.pages.values()),
         *(("states", states.stored) for states in catalog.states.values()),
         *(("bases", basis.stored) for basis in catalog.bases.values()),
     ):
-        found.append((about_kind(kind), stored.key, stored.size))
-    return found
+        result.append((about_kind(kind), stored.key, stored.size))
+    return result

@@ -51,18 +51,18 @@ class Tiers:
         return self._backends
 
     def present(self, keys: Sequence[bytes]) -> int:
-        found = 0
+        result = 0
         for _, more in self._in_turn(keys, lambda backend, rest: backend.present(rest), int):
-            found += more
-        return found
+            result += more
+        return result
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        found = [False] * len(keys)
+        result = [False] * len(keys)
         for backend in self._backends:
-            missing = [number for number, there in enumerate(found) if not there]
+            missing = [number for number, there in enumerate(result) if not there]
             for number, there in zip(missing, backend.present_each([keys[number] for number in missing]) if missing else (), strict=True):
-                found[number] = there
-        return found
+                result[number] = there
+        return result
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         return [found.data for found in self.find(keys)]
@@ -75,14 +75,14 @@ class Tiers:
         ]
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        found: list[Found | None] = [None] * len(keys)
+        result: list[Found | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
-            missing = [number for number, entry in enumerate(found) if entry is None and beyond[number] < tier]
+            missing = [number for number, entry in enumerate(result) if entry is None and beyond[number] < tier]
             with self._timed(backend, "load") if missing else nullcontext():
                 entries = backend.find_each([keys[number] for number in missing], [-1] * len(missing), max_bytes) if missing else ()
             for number, entry in zip(missing, entries, strict=True):
-                found[number] = None if entry is None else Found(entry.data, tier)
-        return found
+                result[number] = None if entry is None else Found(entry.data, tier)
+        return result
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
         first = len(keys) - len(found)
@@ -99,12 +99,12 @@ class Tiers:
         return next((data for backend in self._backends if (data := backend.peek(key, front=front)) is not None), None)
 
     def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        found: list[Data | None] = [None] * len(keys)
+        result: list[Data | None] = [None] * len(keys)
         for backend in self._backends:
-            missing = [number for number, data in enumerate(found) if data is None]
+            missing = [number for number, data in enumerate(result) if data is None]
             for number, data in zip(missing, backend.fronts([keys[number] for number in missing]) if missing else (), strict=True):
-                found[number] = data
-        return found
+                result[number] = data
+        return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]

@@ -270,10 +270,10 @@ def _gathered(
     """Return the statistics of all windows, continuing those in the file ``path``; only those of keys if nothing is predicted."""
     size = sizes["tokens"] + 1 - len(text.start)
     begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
-    found = Statistics.read(path, _name_of(model, text, sizes))
+    result = Statistics.read(path, _name_of(model, text, sizes))
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for number, start in enumerate(begun):
-        if number >= found.windows:
+        if number >= result.windows:
             ids = window(text, start, size)
             # The last token is predicted, and not read.
             read = ids[:, :-1]
@@ -282,13 +282,13 @@ def _gathered(
             _check_pairs(pairs)
             model.set_attn_implementation(attention)
             if sizes["score"]:
-                found.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
-            found.add_moments(number, pairs, queries, turns)
-            found.windows += 1
-            found.write(path)
+                result.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
+            result.add_moments(number, pairs, queries, turns)
+            result.windows += 1
+            result.write(path)
         if progress:
-            progress(number + 1, sizes["windows"] + len(found.sums) + len(found.halves() or ()))
-    return found
+            progress(number + 1, sizes["windows"] + len(result.sums) + len(result.halves() or ()))
+    return result
 
 
 def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
     Raises InvalidParameter for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
     """
-    found: dict[str, list[str]] = {"k": [], "v": []}
+    result: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
         sides, equals, codec = text.strip().partition("=")
         if not equals or sides not in ("k", "v", "kv"):
@@ -86,12 +86,12 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
             raise InvalidParameter(f"--candidate is {text!r}: a candidate is one codec, such as k=scalar:b=3")
         for side in sides:
             Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES))
-            if codec not in found[side]:
-                found[side].append(codec)
-    for side, codecs in found.items():
+            if codec not in result[side]:
+                result[side].append(codec)
+    for side, codecs in result.items():
         if not codecs:
             raise InvalidParameter(f"--candidate names no codec for {side}: add {side}=<codec>")
-    return found
+    return result
 
 
 def attendable(codec: str) -> bool:

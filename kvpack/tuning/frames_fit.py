@@ -81,8 +81,8 @@ def _scales(deviations: Array) -> Array:
     """The scales of columns with these standard deviations: a table is in the middle of the four that share it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
-    found: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
-    return found
+    result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
+    return result
 
 
 def _columns(
@@ -145,8 +145,8 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 def _levels(steps: Array, dead_zone: float) -> Array:
     """The levels of columns, as encoders round with a ``dead_zone``."""
-    found: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
-    return found
+    result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
+    return result
 
 
 def _entropy(levels: Array) -> float:

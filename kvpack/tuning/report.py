@@ -61,12 +61,12 @@ def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
             rows[-1] = (rows[-1][0], number, codecs)
         else:
             rows.append((number, number, codecs))
-    found = []
+    result = []
     for first, last, codecs in rows:
         how = "packed" if all(map(attendable, codecs.values())) else "decoded tile by tile"
         numbers = str(first) if first == last else f"{first}-{last}"
-        found.append([numbers, codecs["k"], codecs["v"], *([how] if attended else [])])
-    return found
+        result.append([numbers, codecs["k"], codecs["v"], *([how] if attended else [])])
+    return result
 
 
 def _verdict(report: dict[str, Any]) -> str:

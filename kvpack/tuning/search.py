@@ -48,9 +48,9 @@ class Search:
 
     def measure(self, what: str, allocation: Allocation) -> Measurement:
         """Measure the real loss and keep it in the list."""
-        found = Measurement(what, allocation, self.windows.loss(recipe_text(allocation)))
-        self.measured.append(found)
-        return found
+        result = Measurement(what, allocation, self.windows.loss(recipe_text(allocation)))
+        self.measured.append(result)
+        return result
 
     def fits(self, allocation: Allocation) -> bool:
         """Return True if one window's file is within the budget."""
@@ -94,20 +94,20 @@ def steps(layers: int, candidates: dict[str, list[str]]) -> int:
 
 def sensitivities(search: Search) -> Losses:
     """The loss of every candidate in every place, all others uncompressed; candidates that cannot hold a window's values are left out."""
-    found: Losses = {}
+    result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
-        found[layer, side] = {}
+        result[layer, side] = {}
         for codec in codecs:
             try:
                 loss = search.windows.loss(in_one_place(layer, side, codec))
             except OutOfRange as error:
                 search.priced.left_out[layer, side][codec] = str(error)
                 continue
-            found[layer, side][codec] = loss.kl_divergence
-        if not found[layer, side]:
+            result[layer, side][codec] = loss.kl_divergence
+        if not result[layer, side]:
             reason = next(iter(search.priced.left_out[layer, side].values()))
             raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
-    return found
+    return result
 
 
 def _check_budget(search: Search) -> None:

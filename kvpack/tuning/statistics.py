@@ -225,9 +225,9 @@ class Statistics:
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
         """Return the statistics in the file ``path``; empty if there is no file. Raises InvalidParameter for another kind of file."""
-        found = cls(of)
+        result = cls(of)
         if not os.path.lexists(path):
-            return found
+            return result
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
@@ -237,14 +237,14 @@ class Statistics:
             except (KeyError, ValueError) as error:
                 raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error!r}") from None
 
-        tensors, found.windows = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
+        tensors, result.windows = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
             if kind == "samples":
-                found.samples.setdefault(name.rpartition(".")[0], []).append(tensor)
+                result.samples.setdefault(name.rpartition(".")[0], []).append(tensor)
             elif kind in _SUMS:
-                getattr(found, kind)[name] = tensor
-        return found
+                getattr(result, kind)[name] = tensor
+        return result
 
 
 def beginnings(count: int, predicted: int) -> list[tuple[int, int]]:

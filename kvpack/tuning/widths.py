@@ -55,12 +55,12 @@ def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]
     """Return the losses of all candidates in every place, minus the smallest loss: that is noise, which no width reduces."""
     floor = min(loss for _, loss in measured.values())
     raised = raised_losses({place: loss - floor for place, (_, loss) in measured.items()})
-    found: Losses = {}
+    result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
         codec, _ = measured[layer, side]
         bits = {other: bits_of(other, side) for other in codecs}
-        found[layer, side] = {other: raised[layer, side] * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
-    return found
+        result[layer, side] = {other: raised[layer, side] * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
+    return result
 
 
 def bits_of(codec: str, side: str) -> float:

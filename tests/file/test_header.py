@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvpack.file import limits
 from kvpack.file.front import pack_header, parse_header
 from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, features_of, layout_bytes, side_tensors
-from kvpack.file.header_scan import news
+from kvpack.file.header_scan import unknown_features
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
@@ -341,10 +341,10 @@ def test_a_walk_for_what_is_new_takes_little_time_and_memory() -> None:
     for filling in (b"\x91", b"\x81", b"\x9f", b"\xdf\xff\xff\xff\xff", b"\x92\x01", b"\xa1x"):
         data = b"\x82\xa1x\xdd\xff\xff\xff\xff" + (filling * 2**18)[: 2**18]
         start = time.thread_time()
-        assert news(data, (), ()) == (None, None, None)
+        assert unknown_features(data, (), ()) == (None, None, None)
         assert time.thread_time() - start < 2
         tracemalloc.start()
-        news(data[: 2**16], (), ())
+        unknown_features(data[: 2**16], (), ())
         assert tracemalloc.get_traced_memory()[1] < 2**20
         tracemalloc.stop()
 
@@ -363,13 +363,13 @@ def test_a_walk_passes_by_values_of_any_form(first: object, second: object, vers
     data = b"\x85" + b"".join(map(msgpack.packb, (first, second, "format", version, second, first, "required", ["", "new"])))
     data += msgpack.packb("codecs") + b"\x93" + b"".join(map(msgpack.packb, (second, {"dim": first, "id": "raw"}, {"id": "fractal"})))
     assume(first not in ("format", "required", "codecs") and second not in ("format", "required", "codecs"))
-    assert news(data, [""], ["raw"]) == (version, "new", "fractal")
+    assert unknown_features(data, [""], ["raw"]) == (version, "new", "fractal")
 
 
 @pytest.mark.parametrize(("first", "second", "unknown"), [("fractal", "raw", "fractal"), ("raw", "fractal", None), (1, "fractal", None)])
 def test_the_first_of_several_ids_of_a_codec_counts(first: object, second: object, unknown: str | None) -> None:
     data = b"\x81\xa6codecs\x91\x82" + b"".join(map(msgpack.packb, ("id", first, "id", second)))
-    assert news(data, (), ["raw"]).codec == unknown
+    assert unknown_features(data, (), ["raw"]).codec == unknown
 
 
 def test_a_later_id_of_a_codec_is_not_called_unknown() -> None:

@@ -248,7 +248,7 @@ def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path
 
 def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) -> None:
     prompt, cache = torch.arange(1, 21)[None], KvpackCache(model, "octopus-4")
-    thread = threading.Thread(target=cache.passes.turns.take)
+    thread = threading.Thread(target=cache.passes.lock.take)
     thread.start()
     thread.join()
     assert model.generate(prompt, past_key_values=cache, max_new_tokens=2, **OPTIONS).shape[1] == 22
@@ -271,7 +271,7 @@ def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) ->
                 assert model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS).tolist() == expected
                 continue
             with pytest.raises(
-                InvalidParameter, match=r"given 60 token ids, which may begin with the 20 that the cache holds.*functools\.wraps"
+                InvalidParameter, match=r"got 60 token ids, which may begin with the 20 that the cache holds.*functools\.wraps"
             ):
                 model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS)
             # Ids that differ from the cache's follow it.

@@ -18,7 +18,7 @@ from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import EAGER_STEPS
-from kvpack.integrations.transformers.model_snapshot import Makeup
+from kvpack.integrations.transformers.model_snapshot import ModelSnapshot
 from kvpack.integrations.transformers.states import CapturedLength
 from kvpack.live import side
 from support.graph_device import ONE_LAYER, RECIPE, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
@@ -95,7 +95,7 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side, "FEWEST_WINDOWS", 2)
+    monkeypatch.setattr(side, "MIN_WINDOWS", 2)
     sizes = ONE_LAYER | ({"sliding_window": 12} if name == "Mistral" else {})
     model, logits = model_of(name, **sizes).to(DEVICE), []
     caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
@@ -346,11 +346,11 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_change_of_a_model_is_seen(name: str) -> None:
     model = model_of("Llama", **SIZES)
-    makeup = Makeup(model)
+    snapshot = ModelSnapshot(model)
     model.lm_head.weight.mul_(2)
-    assert makeup.unchanged()
+    assert snapshot.unchanged()
     CHANGES[name](model)
-    assert not makeup.unchanged()
+    assert not snapshot.unchanged()
 
 
 @pytest.mark.kernels

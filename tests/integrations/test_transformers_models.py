@@ -105,7 +105,7 @@ def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
     compiled = torch.compile(model, backend="eager")
     with (
         KvpackCache(model, "raw") as past,
-        pytest.raises(InvalidParameter, match=r"Attention says is_causal=False, .* to the model itself"),
+        pytest.raises(InvalidParameter, match=r"Attention has is_causal=False, .* to the eager model"),
     ):
         compiled(PROMPT, past_key_values=past)
     with KvpackCache(model, "raw") as past:

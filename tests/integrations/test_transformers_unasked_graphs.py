@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import UNASKED_STEPS
-from kvpack.integrations.transformers.model_snapshot import Makeup
+from kvpack.integrations.transformers.model_snapshot import ModelSnapshot
 from support.graph_device import ONE_LAYER, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from support.interpreter import DEVICE, INTERPRETED
 from support.zoo_models import ZOO, model_of
@@ -159,11 +159,11 @@ def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """In a model that has it, and when it comes to one."""
     change, reason = FOREIGN[name]
     model = model_of("Llama", **SIZES)
-    makeup = Makeup(model)
-    assert makeup.foreign is None
+    snapshot = ModelSnapshot(model)
+    assert snapshot.foreign is None
     change(model, monkeypatch)
-    assert not makeup.unchanged()
-    assert reason in str(Makeup(model).foreign)
+    assert not snapshot.unchanged()
+    assert reason in str(ModelSnapshot(model).foreign)
 
 
 @pytest.mark.kernels
@@ -201,9 +201,9 @@ def test_code_that_changes_between_steps_is_run(name: str, device: Device, monke
 
 @pytest.mark.parametrize("name", [architecture.name for architecture in ZOO])
 def test_the_code_of_the_zoo_is_known(name: str) -> None:
-    makeup = Makeup(model_of(name))
-    assert makeup.foreign is None
-    assert makeup.unchanged()
+    snapshot = ModelSnapshot(model_of(name))
+    assert snapshot.foreign is None
+    assert snapshot.unchanged()
 
 
 @pytest.mark.kernels

@@ -17,7 +17,7 @@ import torch
 
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
-from kvpack.integrations.vllm.chunk_keys import ABSENT, tell_keys
+from kvpack.integrations.vllm.chunk_keys import ABSENT, attach_keys
 from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, settings_of
 from kvpack.pages import PageCodec
@@ -350,7 +350,7 @@ def test_the_manager_tells_workers_the_keys() -> None:
             return cpu([0] * len(keys))
 
     manager = Manager()
-    tell_keys(manager)
+    attach_keys(manager)
     assert manager.prepare_store([b"a", b"there", bytearray(b"b")], True).store_spec.keys == [b"a", b"b"]
     assert manager.prepare_store([b"a"], False) is None
     assert manager.prepare_load(iter([b"c", b"d"]), True).keys == [b"c", b"d"]

@@ -676,5 +676,5 @@ def test_checks_come_before_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -
     kvpack.attend(q, there)
     with pytest.raises(kvpack.InvalidParameter, match="does not fit"):
         kvpack.attend(q[..., :16], there)
-    with pytest.raises(kvpack.InvalidType, match="floating point"):
+    with pytest.raises(kvpack.InvalidType, match="floating-point"):
         kvpack.attend(q.to(torch.int32), there)

@@ -184,7 +184,7 @@ def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: i
 
 
 def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
+    monkeypatch.setattr(cpu_attend, "MIN_VALUES", 1)
     cache = kvpack.pack(random_pairs(1, 9000, heads=3), "kivi-2;tail=128")
     q = torch.randn(1, 6, 2, 64)
     one = by_c(q, cache[0], 0.1, True, None, None, None, None, threads=1)
@@ -206,7 +206,7 @@ def _layer(tokens: int) -> tuple[torch.Tensor, Layer]:
 
 
 def test_a_forked_child_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attend, "FEWEST_VALUES", 1)
+    monkeypatch.setattr(cpu_attend, "MIN_VALUES", 1)
     q, layer = _layer(9000)
     expected = by_c(q, layer, 0.1, True, None, None, None, None, threads=3)
     child = os.fork()

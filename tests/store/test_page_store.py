@@ -388,7 +388,7 @@ def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
         kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY)
     with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 3"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, layers=3))
-    with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* of 2 heads, and .* 1"):
+    with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* for 2 heads, but .* 1"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, heads=1))
 
 
@@ -450,7 +450,7 @@ def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
     with pytest.raises(MissingFile, match=r"has no config\.json, expected the folder of a transformers model"):
         Identity.of_engine(tmp_path / "none", "octopus-3", **options)
     (path / "model.safetensors").unlink()
-    with pytest.raises(InvalidParameter, match=r"contains no \*.safetensors: give revision"):
+    with pytest.raises(InvalidParameter, match=r"contains no \*.safetensors: pass revision"):
         Identity.of_engine(path, "octopus-3", **options)
     assert Identity.of_engine(path, "octopus-3", **options, revision="abc").weights == "abc"
     with pytest.raises(InvalidParameter, match=r"tp is \(2, 2\)"):

@@ -218,14 +218,14 @@ def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kv=group:b=4;.*', .* says 'kv=group:b=2;"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-4"), "packed with 'kv=group:b=4;.*', .* has 'kv=group:b=2;"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", start=32), "starts at position 32"),
-        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* says 'model'"),
+        (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kivi-2", model={"name": "other"}), "name 'other', .* has 'model'"),
         (lambda: kvpack.pack(random_pairs(1, 40, dims=(32, 32), batch=2), "kivi-2"), "holds 2 sequences"),
         (lambda: random_pairs(1, 40), "a list is not a packed cache"),
         (
             lambda: kvpack.pack([random_pairs(1, 40, dims=(32, 32))[0], random_pairs(1, 33, dims=(32, 32))[0]], "kivi-2"),
-            r"layers\[1\] ends at token 33, the cache at 40",
+            r"layers\[1\] ends at token 33, but the cache at 40",
         ),
     ],
     ids=["recipe", "start", "model", "batch", "no cache", "ends early"],
@@ -534,7 +534,7 @@ def test_mappings_give_way_to_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store, ids = open_store(tmp_path), prompt(6)
     whole = save(store, ids)
     before = len(mapping._MAPPED)
-    monkeypatch.setattr(mapping, "most_mappings", lambda: before + 4)
+    monkeypatch.setattr(mapping, "max_mappings", lambda: before + 4)
     found = store.load(ids)[1]
     assert len(mapping._MAPPED) == before + 4
     again = store.load(ids)[1]
@@ -546,4 +546,4 @@ def test_mappings_give_way_to_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = store.load(ids)[1]
     assert len(mapping._MAPPED) == before + 4
     assert same(found, whole)
-    assert mapping.most_mappings() > 0
+    assert mapping.max_mappings() > 0

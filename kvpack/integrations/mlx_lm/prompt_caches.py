@@ -109,7 +109,7 @@ def export_prompt_cache(
             what = "states" if layer.states else "no keys or no values"
             raise InvalidParameter(f"layer {number} contains {what}; kvpack writes layers of keys and values for mlx-lm")
         pair = [exported(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
-        metadata[f"1.{number}"], pair, counts = _as_held(number, layer, pair, windows.get(number))
+        metadata[f"1.{number}"], pair, counts = _stored_layer(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):
             tensors[f"{number}.{part}"] = tensor
         for part in range(2, 2 + len(counts)):
@@ -199,7 +199,9 @@ def _number(where: str, text: str) -> int:
     return int(text)
 
 
-def _as_held(number: int, layer: Layer, pair: list[torch.Tensor], window: int | None) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
+def _stored_layer(
+    number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
+) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
     """The class that contains a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:

@@ -272,7 +272,7 @@ class KvpackCache(PassCalls):
         long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a model
         generates: it waits for the end of a forward pass.
         """
-        with self.passes.turns.taken():
+        with self.passes.lock.taken():
             if self.live.tokens:
                 check_kept(self.layers)
             self.passes.check_states(ended=True)
@@ -340,7 +340,7 @@ class KvpackCache(PassCalls):
         Call it between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to keep.
         Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
         """
-        with self.passes.turns.taken():
+        with self.passes.lock.taken():
             self._rollback.keep()
 
     def go_back(self, tokens: int) -> int:
@@ -362,7 +362,7 @@ class KvpackCache(PassCalls):
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
         tokens_to_remove = integer(tokens_to_remove, "the number of tokens to remove")
-        with self.passes.turns.taken():
+        with self.passes.lock.taken():
             if tokens_to_remove > 0:
                 raise OutOfBounds(
                     f"crop({tokens_to_remove}): expected the number of tokens to drop, as a negative number; "
@@ -377,7 +377,7 @@ class KvpackCache(PassCalls):
                 self.crop(-self.passes.added)
 
     def reset(self) -> None:
-        with self.passes.turns.taken():
+        with self.passes.lock.taken():
             super().reset()
             self.passes.reset()
             self._rollback.forget()
@@ -393,7 +393,7 @@ class KvpackCache(PassCalls):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
-        with self.passes.turns.taken():
+        with self.passes.lock.taken():
             super().batch_select_indices(indices)
             self.passes.select(indices)
             self._rollback.select(indices)

@@ -14,7 +14,7 @@ _SECONDS = 1.0
 """Seconds after which a waiting thread checks that the thread with the lock is alive."""
 
 
-class Turns:
+class CacheLock:
     """A lock that a thread acquires once, and that can be acquired again if a thread ended without releasing it, as within a pass."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from kvpack.runtime.modes import float32_no_grad
 from . import masks
 from .changes import adapters_in_effect
 from .hooks import outermost
-from .model_snapshot import Makeup, global_hooks, has_other_hooks
+from .model_snapshot import ModelSnapshot, global_hooks, has_other_hooks
 from .states import CapturedStep, PackedLength
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class StepGraphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(memo[id(self._cache())], self._number, self._asked)
 
-    def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, makeup: _KeptMakeup, arguments: dict[str, Any]) -> Any:
-        """Return the result of ``forward(**arguments)``, the forward of ``model``, which is unchanged since ``makeup`` was taken."""
+    def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, snapshot: _CachedSnapshot, arguments: dict[str, Any]) -> Any:
+        """Return the result of ``forward(**arguments)``, the forward of ``model``, which is unchanged since ``snapshot`` was taken."""
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class StepGraphs:
         step = None if self.refused else self._step(cache, model, arguments)
         same = step is not None and step.kind == self._kind and cache.live.launches == self._launches
         graph = self._graph
-        if not same or (graph and (cache.live.seen(self._number) < graph.least or not graph.is_of_the_model_as_it_is)):
+        if not same or (graph and (cache.live.seen(self._number) < graph.least or not graph.model_is_unchanged)):
             self.drop()
         if step is None:
             return forward(**arguments)
@@ -102,7 +102,7 @@ class StepGraphs:
         self._eager += 1
         out = forward(**arguments)
         if self._eager > (EAGER_STEPS if self._asked else UNASKED_STEPS) and cache.live.launches == self._launches:
-            self._capture(cache, forward, model, makeup, arguments, step, out)
+            self._capture(cache, forward, model, snapshot, arguments, step, out)
         self._launches = cache.live.launches
         return out
 
@@ -143,14 +143,14 @@ class StepGraphs:
         cache: Any,
         forward: Callable[..., Any],
         model: torch.nn.Module,
-        makeup: _KeptMakeup,
+        snapshot: _CachedSnapshot,
         arguments: Mapping[str, Any],
         step: _Step,
         expected: Any,
     ) -> None:
         """Capture the step that has just returned ``expected``; disable all graphs if that fails or a replay returns anything else."""
         if not self._asked:
-            self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else makeup.now(model).foreign
+            self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.now(model).foreign
             if self.refused:
                 return
         live, tokens, generator = cache.live, cache.live.seen(self._number), _generator_of(step.ids.device)
@@ -161,7 +161,7 @@ class StepGraphs:
                 raise _Refusal("the model returns no ModelOutput")
             # The step once more: its tokens are where they were.
             live.adjust_length(-1)
-            graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(makeup.now, model))
+            graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
                 raise _Refusal("a captured step gives different results, so it depends on more than token ids and positions")
         except BaseException as error:
@@ -206,7 +206,7 @@ class _Graph:
         call: Callable[..., Any],
         step: _Step,
         number: int,
-        makeup: Callable[[], Makeup],
+        snapshot: Callable[[], ModelSnapshot],
     ) -> None:
         device = step.ids.device
         positions = torch.full_like(step.ids, 0) if step.positions is None else step.positions
@@ -225,13 +225,13 @@ class _Graph:
         # Without the cache, which would keep itself, and this graph, until garbage is collected.
         self._make, self._values = type(output), {name: None if x is cache else x for name, x in output.items()}
         # It refers to the weights, and the graph may outlive the model.
-        self._makeup = weakref.ref(makeup())
+        self._snapshot = weakref.ref(snapshot())
 
     @property
-    def is_of_the_model_as_it_is(self) -> bool:
+    def model_is_unchanged(self) -> bool:
         """True if the model is as it was captured, except for values in place."""
-        makeup = self._makeup()
-        return makeup is not None and makeup.unchanged()
+        snapshot = self._snapshot()
+        return snapshot is not None and snapshot.unchanged()
 
     def replayed(self, cache: Any, step: _Step, number: int) -> Any:
         """Return the result of the step from a replay of the graph."""
@@ -255,16 +255,16 @@ class _Graph:
         return self._make(**{name: cache if x is None else x for name, x in copied.items()})
 
 
-class _KeptMakeup:
-    """The makeup of one model as it is now, computed once and kept with the model until it changes."""
+class _CachedSnapshot:
+    """The snapshot of one model as it is now, computed once and kept with the model until it changes."""
 
     def __init__(self) -> None:
-        self._kept: Makeup | None = None
+        self._kept: ModelSnapshot | None = None
 
-    def now(self, model: torch.nn.Module) -> Makeup:
-        """The makeup of ``model``."""
+    def now(self, model: torch.nn.Module) -> ModelSnapshot:
+        """The snapshot of ``model``."""
         if self._kept is None or not self._kept.unchanged():
-            self._kept = Makeup(model)
+            self._kept = ModelSnapshot(model)
         return self._kept
 
 
@@ -296,7 +296,7 @@ class _Forward:
     """A ``forward`` of ``model`` that replaces ``before`` or, if that is None, the class's; a copy of the model has its own."""
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
-        self._model, self._before, self._makeup = weakref.ref(model), before, _KeptMakeup()
+        self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
         # generate asks what the method takes.
         self.__signature__ = inspect.signature(model.forward)
         self._names = [name for name, one in self.__signature__.parameters.items() if one.kind is not one.VAR_KEYWORD]
@@ -317,7 +317,7 @@ class _Forward:
         graphs = None if torch.compiler.is_dynamo_compiling() else getattr(cache_in(kwargs), "graphs", None)
         if graphs is None or len(args) > len(self._names):
             return forward(*args, **kwargs)
-        return graphs(forward, model, self._makeup, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        return graphs(forward, model, self._snapshot, {**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
 def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:

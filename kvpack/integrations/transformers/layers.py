@@ -28,14 +28,14 @@ class Decoding:
         """Issue a KvpackWarning about the model ``name``, unless one was issued."""
         self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
 
-    def tell_masked(self) -> None:
+    def warn_masked(self) -> None:
         """Issue a KvpackWarning about masks, unless one was issued."""
         self._warn(
             "the attention mask hides tokens other than padding on the left, and packed attention is causal, within a window or not: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
-    def tell_read(self, number: int, name: str) -> None:
+    def warn_read(self, number: int, name: str) -> None:
         """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one was issued."""
         self._warn(
             f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
@@ -88,14 +88,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> torch.Tensor | None:
         """Dense keys, as cross-attention reads them."""
-        self._decoding.tell_read(self.number, "keys")
+        self._decoding.warn_read(self.number, "keys")
         k = self.packed.k
         return k.unpack(k.tail.dtype) if k is not None else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Dense values, as cross-attention reads them."""
-        self._decoding.tell_read(self.number, "values")
+        self._decoding.warn_read(self.number, "values")
         v = self.packed.v
         return v.unpack(v.tail.dtype) if v is not None else None
 

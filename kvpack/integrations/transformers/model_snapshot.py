@@ -27,7 +27,7 @@ _READ = "transformers.models."
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-class Makeup:
+class ModelSnapshot:
     """The parts of ``model``, without the values of its weights, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -38,7 +38,7 @@ from kvpack.identity.modules import parts
 from .changes import modules_of
 from .hooks import models_in, outermost
 from .plain import NAMES
-from .reads import reads_states, tells_no_window
+from .reads import omits_window, reads_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +164,7 @@ class Model(Expected):
         self._own_cache = next((own for module in inside if (own := _own_cache(module))), "")
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
-        self._tells_no_window = tells_no_window(decoder)
+        self._tells_no_window = omits_window(decoder)
         self._may_take_packed_layers = settable and not reads_states(decoder)
         self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")

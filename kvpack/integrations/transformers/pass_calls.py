@@ -118,7 +118,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Dense keys and values of one layer for a mask over those that a pass of ``queries`` tokens sees, with a KvpackWarning."""
-        self._decoding.tell_masked()
+        self._decoding.warn_masked()
         own: PackedLayer = self.layers[layer]
         return own.decoded(queries, dtype)
 

@@ -41,7 +41,7 @@ def reads_states(model: torch.nn.Module) -> bool:
     return any(found.states for found in _found(model))
 
 
-def tells_no_window(model: torch.nn.Module) -> bool:
+def omits_window(model: torch.nn.Module) -> bool:
     """Return True if a module of ``model`` calls the attention that is set without the option ``sliding_window``: only its mask has one."""
     return any(found.no_window for found in _found(model))
 

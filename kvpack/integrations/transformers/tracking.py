@@ -12,7 +12,7 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 
-from .cache_lock import Turns
+from .cache_lock import CacheLock
 from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
 from .models import Named, named, weights_now
@@ -44,7 +44,7 @@ class Tracking:
 
     ``assisted`` is True if the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` is True if
     the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named if the cache was compared
-    with it, None for an empty cache, which is named at its first token. A pass has the cache's ``turns`` from its beginning to its end.
+    with it, None for an empty cache, which is named at its first token. A pass has the cache's ``lock`` from its beginning to its end.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Tracking:
         self._changed = ""
         self.changes = 0
         """Number of times that the model's weights were found changed after the first token."""
-        self._passes, self.turns = Passes(), Turns()
+        self._passes, self.lock = Passes(), CacheLock()
         self.assisted = self.states = self._chunked = False
         self.rows: Callable[[], int | None] = lambda: None
         self._checkpointed = [] if watched is None else checkpointed(watched)
@@ -91,7 +91,7 @@ class Tracking:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
         if self._muted:
             return
-        self.turns.take()
+        self.lock.take()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
         if self._passes.outermost:
@@ -142,7 +142,7 @@ class Tracking:
             self._running = False
             self._hold()
         if self._passes.idle:
-            self.turns.give_back()
+            self.lock.give_back()
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter for positions other than those that follow, and for states that a failed pass may have changed."""

@@ -20,7 +20,7 @@ def row_key(key: bytes, place: int) -> bytes:
     return key + place.to_bytes(4, "big")
 
 
-def tell_keys(manager: Any) -> None:
+def attach_keys(manager: Any) -> None:
     """Have the specs that ``manager`` prepares hold the keys of their chunks, in the order of the chunks, as ``keys``."""
     prepare_store, prepare_load = manager.prepare_store, manager.prepare_load
 

@@ -22,7 +22,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
-from .chunk_keys import tell_keys
+from .chunk_keys import attach_keys
 from .identities import SETTINGS, identity_of
 from .layouts import Rows
 from .metrics import packed_definitions
@@ -111,7 +111,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             view = manager.primary_tier.get_kv_memoryview()
             for tier in manager.secondary_tiers:
                 check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)
-            tell_keys(manager)
+            attach_keys(manager)
             manager.kvpack_ratio = self.ratio
             # A child of vLLM's own logger, which vLLM shows.
             logging.getLogger("vllm.kvpack").info(

@@ -76,7 +76,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them: a chunk has a row for each of its blocks.
 
     ``codecs`` and ``pages`` have one for each group. On a CUDA device it works on a stream of its own, after what the current one has
-    begun. ``release`` frees the memory. Specs of chunks have their ``keys`` (``chunk_keys.tell_keys``), which rows name. A block whose
+    begun. ``release`` frees the memory. Specs of chunks have their ``keys`` (``chunk_keys.attach_keys``), which rows name. A block whose
     row cannot be decoded, or is another block's, is left as it is, and in ``failed_blocks``.
     """
 

@@ -1,8 +1,11 @@
 /* What the codecs decode to in coded coordinates, before side-cars and the rotation back (codecs/). */
 #include "kvpack.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
+
+_Static_assert(FLT_EVAL_METHOD == 0, "an operation in binary32 is rounded once");
 
 /* Where the row of a stream with `rows` rows for every head begins, counted in rows. */
 uint64_t kv_at(const kv_side *side, const kv_place *at, uint64_t rows, uint64_t row) {

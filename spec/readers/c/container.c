@@ -145,8 +145,6 @@ kv_tensor *kv_plan(kv_file *file, const char *name, kv_dtype dtype, unsigned ran
     kv_reader *r = file->reader;
     kv_tensor *tensor = &file->tensors[file->tensor_count];
     bool page = r->page;
-    if (page && file->tensor_count == MAX_PAGE_STREAMS)
-        kv_fail(r, LIMIT_EXCEEDED, "container-29", "a packed page has too many streams");
     if (!page && file->tensor_count == file->listed->number)
         kv_fail(r, INVALID_HEADER, "container-16", "the tensor %s is not listed", name);
     snprintf(tensor->name, sizeof tensor->name, "%s", name);

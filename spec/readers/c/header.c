@@ -145,7 +145,8 @@ static void check_codec_features(kv_file *file) {
 
 void kv_plan_all(kv_file *file) {
     kv_reader *r = file->reader;
-    file->tensors = kv_take(r, r->page ? MAX_PAGE_STREAMS : file->listed->number, sizeof *file->tensors);
+    file->tensors = kv_take(r, r->page ? 2 * MAX_STREAMS * file->layer_count : file->listed->number,
+                            sizeof *file->tensors);
     unsigned state = 0;
     for (unsigned l = 0; l < file->layer_count; l++) {
         for (int which = 0; which < 2; which++)

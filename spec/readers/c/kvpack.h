@@ -146,7 +146,7 @@ typedef enum {
 } kv_car;
 
 #define MAX_PACKINGS 12
-#define MAX_PAGE_STREAMS 131072
+#define MAX_STREAMS 80 /* of a side: klt has at most 64 planes and 4 others */
 
 typedef struct {
     kv_codec_id id;

@@ -17,7 +17,7 @@ INVERSE_ERROR = 2.0**-8
 def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
     """The inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
 
-    Raises OutOfRange if there is none, or none by which values are encoded to within ``INVERSE_ERROR`` of them.
+    Raises OutOfRange if there is no inverse, or if it changes values by more than ``INVERSE_ERROR``.
     """
     # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
     exact = matrices.to(torch.float64).cpu().numpy()

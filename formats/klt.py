@@ -159,7 +159,7 @@ class Klt(CodecFamily):
 
     @property
     def code_bits(self) -> list[int]:
-        """For each byte of such a row the bits that belong to columns; none for widths that heads share."""
+        """Return a mask of the bits that belong to columns, for each byte of a row of all heads; empty if heads share widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
             for places in part.places:

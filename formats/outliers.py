@@ -36,7 +36,7 @@ _LARGEST_MULTIPLIER = 1000
 class Outliers(FramePart):
     """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16.
 
-    The median is over the chunks that are not zero, because chunks of padding tell nothing about the others.
+    The median is over the chunks that are not zero, because chunks of padding would lower it.
     """
 
     name: ClassVar[str] = "outliers"

@@ -21,9 +21,7 @@ BOS = 256
 """The beginning-of-sequence id of the demo's model, whose other ids are bytes."""
 
 
-def load_model(
-    path: str | os.PathLike[str] | None = None, attention: str = "sdpa", dtype: torch.dtype | str = torch.float32
-) -> Any:
+def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa", dtype: torch.dtype | str = torch.float32) -> Any:
     """The causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
 
     ``dtype`` "auto" is that of its weights.
@@ -90,7 +88,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The keys and values of a layer: heads, the dims of both, and the sliding window, None for none."""
+    """The keys and values of a layer: the number of heads, both head dims, and the sliding window or None."""
 
     heads: int
     dim_k: int

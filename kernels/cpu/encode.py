@@ -104,7 +104,7 @@ def encode(
     contiguous, ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms. Raises MemoryError.
     """
     if isinstance(codec, WithSideCars):
-        return _encode_less_means(codec, x, threads, level, coded)
+        return _encode_centered(codec, x, threads, level, coded)
     given: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         scale = _run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
@@ -179,7 +179,7 @@ def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, thr
     return scale if torch.isfinite(scale).all() else None
 
 
-def _encode_less_means(
+def _encode_centered(
     codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
     """The streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""

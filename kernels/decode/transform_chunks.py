@@ -73,8 +73,9 @@ class Chunks(NamedTuple):
 class Factors(NamedTuple):
     """Factors of columns in steps: ``values`` ``[frame of a group, column, token]`` of the dtype of ``OnDevice.values``.
 
-    Levels of escapes that this dtype does not hold are 0 there. Of these, ``counts`` int32 ``[chunk]`` has the numbers, and ``places`` and
-    ``levels``, int32, have the places in the frame's values and the levels, from half the first word of each chunk on, rounded up.
+    Escaped levels that this dtype cannot represent are 0 in ``values``. ``counts``, int32 ``[chunk]``, is their number in each chunk;
+    ``places`` and ``levels``, int32, are their places in the frame's values and their levels, from half the first word of each chunk on,
+    rounded up.
     """
 
     values: torch.Tensor

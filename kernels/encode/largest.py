@@ -23,7 +23,7 @@ WARPS = 4
 
 
 def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
-    """The largest magnitude of each of the batch of ``x`` ``[batch, kv_head, token, dim]``, and of each head if ``per_head``.
+    """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each of its heads with ``per_head``.
 
     float32 ``[batch, kv_head or 1, 1]``; NaN if any value is.
     """

@@ -64,7 +64,9 @@ def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.t
 
 @triton.jit
 def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES: tl.constexpr, COPIES: tl.constexpr) -> None:
-    """Store what ``fetch`` gave at ``OFFSET`` bytes, each entry ``COPIES`` times; ``tl.debug_barrier`` waits for the whole program."""
+    """Store the entries that ``fetch`` returned from byte ``OFFSET`` on, each ``COPIES`` times; ``tl.debug_barrier`` waits for the whole
+    program.
+    """
     number = tl.arange(0, entries.shape[0])
     tl.inline_asm_elementwise(
         filling(OFFSET, ENTRIES, VALUES // 2, COPIES),

@@ -235,7 +235,7 @@ def _queries(k: torch.Tensor) -> torch.Tensor:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a table of the whole ways, one of their parts, and the meaning of the columns."""
+    """Print a table of whole operations, one of their steps, and the meaning of the columns."""
     from kvpack.output import print_table
 
     if "device_rows" in report:

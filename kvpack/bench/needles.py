@@ -50,7 +50,7 @@ class Prompt:
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
     """``ids`` of ``text``, which are bytes, with LINES key lines at random places and the end cut off to keep the length.
 
-    ``ids`` are more than the lines together.
+    ``ids`` must be longer than all lines together.
     """
     pairs = [(_word(6, _CHARACTERS, generator), _word(8, _CHARACTERS, generator)) for _ in range(LINES)]
     lines = [text.encode(f"\n[[key {key} = {value}]]\n") for key, value in pairs]
@@ -61,7 +61,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
     """``ids`` of ``text`` with one pass key at ``depth``, a share of the prompt, and the end cut off to keep the length.
 
-    ``ids`` are more than the lines that tell of it.
+    ``ids`` must be longer than the lines about the key.
     """
     key = _word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")

@@ -330,7 +330,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     given: Any = caches
     if not isinstance(given, list | tuple):
-        raise InvalidType(f"concat takes a list of packed caches, found a {type(given).__name__}")
+        raise InvalidType(f"concat takes a list of packed caches, got a {type(given).__name__}")
     for number, cache in enumerate(given):
         if not isinstance(cache, Cache):
             made = "kvpack.pack makes one, and kvpack.load reads one"

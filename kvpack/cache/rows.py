@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, ...]:
-    """``indices`` as integers. Raises InvalidParameter unless they are a list, or a rank-1 tensor, of at least one integer."""
+    """Return ``indices`` as integers. Raises InvalidParameter unless they are a list or a rank-1 tensor with at least one integer."""
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:
             raise InvalidParameter(f"rows of a batch are a list or a tensor of rank 1; found a tensor of shape {list(indices.shape)}")
@@ -26,7 +26,7 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
     rows = []
     for index in indices:
         if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
-            raise InvalidParameter(f"rows of a batch are integers, such as select([0, 2]); found {shown(index)}")
+            raise InvalidParameter(f"rows of a batch must be integers, such as select([0, 2]); found {shown(index)}")
         rows.append(integer(index, "a row of the batch"))
     if not rows:
         raise InvalidParameter("no row of the batch was requested: pass at least one")

@@ -229,7 +229,7 @@ class LiveLayer:
         """The number of tokens of an update that is longer than the tail's room, until they are attended."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode ``values`` of both sides, which are to replace the tail, in whole windows; what is left is the tail."""
+        """Encode whole windows of ``values``, the new tails of both sides; the remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._unseen(tokens)
         # Nobody sees them any more: they are not even encoded.

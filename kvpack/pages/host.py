@@ -13,7 +13,7 @@ from kvpack.coding.blocks import in_this_thread
 from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
 from kvpack.runtime.modes import float32_no_grad
-from kvpack.runtime.threads import OwnThreads
+from kvpack.runtime.threads import WorkerThreads
 
 from .lanes import Lane, check_values
 
@@ -58,7 +58,7 @@ class HostPages:
 
     def __init__(self, plan: RowPlan, threads: int, left_out: LeftOut) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out
-        self._own = OwnThreads(threads, "kvpack-pages")
+        self._own = WorkerThreads(threads, "kvpack-pages")
 
     def close(self) -> None:
         self._own.close()

@@ -140,7 +140,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class OwnThreads:
+class WorkerThreads:
     """``count`` threads called ``name``, which begin when they are first asked for; a forked child begins its own."""
 
     def __init__(self, count: int, name: str) -> None:

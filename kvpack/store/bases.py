@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import DigestMismatch, MissingBasis
 
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entry_kind import check_size
 from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
     """The basis with SHA-256 ``digest`` that is the whole entry ``key``. Raises DigestMismatch, and as decrypting and ``Basis`` do."""
-    clear = in_clear(key, data, cipher)
+    clear = decrypted_entry(key, data, cipher)
     # Compared with what the recipe names, not with the entry's key alone.
     found = check_basis(key, clear, cipher)
     if found != digest:
@@ -110,7 +110,7 @@ class StoredBasis:
         """Return True if the entry in one tier is the basis, byte for byte; a damaged one is removed."""
         for found in backend.find([key]):
             try:
-                check_basis(key, in_clear(key, found.data, self._cipher), self._cipher)
+                check_basis(key, decrypted_entry(key, found.data, self._cipher), self._cipher)
             except FAULTS as error:
                 refuse(backend, self._counters, key, found, error)
                 return False

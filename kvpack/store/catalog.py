@@ -10,7 +10,7 @@ from kvpack.file.row import FRAME_BYTES, KEY_AT, begins_row, frame_of, namespace
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entries import Named, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
@@ -334,7 +334,7 @@ def _clear(stored: Stored, data: Data | None, cipher: Cipher | None, max_entry_b
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _Gone
-    return in_clear(stored.key, b"" if data is None else data, cipher)
+    return decrypted_entry(stored.key, b"" if data is None else data, cipher)
 
 
 def _without_memory(stored: Stored) -> KvpackError:

@@ -33,7 +33,7 @@ _SPARE_BYTES = 15
 """The extra bytes that the package cryptography needs in a buffer: one block less one byte."""
 
 
-def in_clear(key: bytes, data: Data, cipher: Cipher | None) -> Data:
+def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
     """The entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
 
     Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.

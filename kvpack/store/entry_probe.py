@@ -8,7 +8,7 @@ from kvpack.file import container
 from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, Kind
 from .faults import is_damage
@@ -30,7 +30,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
 
     Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` checks the file of a chunk further.
     """
-    clear = in_clear(key, data, cipher)
+    clear = decrypted_entry(key, data, cipher)
     if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
         check_page(key, clear)
         return

@@ -54,8 +54,8 @@ def check_cache(cache: Any, identity: Identity) -> None:
                 raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, but a prefix has one")
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
-                f"layers[{number}] has the states {' and '.join(layer.states)}, and the store's identity says that the model keeps none: "
-                "take it by kvpack.Identity.of(model, recipe), or with keeps_states=True"
+                f"layers[{number}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
+                "make it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
             )
         if layer.sides and layer.seen != cache.tokens:
             raise InvalidParameter(
@@ -136,4 +136,6 @@ def check_groups(identity: Identity, chunk: int) -> None:
         for side in rule.sides:
             group = rule.codec(_ANY_DIM, side).token_group
             if chunk % group:
-                raise InvalidParameter(f"chunk is {chunk}, {side}={rule.codec_id} encodes {group} tokens together: expected a multiple")
+                raise InvalidParameter(
+                    f"chunk is {chunk}, but {side}={rule.codec_id} encodes {group} tokens together: use a multiple of {group}"
+                )

@@ -3,7 +3,7 @@
     <prefix>/3/f/3f...e1    an entry, put only if there is none, never changed
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
     <prefix>/pins/...       a chain pinned by an earlier version: its keys
-    <prefix>/leases/...     the token of whoever computes what is missing (leases.py)
+    <prefix>/leases/...     the token of the worker that computes the missing chunks (leases.py)
     <prefix>/uses/...       the entries used, the most recent last (last_used.py)
 
 Several requests run at once; after failures requests pause for a while.

@@ -16,12 +16,12 @@ from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec, key_digest
 from kvpack.runtime.locks import Lock
-from kvpack.runtime.threads import OwnThreads
+from kvpack.runtime.threads import WorkerThreads
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import rows_of
 from .counters import Counters, with_labels
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
@@ -115,7 +115,7 @@ class PageStore:
         self._counters = Counters()
         self._backend, self._cipher, self._values = opened(location, identity, self._counters, chosen)
         # Loads have threads of their own: an engine waits for them, and nobody for a put.
-        self._jobs, self._threads = count(), {kind: OwnThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
+        self._jobs, self._threads = count(), {kind: WorkerThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
         self._submitted: dict[int, dict[int, Job]] = {}
         self._lock, self._closed = Lock(), False
 
@@ -340,7 +340,7 @@ class PageStore:
     def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
         """Put the row of an entry into ``rows``, or count why there is none."""
         try:
-            row = in_clear(names[number], entry.data, self._cipher)
+            row = decrypted_entry(names[number], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
                 raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, a row has {self.codec.nbytes}")
             rows[number] = row

@@ -10,7 +10,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 from .backend import MAX_ENTRY_BYTES
 from .catalog import fronts_of
 from .directory import Directory
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entries import FEATURE, is_old, open_entry
 from .entry_kind import check_size
 from .faults import is_damage
@@ -64,7 +64,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
 def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
     """Return the kind of an entry to look at, "old" or "basis"; "" for any other."""
     try:
-        data = in_clear(stored.key, front, cipher)
+        data = decrypted_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
             return ""
         with open_entry(data, stored.key) as file:
@@ -95,7 +95,7 @@ def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | No
     """The SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
-        return None if data is None else check_basis(stored.key, in_clear(stored.key, data, cipher), cipher).hex()
+        return None if data is None else check_basis(stored.key, decrypted_entry(stored.key, data, cipher), cipher).hex()
     except (KvpackError, OSError, MemoryError):
         return None
 
@@ -106,7 +106,7 @@ def _recipe(stored: Stored, front: Data | None, cipher: Cipher | None, max_entry
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         if front is None:
             return None
-        with open_entry(in_clear(stored.key, front, cipher), stored.key) as file:
+        with open_entry(decrypted_entry(stored.key, front, cipher), stored.key) as file:
             return file.header.recipe
     except Undecryptable:
         # It needs the basis that is encrypted with its own key.

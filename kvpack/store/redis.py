@@ -4,7 +4,7 @@
     {kvpack}:used          a sorted set by key: its last use in microseconds of the server's clock, less one for each ancestor
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
-    {kvpack}:lease:<key>   the token of whoever computes what is missing (leases.py)
+    {kvpack}:lease:<key>   the token of the worker that computes the missing chunks (leases.py)
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 

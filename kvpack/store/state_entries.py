@@ -44,7 +44,7 @@ class NamedStates:
         if named.key != (key := states_key(named.chunk)):
             raise InvalidHeader(f"{where}: names the key {named.key.hex()}, that of its chunk gives {key.hex()}")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
-            raise InvalidHeader(f"{where}: holds tokens, or no states, and an entry of states holds only these")
+            raise InvalidHeader(f"{where}: expected states and no tokens in an entry of states")
         for state in header.states:
             if state.shape[0] != 1:
                 raise InvalidHeader(f"{where}: {state.where} is of {state.shape[0]} sequences, expected one")

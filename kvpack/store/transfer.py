@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 from kvpack.identity.identity import Identity
 
 from . import state_entries
-from .encryption import in_clear
+from .encryption import decrypted_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 
@@ -76,7 +76,7 @@ def export_prefix(
         data = backend.peek(key)
         if data is None:
             raise MissingFile(f"entry {key.hex()} is gone")
-        file = open_entry(in_clear(key, data, cipher), key)
+        file = open_entry(decrypted_entry(key, data, cipher), key)
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
@@ -86,7 +86,7 @@ def export_prefix(
         data = backend.peek(states.stored.key)
         if data is None:
             raise MissingFile(f"entry {states.stored.key.hex()} is gone")
-        clear, last = in_clear(states.stored.key, data, cipher), prefix.entries[-1]
+        clear, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
         own = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(own) != len(cache):
             raise InvalidHeader(f"entry {states.stored.key.hex()}: has the states of {len(own)} layers, but the prefix has {len(cache)}")

@@ -193,7 +193,7 @@ def _group_number(group: int | str) -> int:
         try:
             number = grp.getgrnam(group).gr_gid
         except (KeyError, ValueError):
-            raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: give the group's number") from None
+            raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: pass the group's number") from None
     if type(number) is not int or not 0 <= number <= _MAX_GROUP:
         raise InvalidParameter(f"trusted_group is {shown(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):

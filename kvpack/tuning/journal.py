@@ -87,7 +87,7 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, made.of):
         raise InvalidParameter(
             f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "
-            "give a new file's name or remove it"
+            "name a new file or remove it"
         )
     made.losses = {recipe: _loss(path, recipe, found, len(exact)) for recipe, found in content["losses"].items()}
     return made

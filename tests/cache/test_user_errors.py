@@ -132,8 +132,8 @@ CALLS: dict[str, Call] = {
     "a cache in generate": (lambda: setattr(CACHE, "_is_user_defined", True), InvalidParameter, r"KvpackCache.load\(path, model\)"),
     "a layer in a model": (lambda: CACHE[0].update(0, K, V), InvalidParameter, "a packed Layer is not a transformers cache"),
     # concat, slices, append, unpack
-    "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidType, "concat takes a list of packed caches, found a Cache"),
-    "concat of None": (lambda: kvpack.concat(None), InvalidType, "a list of packed caches, found a NoneType"),
+    "concat of a cache": (lambda: kvpack.concat(CACHE), InvalidType, "concat takes a list of packed caches, got a Cache"),
+    "concat of None": (lambda: kvpack.concat(None), InvalidType, "a list of packed caches, got a NoneType"),
     "concat of tensors": (
         lambda: kvpack.concat([CACHE, K]),
         InvalidType,

@@ -149,7 +149,7 @@ def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None
     with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and a LiveCache keeps only keys"):
         kvpack.LiveCache.of(cache)
     identity = kvpack.Identity("model", "kivi-2;raw=0", weights="w")
-    refused = r"layers\[0\] has the states conv.0 and recurrent.0, and the store's identity says .* none: .* keeps_states=True"
+    refused = r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is .* without states: .* keeps_states=True"
     with kvpack.Store(tmp_path, identity, chunk=TOKENS) as store, pytest.raises(InvalidParameter, match=refused):
         store.save(list(range(TOKENS)), cache)
     with kvpack.Store(tmp_path, replace(identity, keeps_states=True), chunk=TOKENS) as store:

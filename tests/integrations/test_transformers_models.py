@@ -445,7 +445,7 @@ def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> 
     expected = [model(part, past_key_values=dense).logits for part in FOLLOWING.split(1, 1)]
     model.set_attn_implementation("kvpack")
     cache = KvpackCache.of(packed, model)
-    with pytest.raises(InvalidParameter, match=r"newest 11 of its tokens \(1 are to be dropped\), the model attends to a window of 12"):
+    with pytest.raises(InvalidParameter, match=r"newest 11 of its tokens \(1 are to be dropped\), but the model attends to a window of 12"):
         cache.crop(-1)
     assert cache.get_seq_length() == 32
     for _ in range(2):

@@ -85,7 +85,7 @@ def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> 
         assert store.save(IDS[:20], stateful(20, [])) == 0
     with (
         open_store(tmp_path) as store,
-        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and the store's identity says"),
+        pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is of"),
     ):
         store.save(IDS, stateful(TOKENS, ends(2)))
     assert entries(tmp_path) == []
@@ -188,7 +188,7 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
     with pytest.raises(InvalidHeader, match=r"the feature 'prefix-states' has 0 bytes, expected 80"):
         state_entries.NamedStates.of(file)
     file.header.ignorable[state_entries.FEATURE] = states_key(chunk) + chunk + bytes(16)  # type: ignore[index]
-    with pytest.raises(InvalidHeader, match="holds tokens, or no states"):
+    with pytest.raises(InvalidHeader, match="expected states and no tokens"):
         state_entries.NamedStates.of(file)
 
 

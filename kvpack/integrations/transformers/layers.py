@@ -153,7 +153,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
             raise InvalidParameter(
-                f"the layer holds only the newest {held} of its tokens{less}, the model attends to a window of {self.window}"
+                f"the layer holds only the newest {held} of its tokens{less}, but the model attends to a window of {self.window}"
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:

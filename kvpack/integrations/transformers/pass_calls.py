@@ -113,11 +113,13 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
-        """The module of that number among those with hooks."""
+        """Return module ``number`` of the modules with hooks."""
         return None if self._hooks is None else self._hooks.inside[number]()
 
     def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Dense keys and values of one layer for a mask over those that a pass of ``queries`` tokens sees, with a KvpackWarning."""
+        """Return dense keys and values of one layer, for a mask over the tokens that a pass of ``queries`` tokens sees; issues a
+        KvpackWarning.
+        """
         self._decoding.warn_masked()
         own: PackedLayer = self.layers[layer]
         return own.decoded(queries, dtype)

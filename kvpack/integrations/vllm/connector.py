@@ -60,7 +60,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that were not loaded."""
+        """Return the numbers of the blocks that failed to load."""
         if not self._is_packed:
             blocks: set[int] = super().get_block_ids_with_load_errors()
             return blocks

@@ -114,7 +114,7 @@ def _items(launch: Launch) -> int:
 
 
 def _with_room(means: Means | None, device: torch.device) -> Means | None:
-    """``means`` on the device, with room for those of later tokens."""
+    """Return ``means`` on the device, with room for the means of later tokens."""
     if means is None:
         return None
     padded = means.padded(-(-means.table.shape[0] // ROOM_FOR_PAGES) * ROOM_FOR_PAGES)
@@ -129,7 +129,7 @@ def _has_room(old: Launch, new: Launch) -> bool:
 
 
 def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
-    """``work`` with ``items`` rows: those behind it are of no tokens."""
+    """Return ``work`` padded to ``items`` rows; the added rows have no tokens."""
     given = work.numpy()
     rows = numpy.repeat(given[:1], items, 0)
     rows[:, 1:3] = 0

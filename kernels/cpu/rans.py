@@ -55,7 +55,7 @@ def decode(
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
-    """``formats.rans.encode`` by the library, which is there; ``level`` is a place in ``library.levels()``."""
+    """Run ``formats.rans.encode`` in the compiled library, which must exist; ``level`` is an index into ``library.levels()``."""
     compiled = library.library()
     assert compiled is not None
     count, alphabet = len(lengths), tables.shape[1]

@@ -89,7 +89,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=256)
 def loader_of(codec: Codec) -> Tiles | None:
-    """The loader by which rows of ``codec`` are decoded here: None without one, for raw values, and for one that adds side-cars."""
+    """Return the loader that decodes rows of ``codec`` here; None for raw values, if there is no loader, and for a loader that adds
+    side-cars.
+    """
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None

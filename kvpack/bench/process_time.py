@@ -30,13 +30,14 @@ def interleaved(
     average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
 ) -> list[Seconds]:
-    """The seconds of one call of each: the median over ``repeats`` rounds, after one to warm up, each of ``at_once`` calls of each in turn.
+    """Return the seconds per call of each function: the median over ``repeats`` rounds of ``at_once`` calls of each in turn, after a
+    warm-up round.
 
     ``average`` is another average than the median, for calls that now and then do what the others leave to them.
 
-    What ``before`` holds for a call is called before its timing, and what the last call returns is freed after it. With ``new_memory``
-    the allocator first gives what is free back to the system: otherwise a call takes pages that the one before it left, or pays for
-    new ones, by chance.
+    What ``before`` holds for a call is called before its timing, and what the last call returns is freed after it. With ``new_memory`` the
+    allocator first gives what is free back to the system: otherwise a call takes pages that the one before it left, or pays for new ones,
+    by chance.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]

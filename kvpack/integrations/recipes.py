@@ -53,7 +53,9 @@ def check_no_layers_named(recipe: str, why: str) -> None:
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter for such a recipe unless ``names``, as "model.layers.3.self_attn", count the layers of the model in order."""
+    """Raise InvalidParameter for a recipe that gives layers different codecs unless ``names``, such as "model.layers.3.self_attn", count
+    the layers in order.
+    """
     numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
     if numbers != [[number] for number in range(len(names))]:
         check_layers(recipe, f"the layers {', '.join(names)} are not those of a model, from the first on and in order")

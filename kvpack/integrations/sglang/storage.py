@@ -59,7 +59,7 @@ class StoreMetrics:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
     def tell(self) -> None:
-        """Add the counts since the last call."""
+        """Report the counts since the last call to prometheus_client."""
         metrics = _metrics()
         if not metrics:
             return

@@ -1,6 +1,6 @@
 // From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
 
-import { badHeader, badPayload, refuse } from "./errors.js";
+import { badHeader, badPayload, missingBasis } from "./errors.js";
 import { finite, floats, hex, view } from "./numbers.js";
 import { LOG_NORMS } from "./parameters.js";
 import { Rotation } from "./rotation.js";
@@ -52,7 +52,7 @@ export class SideData {
   }
 
   refuseMissing() {
-    if (this.missing) refuse("MissingBasis", this.missing[1], `the basis ${this.missing[0]} was not given`);
+    if (this.missing) missingBasis(this.missing[1], `the basis ${this.missing[0]} was not given`);
   }
 }
 

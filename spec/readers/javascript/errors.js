@@ -6,23 +6,20 @@ export class KvpackError extends Error {
   constructor(kind, rule, message) {
     super(`${message} [${rule}]`);
     this.name = "KvpackError";
-    this.kind = kind;
-    this.rule = rule;
+    Object.assign(this, { kind, rule });
   }
 }
 
-export function refuse(kind, rule, message) {
+const refusal = (kind) => (rule, message) => {
   throw new KvpackError(kind, rule, message);
-}
+};
 
-export function badHeader(rule, message) {
-  refuse("InvalidHeader", rule, message);
-}
-
-export function badPayload(rule, message) {
-  refuse("InvalidPayload", rule, message);
-}
-
-export function aboveLimit(message) {
-  refuse("LimitExceeded", "container-29", message);
-}
+export const badHeader = refusal("InvalidHeader");
+export const badPayload = refusal("InvalidPayload");
+export const digestMismatch = refusal("DigestMismatch");
+export const missingBasis = refusal("MissingBasis");
+export const notKvpack = refusal("NotKvpack");
+export const truncated = refusal("Truncated");
+export const unknownCodec = refusal("UnknownCodec");
+export const unsupported = refusal("UnsupportedVersion");
+export const aboveLimit = (message) => refusal("LimitExceeded")("container-29", message);

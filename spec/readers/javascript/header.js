@@ -1,9 +1,9 @@
 // The header map: fields, sides, tensors and features (container.md, Fields to Tensors and alignment).
 
-import { aboveLimit, badHeader, refuse } from "./errors.js";
+import { aboveLimit, badHeader, unknownCodec, unsupported } from "./errors.js";
 import { compareText, decodeUtf8, MAX_ENTRIES, MAX_STRING_BYTES, MAX_NAMES, parse, scan } from "./msgpack.js";
 import { DTYPES, readCodec } from "./parameters.js";
-import { WIDTHS, concat, littleEndian } from "./numbers.js";
+import { WIDTHS, concat, isInteger, littleEndian, viewOf } from "./numbers.js";
 
 const MAX_CODECS = 4096;
 const MAX_LAYERS = 4096;
@@ -11,45 +11,28 @@ const MAX_BATCH = 65536;
 const MAX_HEADS = 65536;
 export const MAX_TOKENS = 2 ** 40 - 1;
 
-const FEATURES = [
-  "balanced",
-  "basis",
-  "hidden-tokens",
-  "key-mean",
-  "layer-positions",
-  "layer-state",
-  "log-norms",
-  "position-offsets",
-  "raw-positions",
-  "token-scale-per-head",
-];
-const isInteger = (value) => typeof value === "number" || typeof value === "bigint";
+const FEATURES =
+  "balanced basis hidden-tokens key-mean layer-positions layer-state log-norms position-offsets " +
+  "raw-positions token-scale-per-head";
 const quoted = (text) => JSON.stringify(text.length > 80 ? `${text.slice(0, 80)}…` : text);
 
 // Refuse what is newer than this reader, before all else.
 export function refuseNew(bytes, codecs) {
-  const found = scan(bytes);
-  if (found.format !== null && found.format > 1)
-    refuse(
-      "UnsupportedVersion",
-      "container-32",
-      `the file has format ${found.format}; this reader knows format 1`,
-    );
-  for (const name of found.required)
-    if (!FEATURES.includes(name))
-      refuse(
-        "UnsupportedVersion",
-        "container-7",
-        `the file needs the feature ${quoted(name)}, which this reader does not know`,
-      );
-  for (const id of found.codecs)
+  const { format, required, codecs: ids } = scan(bytes);
+  if (format !== null && format > 1)
+    unsupported("container-32", `the file has format ${format}; this reader knows format 1`);
+  for (const name of required)
+    if (!FEATURES.split(" ").includes(name))
+      unsupported("container-7", `the file needs the feature ${quoted(name)}, unknown to this reader`);
+  for (const id of ids)
     if (!codecs(id))
-      refuse(
-        "UnknownCodec",
-        "container-12",
-        `the file needs the codec ${quoted(id)}, which this reader does not know`,
-      );
+      unknownCodec("container-12", `the file needs the codec ${quoted(id)}, unknown to this reader`);
 }
+
+const isText = (value) => typeof value === "string";
+const isBytes = (value) => value instanceof Uint8Array;
+const HEADER_KEYS = "format required ignorable model recipe start codecs layers tensors".split(" ");
+const SIDE_KEYS = "codec batch heads runs tail tail_dtype window".split(" ");
 
 function typed(condition, what) {
   if (!condition) badHeader("container-11", what);
@@ -57,10 +40,8 @@ function typed(condition, what) {
 
 function checkKeys(map, keys, what) {
   typed(map instanceof Map, `${what} is not a map`);
-  typed(
-    [...map.keys()].join() === keys.join() && map.size === keys.length,
-    `${what} has the keys ${quoted([...map.keys()].join())}`,
-  );
+  const found = [...map.keys()].join();
+  typed(found === keys.join() && map.size === keys.length, `${what} has the keys ${quoted(found)}`);
 }
 
 function integer(value, least, most, what) {
@@ -81,36 +62,25 @@ function ascending(names, rule, what) {
 // description.
 export function readHeader(bytes, codecs, ofRow = false) {
   const map = parse(bytes);
-  checkKeys(
-    map,
-    ["format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors"],
-    "the header",
-  );
+  checkKeys(map, HEADER_KEYS, "the header");
   const header = Object.fromEntries(map);
+  const { required } = header;
   typed(header.format === 1, `format is ${String(header.format)}, not 1`);
-  typed(
-    Array.isArray(header.required) && header.required.every((name) => typeof name === "string"),
-    "required is not an array of strings",
-  );
-  if (header.required.length > MAX_NAMES) aboveLimit(`required has ${header.required.length} entries`);
-  ascending(header.required, "container-34", "required");
-  for (const [key, isValue] of [
-    ["ignorable", (value) => value instanceof Uint8Array],
-    ["model", (value) => typeof value === "string"],
-  ]) {
-    typed(
-      header[key] instanceof Map && [...header[key].values()].every(isValue),
-      `${key} is not a map of its type`,
-    );
-    ascending([...header[key].keys()], "container-10", key);
+  typed(Array.isArray(required) && required.every(isText), "required is not an array of strings");
+  if (required.length > MAX_NAMES) aboveLimit(`required has ${required.length} entries`);
+  ascending(required, "container-34", "required");
+  for (const [key, isValue] of Object.entries({ ignorable: isBytes, model: isText })) {
+    const value = header[key];
+    typed(value instanceof Map && [...value.values()].every(isValue), `${key} is not a map of its type`);
+    ascending([...value.keys()], "container-10", key);
   }
-  typed(typeof header.recipe === "string", "recipe is not a string");
+  typed(isText(header.recipe), "recipe is not a string");
   integer(header.start, 0, MAX_TOKENS, "start");
-  for (const [key, limit] of [
-    ["codecs", MAX_CODECS],
-    ["layers", MAX_LAYERS],
-    ["tensors", MAX_ENTRIES],
-  ]) {
+  for (const [key, limit] of Object.entries({
+    codecs: MAX_CODECS,
+    layers: MAX_LAYERS,
+    tensors: MAX_ENTRIES,
+  })) {
     typed(Array.isArray(header[key]), `${key} is not an array`);
     if (header[key].length > limit) aboveLimit(`${key} has ${header[key].length} entries, at most ${limit}`);
   }
@@ -138,12 +108,11 @@ function checkCodecFeatures(header) {
     ["balanced", "container-63", (p) => p.balanced],
     ["log-norms", "container-64", (p) => p.norm === "log8"],
   ];
-  for (const [name, rule, uses] of features)
-    if (header.codecs.some(uses) !== header.required.includes(name))
-      badHeader(
-        rule,
-        `required ${header.required.includes(name) ? "has" : "lacks"} ${name}, unlike the codecs`,
-      );
+  for (const [name, rule, uses] of features) {
+    const required = header.required.includes(name);
+    if (header.codecs.some(uses) !== required)
+      badHeader(rule, `required ${required ? "has" : "lacks"} ${name}, unlike the codecs`);
+  }
 }
 
 function readLayer(map, index, codecs) {
@@ -162,32 +131,28 @@ function readLayer(map, index, codecs) {
 function readSide(map, which, layer, codecs) {
   const what = `side ${layer}.${which}`;
   typed(map instanceof Map, `${what} is not a map`);
-  typed(
-    isInteger(map.get("codec")) && map.get("codec") < codecs.length,
-    `${what}: codec is not the index of an entry of codecs`,
-  );
-  const codec = codecs[map.get("codec")];
+  const index = map.get("codec");
+  typed(isInteger(index) && index < codecs.length, `${what}: codec is not the index of an entry of codecs`);
+  const codec = codecs[index];
   const names = codec.streams.filter(([, , heads]) => heads === "entry").map(([name]) => name);
-  checkKeys(
-    map,
-    ["codec", "batch", "heads", "runs", "tail", "tail_dtype", "window", ...(names.length ? ["entries"] : [])],
-    what,
-  );
+  checkKeys(map, names.length ? [...SIDE_KEYS, "entries"] : SIDE_KEYS, what);
+  const number = (key, least, most) => integer(map.get(key), least, most, `${what}: ${key}`);
   const side = { which, layer, codec, dim: codec.dim, tailDtype: map.get("tail_dtype") };
-  side.batch = integer(map.get("batch"), 1, MAX_BATCH, `${what}: batch`);
-  side.heads = integer(map.get("heads"), 1, MAX_HEADS, `${what}: heads`);
+  side.batch = number("batch", 1, MAX_BATCH);
+  side.heads = number("heads", 1, MAX_HEADS);
   side.runs = map.get("runs");
   typed(Array.isArray(side.runs), `${what}: runs is not an array`);
   side.packed = 0;
+  const limited = (tokens) => tokens > MAX_TOKENS && aboveLimit(`${what} has more than ${MAX_TOKENS} tokens`);
   for (const run of side.runs) {
     side.packed += integer(run, 1, MAX_TOKENS, `${what}: a run`);
-    if (side.packed > MAX_TOKENS) aboveLimit(`${what} has more than ${MAX_TOKENS} tokens`);
+    limited(side.packed);
   }
-  side.tail = integer(map.get("tail"), 0, MAX_TOKENS, `${what}: tail`);
+  side.tail = number("tail", 0, MAX_TOKENS);
   side.length = side.packed + side.tail;
-  if (side.length > MAX_TOKENS) aboveLimit(`${what} has more than ${MAX_TOKENS} tokens`);
+  limited(side.length);
   typed(["bf16", "fp16", "fp32"].includes(side.tailDtype), `${what}: tail_dtype is not bf16, fp16 or fp32`);
-  side.window = integer(map.get("window"), 0, MAX_TOKENS, `${what}: window`);
+  side.window = number("window", 0, MAX_TOKENS);
   if (side.window % codec.group)
     badHeader("container-15", `${what}: window ${side.window} is not a multiple of ${codec.group}`);
   const entries = map.get("entries");
@@ -197,10 +162,7 @@ function readSide(map, which, layer, codecs) {
     badHeader("klt-10", `${what} has ${side.heads} heads, its codec widths of ${codec.heads}`);
   if (codec.key_mean && which === "v") badHeader("side-cars-14", `${what} has key_mean`);
   if (codec.group === 1 && side.runs.length > 1 && !codec.streams.some((stream) => stream[3] === "run"))
-    badHeader(
-      "container-18",
-      `${what} has ${side.runs.length} runs, and its codec encodes tokens one by one`,
-    );
+    badHeader("container-18", `${what} has ${side.runs.length} runs, and its codec encodes each token alone`);
   side.streams = sideStreams(side, entries);
   return side;
 }
@@ -209,45 +171,45 @@ function sideStreams(side, entries) {
   const { codec } = side;
   side.groups = side.runs.reduce((sum, run) => sum + Math.ceil(run / codec.group), 0);
   const rows = { token: side.packed, group: side.groups, run: side.runs.length };
-  const streams = codec.streams.map(([name, dtype, heads, kind, ...sizes]) => ({
-    stream: name,
-    name: `${side.layer}.${side.which}.${name}`,
+  const add = (stream, dtype, shape) => ({
+    stream,
+    name: `${side.layer}.${side.which}.${stream}`,
     dtype,
-    shape: [
+    shape,
+  });
+  const streams = codec.streams.map(([name, dtype, heads, kind, ...sizes]) =>
+    add(name, dtype, [
       heads === "entry" ? 1 : side.batch,
       heads === "all" ? side.heads : 1,
       kind === "entry" ? entries.get(name) : rows[kind],
       ...sizes.map((size) => (size === "heads" ? side.heads : size)),
-    ],
-  }));
-  if (side.tail)
-    streams.push({
-      stream: "tail",
-      name: `${side.layer}.${side.which}.tail`,
-      dtype: DTYPES[side.tailDtype],
-      shape: [side.batch, side.heads, side.tail, side.dim],
-    });
-  return streams;
+    ]),
+  );
+  const tail = [side.batch, side.heads, side.tail, side.dim];
+  return side.tail ? [...streams, add("tail", DTYPES[side.tailDtype], tail)] : streams;
 }
 
-// The entry of a feature that has a name and bytes, or null; `rule` is broken by one without the other.
-function featureBytes(header, name, rule) {
+// The records of a feature that has a name and bytes, null without it. `rules`: those that `required` without
+// bytes, or bytes without it, and bytes of another form break.
+function records(header, name, width, [pairing, form], count = null) {
   const bytes = header.ignorable.get(name);
   if (header.required.includes(name) !== (bytes !== undefined))
-    badHeader(rule, `required and ignorable do not both have ${name}`);
-  return bytes ?? null;
+    badHeader(pairing, `required and ignorable do not both have ${name}`);
+  if (!bytes) return null;
+  const { length } = bytes;
+  if (count === null ? length === 0 || length % width : length !== count * width)
+    badHeader(form, `${name} has ${length} bytes, not records of ${width}`);
+  return Array.from({ length: length / width }, (_, i) => bytes.subarray(i * width, (i + 1) * width));
 }
 
-const sidesOf = (layer) => [layer.k, layer.v].filter(Boolean);
+export const sidesOf = (layer) => [layer.k, layer.v].filter(Boolean);
 
 function readStarts(header) {
-  const bytes = featureBytes(header, "layer-positions", "container-35");
   const { layers, start } = header;
-  if (!bytes) return layers.map(() => start);
-  if (bytes.length !== 8 * layers.length)
-    badHeader("container-36", `layer-positions has ${bytes.length} bytes for ${layers.length} layers`);
+  const found = records(header, "layer-positions", 8, ["container-35", "container-36"], layers.length);
+  if (!found) return layers.map(() => start);
   const starts = layers.map((layer, i) => {
-    const value = littleEndian(bytes, 8 * i, 8);
+    const value = littleEndian(found[i], 0, 8);
     if (value > MAX_TOKENS) aboveLimit(`the start of layer ${i} is ${value}`);
     if (value < start) badHeader("container-37", `the start of layer ${i} is ${value}, before ${start}`);
     if (!sidesOf(layer).length && Number(value) !== start)
@@ -270,13 +232,8 @@ function rangeEnd(header) {
 const STATE_DTYPES = ["U8", "U16", "F16", "BF16", "F32"];
 
 function readStates(header) {
-  const bytes = featureBytes(header, "layer-state", "container-41");
-  if (!bytes) return [];
-  if (bytes.length === 0 || bytes.length % 96)
-    badHeader("container-42", `layer-state has ${bytes.length} bytes`);
-  const states = [];
-  for (let at = 0; at < bytes.length; at += 96)
-    states.push(readState(bytes.subarray(at, at + 96), header.layers));
+  const found = records(header, "layer-state", 96, ["container-41", "container-42"]) ?? [];
+  const states = found.map((record) => readState(record, header.layers));
   states.forEach((state, i) => {
     const before = states[i - 1];
     if (before && (before.layer > state.layer || (before.layer === state.layer && before.key >= state.key)))
@@ -323,15 +280,12 @@ function batches(header) {
 }
 
 function readHidden(header) {
-  const bytes = featureBytes(header, "hidden-tokens", "container-49");
-  if (!bytes) return [];
-  if (bytes.length === 0 || bytes.length % 20)
-    badHeader("container-50", `hidden-tokens has ${bytes.length} bytes`);
+  const found = records(header, "hidden-tokens", 20, ["container-49", "container-50"]) ?? [];
   const fewest = Math.min(...batches(header));
   const hidden = [];
-  for (let at = 0; at < bytes.length; at += 20) {
-    const sequence = Number(littleEndian(bytes, at, 4));
-    const [from, to] = [littleEndian(bytes, at + 4, 8), littleEndian(bytes, at + 12, 8)];
+  for (const record of found) {
+    const sequence = Number(littleEndian(record, 0, 4));
+    const [from, to] = [littleEndian(record, 4, 8), littleEndian(record, 12, 8)];
     if (sequence >= fewest) badHeader("container-51", `hidden-tokens has the sequence ${sequence}`);
     if (from >= to || from < header.start || to > header.end)
       badHeader("container-52", `hidden-tokens has the stretch ${from} to ${to}`);
@@ -344,15 +298,12 @@ function readHidden(header) {
 }
 
 function readOffsets(header) {
-  const bytes = featureBytes(header, "position-offsets", "container-56");
-  if (!bytes) return null;
-  if (bytes.length === 0 || bytes.length % 8)
-    badHeader("container-57", `position-offsets has ${bytes.length} bytes`);
-  const count = bytes.length / 8;
-  if (batches(header).some((batch) => batch !== count))
-    badHeader("container-58", `position-offsets is for ${count} sequences`);
-  return Array.from({ length: count }, (_, i) => {
-    const offset = BigInt.asIntN(64, littleEndian(bytes, 8 * i, 8));
+  const found = records(header, "position-offsets", 8, ["container-56", "container-57"]);
+  if (!found) return null;
+  if (batches(header).some((batch) => batch !== found.length))
+    badHeader("container-58", `position-offsets is for ${found.length} sequences`);
+  return found.map((record) => {
+    const offset = BigInt.asIntN(64, littleEndian(record, 0, 8));
     const position = BigInt(header.end) + offset;
     if (position < 0n) badHeader("container-59", `the offset ${offset} leads to the position ${position}`);
     if (position > MAX_TOKENS) aboveLimit(`the offset ${offset} leads to the position ${position}`);
@@ -364,7 +315,7 @@ function readOffsets(header) {
 export function readMetadata(bytes) {
   if (bytes === undefined) return null;
   const result = new Map();
-  const data = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  const data = viewOf(bytes);
   let before = null;
   for (let at = 0; at < bytes.length;) {
     const length = bytes[at++];
@@ -406,32 +357,22 @@ export function byteSize(tensor) {
 function readTensors(header) {
   const expected = expectedTensors(header);
   header.tensors.forEach((entry, i) => {
-    typed(Array.isArray(entry) && entry.length === 6, `tensor ${i} is not an array of 6`);
+    const wrong = (what) => badHeader("container-11", `tensor ${i}${what}`);
+    if (!Array.isArray(entry) || entry.length !== 6) wrong(" is not an array of 6");
     const [name, dtype, shape, filter, stored, digest] = entry;
-    typed(
-      typeof name === "string" && typeof dtype === "string",
-      `tensor ${i}: its name or dtype is not a string`,
-    );
-    typed(
-      Array.isArray(shape) && shape.every(isInteger),
-      `tensor ${i}: its shape is not an array of integers`,
-    );
-    typed(filter === "none" || filter === "zstd", `tensor ${i}: its filter is not none or zstd`);
-    typed(isInteger(stored), `tensor ${i}: its stored bytes are not an integer`);
-    typed(digest instanceof Uint8Array && digest.length === 16, `tensor ${i}: its digest is not 16 bytes`);
+    if (!isText(name) || !isText(dtype)) wrong(": its name or dtype is not a string");
+    if (!Array.isArray(shape) || !shape.every(isInteger)) wrong(": its shape is not an array of integers");
+    if (filter !== "none" && filter !== "zstd") wrong(": its filter is not none or zstd");
+    if (!isInteger(stored)) wrong(": its stored bytes are not an integer");
+    if (!isBytes(digest) || digest.length !== 16) wrong(": its digest is not 16 bytes");
   });
-  if (header.tensors.length !== expected.length)
-    badHeader(
-      "container-16",
-      `the header lists ${header.tensors.length} tensors, and its layers have ${expected.length}`,
-    );
+  const count = header.tensors.length;
+  if (count !== expected.length)
+    badHeader("container-16", `the header lists ${count} tensors, and its layers have ${expected.length}`);
   return expected.map((tensor, i) => {
     const [name, dtype, shape, filter, stored, digest] = header.tensors[i];
     if (name !== tensor.name || dtype !== tensor.dtype || shape.join() !== tensor.shape.join())
-      badHeader(
-        "container-16",
-        `tensor ${i} is ${quoted(name)} ${quoted(dtype)} [${shape}], not that of ${tensor.name}`,
-      );
+      badHeader("container-16", `tensor ${i}, ${quoted(name)}, is not as ${tensor.name} has to be`);
     const size = byteSize(tensor);
     if (filter === "none" && BigInt(stored) !== size)
       badHeader("container-17", `${tensor.name} takes ${size} bytes, and is listed with ${stored}`);
@@ -484,17 +425,13 @@ export function checkBasisHeader(header) {
       if (side.codec.id !== "raw" || side.codec.dtype === "bf16")
         badHeader("basis-1", `layer ${i} of the basis has the codec ${side.codec.id}`);
       if (side.batch !== 1 || side.tail)
-        badHeader(
-          "basis-2",
-          `layer ${i} of the basis has a batch of ${side.batch} and a tail of ${side.tail}`,
-        );
+        badHeader("basis-2", `layer ${i} of the basis has a batch of ${side.batch}, a tail of ${side.tail}`);
       const rows = 2 + side.dim + Math.ceil((510 * Math.ceil(side.dim / 16)) / side.dim);
       if (side.length < rows)
         badHeader("basis-3", `layer ${i} of the basis has ${side.length} rows of ${rows}`);
     }
-    const states = new Map(
-      header.states.filter((state) => state.layer === i).map((state) => [state.key, state]),
-    );
+    const own = header.states.filter((state) => state.layer === i);
+    const states = new Map(own.map((state) => [state.key, state]));
     for (const which of ["k", "v"]) checkFrames(states, which, layer[which], i);
     checkBalanced(states, layer.k, i);
     checkRope(states, layer.k, i);
@@ -565,5 +502,3 @@ function checkTables(states, all) {
     shaped(values, ["F16"], [1, count, symbols - 1]);
   if (!right) badHeader("basis-11", "the tables of the basis have another dtype or shape");
 }
-
-export { sidesOf };

@@ -3,9 +3,18 @@
 
 import { Basis } from "./basis.js";
 import { decodeSide } from "./decode.js";
-import { KvpackError, aboveLimit, badHeader, badPayload, refuse } from "./errors.js";
+import {
+  KvpackError,
+  aboveLimit,
+  badHeader,
+  badPayload,
+  digestMismatch,
+  notKvpack,
+  truncated,
+  unsupported,
+} from "./errors.js";
 import { byteSize, checkBasisHeader, readHeader, refuseNew, tokenIds } from "./header.js";
-import { concat, equalBytes, finite, hex, sha256 } from "./numbers.js";
+import { concat, equalBytes, finite, hex, sha256, viewOf } from "./numbers.js";
 import { CODECS } from "./parameters.js";
 import { Digest, xxh3 } from "./xxhash.js";
 import { decompress } from "./zstd.js";
@@ -59,28 +68,23 @@ export async function fromUrl(url) {
 }
 
 async function readExactly(source, from, to, rule) {
-  if (to > source.size) refuse("Truncated", rule, `the file has ${source.size} bytes, and ${to} are needed`);
+  if (to > source.size) truncated(rule, `the file has ${source.size} bytes, and ${to} are needed`);
   const bytes = await source.read(from, to);
-  if (bytes.length !== to - from) refuse("Truncated", rule, `the file ended at byte ${from + bytes.length}`);
+  if (bytes.length !== to - from) truncated(rule, `the file ended at byte ${from + bytes.length}`);
   return bytes;
 }
 
 // The major number at the beginning of a JSON header; returns where the text after it begins.
 function checkMajor(text, size) {
-  if (!text.startsWith(START))
-    refuse("NotKvpack", "container-5", "the bytes from 8 on are not those of a kvpack file");
+  if (!text.startsWith(START)) notKvpack("container-5", "the bytes from 8 on are not those of a kvpack file");
   const match = /^([1-9][0-9]{0,8})?(.?)/s.exec(text.slice(START.length));
   const whole = text.slice(START.length);
   if (match[2] === "" && size < 8 + START.length + 10 && /^([1-9][0-9]{0,8})?$/.test(whole))
-    refuse("Truncated", "container-4", "the file ends within its major number");
+    truncated("container-4", "the file ends within its major number");
   if (!match[1] || (match[2] !== " " && match[2] !== '"'))
     badHeader("container-5", "the major number is not a number");
   if (match[1] !== "1")
-    refuse(
-      "UnsupportedVersion",
-      "container-6",
-      `the file is of version ${match[1]}; this reader knows version 1`,
-    );
+    unsupported("container-6", `the file is of version ${match[1]}; this reader knows version 1`);
 }
 
 // The place of kvpack.header, from the beginning of the JSON header.
@@ -139,17 +143,17 @@ export async function open(source, options = {}) {
   const head = await source.read(0, Math.min(source.size, 8192));
   const text = latin(head.subarray(8));
   checkMajor(text, source.size);
-  const length = new DataView(head.buffer, head.byteOffset).getBigUint64(0, true);
+  const length = viewOf(head).getBigUint64(0, true);
   if (length > MAX_JSON_BYTES) aboveLimit(`the JSON header has ${length} bytes, at most ${MAX_JSON_BYTES}`);
   const dataStart = 8 + Number(length);
   if (dataStart > source.size)
-    refuse("Truncated", "container-4", `the file of ${source.size} bytes ends before its JSON header`);
+    truncated("container-4", `the file of ${source.size} bytes ends before its JSON header`);
   if (dataStart % 4096)
     badHeader("container-3", `the JSON header ends at byte ${dataStart}, not at a multiple of 4096`);
   const { digest, size } = headerPlace(text);
   const bytes = await readExactly(source, dataStart, dataStart + size, "container-4");
   if (hex(xxh3(bytes)) !== digest)
-    refuse("DigestMismatch", "container-20", "kvpack.header does not have its digest: the file is damaged");
+    digestMismatch("container-20", "kvpack.header does not have its digest: the file is damaged");
   refuseNew(bytes, knownCodec);
   const header = readHeader(bytes, knownCodec);
   const end = BigInt(dataStart) + placeTensors(header, size);
@@ -158,7 +162,7 @@ export async function open(source, options = {}) {
     badHeader("container-5", "the JSON header is not the one of kvpack.header");
   if (end > MAX_FILE_BYTES) aboveLimit(`the file has ${end} bytes`);
   if (BigInt(source.size) !== end)
-    refuse("Truncated", "container-4", `the file has ${source.size} bytes, and its tensors end at ${end}`);
+    truncated("container-4", `the file has ${source.size} bytes, and its tensors end at ${end}`);
   if (header.required.includes("basis")) checkBasisHeader(header);
   return new KvpackFile(source, header, dataStart, options);
 }
@@ -206,11 +210,7 @@ export class KvpackFile {
     const at = this.#place(tensor);
     const bytes = await readExactly(this.source, at, at + Number(tensor.stored), "container-4");
     if (!equalBytes(xxh3(bytes), tensor.digest))
-      refuse(
-        "DigestMismatch",
-        "container-20",
-        `${tensor.name} does not have its digest: the file is damaged`,
-      );
+      digestMismatch("container-20", `${tensor.name} does not have its digest: the file is damaged`);
     return tensor.filter === "zstd" ? decompress(bytes, Number(tensor.size), this.checked) : bytes;
   }
 
@@ -227,11 +227,7 @@ export class KvpackFile {
       progress(to - from);
     }
     if (!equalBytes(digest.finish(), tensor.digest))
-      refuse(
-        "DigestMismatch",
-        "container-20",
-        `${tensor.name} does not have its digest: the file is damaged`,
-      );
+      digestMismatch("container-20", `${tensor.name} does not have its digest: the file is damaged`);
     if (tensor.filter === "zstd") await this.tensor(tensor);
   }
 

@@ -5,6 +5,8 @@ import { badPayload } from "./errors.js";
 if (new Uint8Array(new Uint16Array([1]).buffer)[0] !== 1)
   throw new Error("this reader needs a little-endian machine");
 
+export const viewOf = (bytes) => new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+export const isInteger = (value) => typeof value === "number" || typeof value === "bigint";
 export const WIDTHS = { U8: 1, U16: 2, F16: 2, BF16: 2, F32: 4 };
 
 const word = new Uint32Array(1);

@@ -1,11 +1,10 @@
 // Parameters of codecs and side-cars, and the streams that follow from them (codecs/*.md, side-cars.md).
 
-import { badHeader, refuse } from "./errors.js";
-import { floats, floatOfBits } from "./numbers.js";
+import { badHeader, unknownCodec } from "./errors.js";
+import { floats, floatOfBits, isInteger } from "./numbers.js";
 import { Columns, defaultRowBytes } from "./packing.js";
 import { hasHadamard } from "./rotation.js";
 
-const isInteger = (value) => typeof value === "number" || typeof value === "bigint";
 const integer = (least, most) => (value) => isInteger(value) && value >= least && value <= most;
 const oneOf =
   (...values) =>
@@ -16,38 +15,33 @@ const isMap = (value) => value instanceof Map;
 const dimension = integer(1, 1024);
 const evenDimension = (value) => integer(2, 1024)(value) && value % 2 === 0;
 const seed = integer(0, 2n ** 64n - 1n);
-const rotation = oneOf("none", "hadamard", "signed-hadamard");
-const norms = oneOf("fp16", "fp32", "log8");
 const digest = (value) => isBytes(value) && value.length === 32;
 const halfOrFull = oneOf("fp16", "fp32");
 
+// Types by name; a parameter without a type has that of its own name.
 const TYPES = {
   dim: dimension,
   even: evenDimension,
-  map: isMap,
+  fields: isMap,
   bytes: isBytes,
   half: halfOrFull,
   levels: (value) => typeof value === "string" && /^[1-8](\.[1-8])*$/.test(value),
   seed,
-  rotation,
-  norms,
+  rotation_kind: oneOf("none", "hadamard", "signed-hadamard"),
+  norms: oneOf("fp16", "fp32", "log8"),
   digest,
 };
 
-// The parameters of a codec, from words such as dim:dim, bits:1..8, axis:token|channel and chunk:16|32.
+// The parameters of a codec, from words such as dim, bits:1..8, axis:token|channel and chunk:16|32.
 function table(text) {
-  return text
-    .trim()
-    .split(/\s+/)
-    .map((word) => {
-      const [name, type] = word.split(":");
-      const [least, most] = type.split("..").map(Number);
-      if (Object.hasOwn(TYPES, type)) return [name, TYPES[type]];
-      if (type.includes("..")) return [name, integer(least, most)];
-      const texts = type.split("|");
-      const numbers = texts.map(Number);
-      return [name, oneOf(...(numbers.some(Number.isNaN) ? texts : numbers))];
-    });
+  return text.split(/\s+/).map((word) => {
+    const [name, type = name] = word.split(":");
+    if (Object.hasOwn(TYPES, type)) return [name, TYPES[type]];
+    if (type.includes("..")) return [name, integer(...type.split("..").map(Number))];
+    const texts = type.split("|");
+    const numbers = texts.map(Number);
+    return [name, oneOf(...(numbers.some(Number.isNaN) ? texts : numbers))];
+  });
 }
 
 export const DTYPES = { bf16: "BF16", fp16: "F16", fp32: "F32", log8: "U8", u8: "U8", u16: "U16" };
@@ -97,12 +91,14 @@ function polarLevels(p) {
 // streams. `heads` is "all", "one" or "entry"; `rows` is "token", "group", "run" or "entry".
 export const CODECS = {
   raw: {
-    parameters: table("dim:dim dtype:bf16|fp16|fp32"),
+    noSideCars: "side-cars-1",
+    parameters: table("dim dtype:bf16|fp16|fp32"),
     streams: (p) => [["values", DTYPES[p.dtype], "all", "token", p.dim]],
   },
 
   lossless: {
-    parameters: table("dim:dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields:map"),
+    noSideCars: "lossless-5",
+    parameters: table("dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields"),
     check(p) {
       p.fraction = p.dtype === "bf16" ? 7 : 10;
       if (p.chunk * p.dim > 65536) badHeader("lossless-4", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
@@ -118,9 +114,8 @@ export const CODECS = {
   },
 
   group: {
-    parameters: table(`
-      dim:dim bits:1..8 axis:token|channel size:4|8|16|32|64|128 rotation_kind:rotation
-      seed:seed token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head fields:map`),
+    parameters: table(`dim bits:1..8 axis:token|channel size:4|8|16|32|64|128 rotation_kind seed
+      token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head fields`),
     optional: ["scale_dtype", oneOf("u8"), "group-4"],
     codeStreams: (p) => [["codes", p.dim, [2 ** p.bits]]],
     group: (p) => (p.axis === "token" ? p.size : 1),
@@ -141,9 +136,8 @@ export const CODECS = {
   },
 
   minifloat: {
-    parameters: table(`
-      dim:dim element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block
-      scale_dtype:fp32|fp16|e8m0|e4m3 fields:map`),
+    parameters: table(`dim element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block
+      scale_dtype:fp32|fp16|e8m0|e4m3 fields`),
     check(p) {
       if ((p.granularity === "block") !== ["e8m0", "e4m3"].includes(p.scale_dtype))
         badHeader("minifloat-2", `scale_dtype ${p.scale_dtype} is not one of granularity ${p.granularity}`);
@@ -164,10 +158,8 @@ export const CODECS = {
   },
 
   scalar: {
-    parameters: table(`
-      dim:2..1024 bits:1..8 bits_high:0..8 high_channels:bytes norm:norms
-      rotation_kind:rotation seed:seed magnitude_table:bytes high_magnitude_table:bytes
-      fields:map`),
+    parameters: table(`dim:2..1024 bits:1..8 bits_high:0..8 high_channels:bytes norm:norms
+      rotation_kind seed magnitude_table:bytes high_magnitude_table:bytes fields`),
     check(p) {
       const high = p.bits_high;
       if (high && high <= p.bits) badHeader("scalar-2", `bits_high is ${high}, not above bits, ${p.bits}`);
@@ -198,9 +190,8 @@ export const CODECS = {
   },
 
   octahedral: {
-    parameters: table(`
-      dim:4..1024 b_dir:1..8 b_norm:0..8 arrangement:dense|direct norm:norms
-      rotation_kind:rotation seed:seed direction_table:bytes norm_table:bytes fields:map`),
+    parameters: table(`dim:4..1024 b_dir:1..8 b_norm:0..8 arrangement:dense|direct norm:norms
+      rotation_kind seed direction_table:bytes norm_table:bytes fields`),
     check(p) {
       for (const [bytes, bits] of [
         [p.direction_table, p.b_dir - 1],
@@ -228,9 +219,8 @@ export const CODECS = {
   },
 
   quaternion: {
-    parameters: table(`
-      dim:dim secondary:1..4096 radius_bits:1..8 arrangement:dense|direct norm:half
-      rotation_kind:rotation seed:seed rotation_seed:seed fields:map`),
+    parameters: table(`dim secondary:1..4096 radius_bits:1..8 arrangement:dense|direct norm:half
+      rotation_kind seed rotation_seed:seed fields`),
     check(p) {
       if (p.arrangement === "direct" && p.secondary > 2730)
         badHeader("quaternion-2", `secondary is ${p.secondary}, above 2730 of the arrangement direct`);
@@ -260,9 +250,8 @@ export const CODECS = {
   },
 
   angle: {
-    parameters: table(`
-      dim:even bins:2..65536 norm:fp32|linear|log norm_bits:0..8
-      arrangement:dense|direct range:half rotation_kind:rotation seed:seed fields:map`),
+    parameters: table(`dim:even bins:2..65536 norm:fp32|linear|log norm_bits:0..8
+      arrangement:dense|direct range:half rotation_kind seed fields`),
     check(p) {
       const plain = p.norm === "fp32";
       if (plain !== (p.norm_bits === 0))
@@ -298,9 +287,7 @@ export const CODECS = {
   },
 
   polar: {
-    parameters: table(`
-      dim:even bits:levels norm:half rotation_kind:rotation seed:seed angle_table:bytes
-      fields:map`),
+    parameters: table("dim:even bits:levels norm:half rotation_kind seed angle_table:bytes fields"),
     check(p) {
       const count = (p.bits.length + 1) / 2;
       if (count > Math.ceil(Math.log2(p.dim)))
@@ -326,9 +313,7 @@ export const CODECS = {
   },
 
   trellis: {
-    parameters: table(`
-      dim:dim bits:1..4 state_bits:8|10 norm:norms rotation_kind:rotation seed:seed
-      table:bytes`),
+    parameters: table("dim bits:1..4 state_bits:8|10 norm:norms rotation_kind seed table:bytes"),
     check(p) {
       if ((p.dim * p.bits) % 16)
         badHeader("trellis-3", `dim · bits is ${p.dim * p.bits}, not a multiple of 16`);
@@ -345,9 +330,10 @@ export const CODECS = {
   },
 
   klt: {
-    parameters: table(`
-      dim:dim basis:digest layer:0..4095 side:k|v rows:basis|fp16|fp32 widths:bytes
-      gain:none|fp16 fields:map`),
+    noSideCars: "klt-4",
+    sideCars: ["raw_positions"],
+    parameters: table(`dim basis:digest layer:0..4095 side:k|v rows:basis|fp16|fp32 widths:bytes
+      gain:none|fp16 fields`),
     check(p) {
       p.ofHeads = p.fields.size === 1 && p.fields.has("codes");
       const runs = Math.ceil(p.dim / (p.ofHeads ? 8 : 16));
@@ -388,8 +374,9 @@ export const CODECS = {
   },
 
   transform: {
-    parameters: table(`
-      dim:dim basis:digest layer:0..4095 side:k|v scope:head|layer step:0..255
+    noSideCars: "transform-4",
+    sideCars: ["raw_positions"],
+    parameters: table(`dim basis:digest layer:0..4095 side:k|v scope:head|layer step:0..255
       chunk:16|32|64|128|256`),
     check(p) {
       if (p.chunk * p.dim > 65536) badHeader("transform-3", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
@@ -410,8 +397,9 @@ export const CODECS = {
 
   // Of rows only (row.md).
   opaque: {
+    noSideCars: "row-8",
     rule: "row-8",
-    parameters: table("dim:dim"),
+    parameters: table("dim"),
     streams: (p) => [["bytes", "U8", "all", "token", p.dim]],
   },
 };
@@ -433,35 +421,29 @@ const SIDE_CARS = {
   raw_positions: oneOf("bf16", "fp16", "fp32"),
 };
 
+const planeStreams = ({ name, planes }) =>
+  planes.map((words, plane) => [`${name}.${plane}`, "U16", "all", "token", words]);
+
 function sideCarStreams(p) {
-  const result = [];
-  const packed = (columns) =>
-    columns.planes.forEach((words, plane) =>
-      result.push([`${columns.name}.${plane}`, "U16", "all", "token", words]),
-    );
-  if (p.channel_scale) result.push(["channel_scale", DTYPES[p.channel_scale], "all", "run", p.dim]);
-  if (p.channel_order) result.push(["channel_order", DTYPES[p.channel_order], "all", "run", p.dim]);
-  if (p.key_mean) {
-    result.push(["key_mean", "U8", "all", "group", p.key_mean.bits === 8 ? p.dim : p.dim / 2]);
-    result.push(["key_mean_scale", "F16", "all", "group"]);
-  }
-  if (p.outliers) {
-    packed(p.outliers.packing);
-    result.push(["outliers", "F16", "entry", "entry", 4]);
-  }
-  if (p.qjl) {
-    packed(p.qjl.packing);
-    result.push(["qjl_norm", DTYPES[p.qjl.norm], "all", "token"]);
-  }
-  if (p.raw_tokens) {
-    result.push(["raw_token_flags", "U8", "one", "token"]);
-    result.push(["raw_tokens", DTYPES[p.raw_tokens], "entry", "entry", "heads", p.dim]);
-  }
-  if (p.raw_positions) {
-    result.push(["raw_positions", "U16", "entry", "entry", 4]);
-    result.push(["raw_values", DTYPES[p.raw_positions], "entry", "entry", "heads", p.dim]);
-  }
-  return result;
+  const of = {
+    channel_scale: (dtype) => [["channel_scale", DTYPES[dtype], "all", "run", p.dim]],
+    channel_order: (dtype) => [["channel_order", DTYPES[dtype], "all", "run", p.dim]],
+    key_mean: ({ bits }) => [
+      ["key_mean", "U8", "all", "group", bits === 8 ? p.dim : p.dim / 2],
+      ["key_mean_scale", "F16", "all", "group"],
+    ],
+    outliers: ({ packing }) => [...planeStreams(packing), ["outliers", "F16", "entry", "entry", 4]],
+    qjl: ({ packing, norm }) => [...planeStreams(packing), ["qjl_norm", DTYPES[norm], "all", "token"]],
+    raw_tokens: (dtype) => [
+      ["raw_token_flags", "U8", "one", "token"],
+      ["raw_tokens", DTYPES[dtype], "entry", "entry", "heads", p.dim],
+    ],
+    raw_positions: (dtype) => [
+      ["raw_positions", "U16", "entry", "entry", 4],
+      ["raw_values", DTYPES[dtype], "entry", "entry", "heads", p.dim],
+    ],
+  };
+  return Object.entries(of).flatMap(([name, streams]) => (p[name] ? streams(p[name]) : []));
 }
 
 function checkSideCars(p, sideCars) {
@@ -501,7 +483,7 @@ export function readCodec(map, allowed) {
   const id = map.get("id");
   if (typeof id !== "string") badHeader("container-11", "an entry of codecs has no string for the key id");
   const codec = Object.hasOwn(CODECS, id) && allowed(id) ? CODECS[id] : null;
-  if (!codec) refuse("UnknownCodec", "container-12", `the codec ${JSON.stringify(id)} is not known`);
+  if (!codec) unknownCodec("container-12", `the codec ${JSON.stringify(id)} is not known`);
   const rule = (number) => codec.rule ?? `${id}-${number}`;
   const keys = [...map.keys()];
   const names = ["id", ...codec.parameters.map(([name]) => name)];
@@ -510,31 +492,18 @@ export function readCodec(map, allowed) {
       badHeader(rule(1), `codec ${id}: key ${i} is ${JSON.stringify(keys[i])}, not ${name}`);
   });
   const p = { id };
-  for (const [name, check] of codec.parameters) {
-    if (!check(map.get(name)))
-      badHeader(rule(2), `codec ${id}: ${name} has a value that is not one of its table`);
+  const set = (name, check, broken = rule(2)) => {
     p[name] = map.get(name);
-  }
-  let rest = names.length;
-  if (codec.optional && keys[rest] === codec.optional[0]) {
-    const [name, check, optionalRule] = codec.optional;
-    if (!check(map.get(name)))
-      badHeader(optionalRule, `codec ${id}: ${name} has a value that is not one of its table`);
-    p[name] = map.get(name);
-    rest++;
-  }
-  const sideCars = keys.slice(rest).map((key) => [key, map.get(key)]);
+    if (!check(p[name])) badHeader(broken, `codec ${id}: ${name} has a value that is not one of its table`);
+  };
+  for (const [name, check] of codec.parameters) set(name, check);
+  const optional = Boolean(codec.optional) && codec.optional[0] === keys[names.length];
+  if (optional) set(...codec.optional);
+  const sideCars = keys.slice(names.length + (optional ? 1 : 0)).map((key) => [key, map.get(key)]);
   for (const [key] of sideCars) {
     if (!Object.hasOwn(SIDE_CARS, key)) badHeader(rule(1), `codec ${id} has the key ${JSON.stringify(key)}`);
-    const only = {
-      raw: "side-cars-1",
-      lossless: "lossless-5",
-      klt: "klt-4",
-      transform: "transform-4",
-      opaque: "row-8",
-    }[id];
-    if (only && !(key === "raw_positions" && ["klt", "transform"].includes(id)))
-      badHeader(only, `codec ${id} has the side-car ${key}`);
+    if (codec.noSideCars && !codec.sideCars?.includes(key))
+      badHeader(codec.noSideCars, `codec ${id} has the side-car ${key}`);
   }
   codec.check?.(p);
   p.group = codec.group?.(p) ?? 1;
@@ -542,10 +511,7 @@ export function readCodec(map, allowed) {
     badHeader("front-7", `there is no rotation of order ${p.dim}`);
   readFields(p, codec, id);
   checkSideCars(p, sideCars);
-  const codes = p.packings.flatMap((columns) =>
-    columns.planes.map((words, plane) => [`${columns.name}.${plane}`, "U16", "all", "token", words]),
-  );
-  p.streams = [...codes, ...codec.streams(p), ...sideCarStreams(p)];
+  p.streams = [...p.packings.flatMap(planeStreams), ...codec.streams(p), ...sideCarStreams(p)];
   return p;
 }
 

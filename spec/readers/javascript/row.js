@@ -1,7 +1,7 @@
 // Rows: pages of serving engines (row.md).
 
 import { decodeSide } from "./decode.js";
-import { KvpackError, badHeader, refuse } from "./errors.js";
+import { KvpackError, badHeader, digestMismatch, notKvpack, truncated, unsupported } from "./errors.js";
 import { byteSize, readHeader } from "./header.js";
 import { concat, hex, littleEndian, sha256 } from "./numbers.js";
 import { lengthPrefixed } from "./store.js";
@@ -15,12 +15,11 @@ const padded = (size) => Math.ceil(size / 64) * 64;
 const restrict = (condition, what) => condition || badHeader("row-3", what);
 
 function checkBeginning(bytes) {
-  if (bytes.length < FRAME) refuse("Truncated", "row-1", `a row of ${bytes.length} bytes`);
+  if (bytes.length < FRAME) truncated("row-1", `a row of ${bytes.length} bytes`);
   const beginning = String.fromCharCode(...bytes.subarray(0, 16));
   if (beginning === BEGINNING) return;
-  if (beginning.startsWith("kvpack-row "))
-    refuse("UnsupportedVersion", "row-1", "the row is of another version");
-  refuse("NotKvpack", "row-1", "the first bytes are not those of a row");
+  if (beginning.startsWith("kvpack-row ")) unsupported("row-1", "the row is of another version");
+  notKvpack("row-1", "the first bytes are not those of a row");
 }
 
 function readDescription(bytes) {
@@ -74,11 +73,10 @@ export function readRow(memory) {
   checkBeginning(memory);
   const size = Number(littleEndian(memory, 16, 8));
   if (size < FRAME || size > 2 ** 32 - 64 || size % 64) badHeader("row-2", `the row has ${size} bytes`);
-  if (size > memory.length)
-    refuse("Truncated", "row-2", `the row has ${size} bytes, and ${memory.length} are at hand`);
+  if (size > memory.length) truncated("row-2", `the row has ${size} bytes, and ${memory.length} are at hand`);
   const row = memory.subarray(0, size);
   if (rowChecksum(row) !== littleEndian(row, 24, 8))
-    refuse("DigestMismatch", "row-4", "the row does not have its checksum");
+    digestMismatch("row-4", "the row does not have its checksum");
   const length = Number(littleEndian(row, 96, 4));
   restrict(
     row.subarray(100, FRAME).every((byte) => byte === 0),

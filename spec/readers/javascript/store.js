@@ -1,7 +1,7 @@
 // Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent,
 // functions return null; damaged ones are refused.
 
-import { KvpackError, badHeader, refuse } from "./errors.js";
+import { KvpackError, badHeader, digestMismatch, notKvpack, unsupported } from "./errors.js";
 import { fromBytes, open } from "./kvpack.js";
 import { concat, equalBytes, littleEndian, sha256, subtle } from "./numbers.js";
 import { xxh3 } from "./xxhash.js";
@@ -61,16 +61,15 @@ export async function basisKey(digest, encryption = null) {
 }
 
 const HEAD = "kvpack-encrypted ";
-const damaged = (what) => refuse("DigestMismatch", "store-5", `the encrypted entry ${what}`);
+const damaged = (what) => digestMismatch("store-5", `the encrypted entry ${what}`);
 
 // Decrypt an entry. `keys`: Map from the id of a key to its bytes.
 // Returns the kvpack file, or null where no key at hand opens the entry.
 export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
   const start = String.fromCharCode(...bytes.subarray(0, 40));
   const match = /^kvpack-encrypted ([1-9][0-9]*)\n/.exec(start);
-  if (match && match[1] !== "1")
-    refuse("UnsupportedVersion", "store-5", `the entry is of version ${match[1]}`);
-  if (!match) refuse("NotKvpack", "store-5", "the entry is not encrypted");
+  if (match && match[1] !== "1") unsupported("store-5", `the entry is of version ${match[1]}`);
+  if (!match) notKvpack("store-5", "the entry is not encrypted");
   const head = HEAD.length + 2;
   const nonce = head + 1 + bytes[head];
   const end = bytes.length - 16;
@@ -104,7 +103,7 @@ function checkPayload(file, bytes, digest) {
   const first = file.header.tensors[0];
   const from = first ? file.dataStart + Number(first.offset) : bytes.length;
   if (!equalBytes(xxh3(bytes.subarray(from)), digest))
-    refuse("DigestMismatch", "store-3", "the payload does not have its digest");
+    digestMismatch("store-3", "the payload does not have its digest");
   if (file.header.tensors.some(({ filter }) => filter !== "none"))
     badHeader("store-19", "a tensor of the entry has a filter");
 }

@@ -1,7 +1,7 @@
 // XXH3-128 (container.md, Digests) and XXH64 (the checksum of zstd frames), both with seed 0. Long inputs are
 // hashed in 32-bit halves; BigInt is for inputs of at most 240 bytes and for what is done once.
 
-import { view } from "./numbers.js";
+import { view, viewOf } from "./numbers.js";
 
 const SECRET_HEX =
   "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221" +
@@ -20,7 +20,6 @@ const P64 = [
   0x27d4eb2f165667c5n,
 ];
 
-const viewOf = (bytes) => new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 const secret = viewOf(SECRET);
 const key = (at) => secret.getBigUint64(at, true);
 

@@ -1,7 +1,7 @@
 // A basis in memory (basis.md).
 
 import { badHeader, badPayload } from "./errors.js";
-import { finite, floats, view } from "./numbers.js";
+import { finite, floats } from "./numbers.js";
 import { ransTable } from "./rans.js";
 
 export class Basis {
@@ -78,15 +78,7 @@ function readState(state, states) {
   const bytes = states.get(state.name);
   const table = state.layer === 0 && state.key === "table.values";
   const rule = table ? "basis-14" : RULES.find(([pattern]) => pattern.test(state.key))?.[1];
-  if (!rule)
-    return {
-      values:
-        state.dtype === "U8"
-          ? bytes
-          : state.dtype === "U16"
-            ? view(bytes, Uint16Array)
-            : floats(bytes, state.dtype),
-    };
+  if (!rule) return { values: floats(bytes, state.dtype) };
   const values = finite(bytes, state.dtype, state.name, rule);
   if (rule === "basis-15" && values.some((frequency) => !(frequency >= 0 && frequency <= 2)))
     badPayload("basis-15", `${state.name} has a frequency outside 0 to 2`);

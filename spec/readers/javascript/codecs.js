@@ -9,24 +9,12 @@ import { Generator } from "./rotation.js";
 
 const f32 = Math.fround;
 
-function raw(data) {
-  const { side } = data;
-  const { dim } = side;
-  const values = floats(data.u8("values"), data.dtypes.get("values"));
-  return (b, h, t, row, u) => {
-    const at = ((b * side.heads + h) * side.packed + t) * dim;
-    u.set(values.subarray(at, at + dim));
-  };
-}
-
-function opaque(data) {
-  const { side } = data;
-  const values = data.u8("bytes");
-  return (b, h, t, row, u) => {
-    const at = ((b * side.heads + h) * side.packed + t) * side.dim;
-    u.set(values.subarray(at, at + side.dim));
-  };
-}
+// The codecs whose values are the numbers of one stream.
+const plain = (name) => (data) => {
+  const { dim } = data.side;
+  const values = floats(data.u8(name), data.dtypes.get(name));
+  return ({ token }, u) => u.set(values.subarray(token * dim, (token + 1) * dim));
+};
 
 // The first word of each chunk, in the order of groups, sequences and heads, by the index of its chunk.
 function wordStarts(data, counts, rule) {
@@ -48,8 +36,7 @@ function wordStarts(data, counts, rule) {
 function lossless(data) {
   const { side, codec } = data;
   const { dim, chunk, fraction } = codec;
-  const packing = codec.packings[0];
-  const planes = data.planes(packing);
+  const unpack = data.unpacker();
   const frequencies = data.u16("frequencies");
   const states = data.u16("states");
   const counts = data.u16("word_counts");
@@ -60,22 +47,20 @@ function lossless(data) {
   const bits = new Uint32Array(1);
   const value = new Float32Array(bits.buffer);
   let current = -1;
-  const decodeChunk = (head, row) => {
-    const index = head * side.groups + row.group;
+  const decodeChunk = ({ ofGroup: index, ofRun, run, inRun }) => {
     if (index === current) return;
-    const at = (head * side.runs.length + row.run) * size;
+    const at = ofRun * size;
     const table = ransTable(frequencies.subarray(at, at + size), "frequencies");
-    const tokens = Math.min(chunk, side.runs[row.run] - (row.inRun - (row.inRun % chunk)));
+    const tokens = Math.min(chunk, side.runs[run] - (inRun - (inRun % chunk)));
     const n = tokens * dim;
     const used = ransDecode(states, index, words, starts[index], counts[index], n, [table], n, symbols);
     if (used !== counts[index])
       badPayload("rans-3", `chunk ${index} takes ${used} of its ${counts[index]} words`);
     current = index;
   };
-  return (b, h, t, row, u) => {
-    const head = b * side.heads + h;
-    decodeChunk(head, row);
-    const [codes] = packing.unpack(planes, head * side.packed + t);
+  return (row, u) => {
+    decodeChunk(row);
+    const [codes] = unpack(row.token);
     const at = (row.inRun % chunk) * dim;
     for (let c = 0; c < dim; c++) {
       const word =
@@ -118,8 +103,7 @@ function byteScales(data) {
 function group(data) {
   const { side, codec } = data;
   const { dim, size } = codec;
-  const packing = codec.packings[0];
-  const planes = data.planes(packing);
+  const unpack = data.unpacker();
   const small = codec.scale_dtype ? byteScales(data) : null;
   const scales = small ? data.u8("scales") : data.finite("scales");
   const middle = (2 ** codec.bits - 1) / 2;
@@ -127,14 +111,13 @@ function group(data) {
   const perHead = codec.token_scale.endsWith("-per-head");
   const ofTokens = codec.axis === "token";
   const groups = Math.ceil(dim / size);
-  return (b, h, t, row, u) => {
-    const head = b * side.heads + h;
-    const [codes] = packing.unpack(planes, head * side.packed + t);
+  return ({ b, t, token, ofGroup, ofRun }, u) => {
+    const [codes] = unpack(token);
     // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis
     // channel.
-    const at = ofTokens ? (head * side.groups + row.group) * dim * 2 : (head * side.packed + t) * groups * 2;
-    const table = small?.(head * side.runs.length + row.run);
-    const factor = tokenScales ? tokenScales[(perHead ? head : b) * side.packed + t] : 0;
+    const at = 2 * (ofTokens ? ofGroup * dim : token * groups);
+    const table = small?.(ofRun);
+    const factor = tokenScales ? tokenScales[perHead ? token : b * side.packed + t] : 0;
     for (let j = 0; j < dim; j++) {
       const pair = at + 2 * (ofTokens ? j : Math.floor(j / size));
       const scale = table ? table[scales[pair]] : scales[pair];
@@ -164,8 +147,7 @@ function elements(name) {
 function minifloat(data) {
   const { side, codec } = data;
   const { dim, granularity, scale_dtype: dtype } = codec;
-  const packing = codec.packings[0];
-  const planes = data.planes(packing);
+  const unpack = data.unpacker();
   const values = elements(codec.element);
   const blocks = granularity === "block" ? data.u8("block_scales") : null;
   const width = dtype === "e8m0" ? 32 : 16;
@@ -175,14 +157,10 @@ function minifloat(data) {
     badPayload("minifloat-8", "an e4m3 scale is NaN or below zero");
   const scales = dtype === "e8m0" ? null : data.finite(dtype === "e4m3" ? "global_scale" : "scale");
   const wide = elements("e4m3");
-  return (b, h, t, row, u) => {
-    const head = b * side.heads + h;
-    const token = head * side.packed + t;
-    const [codes] = packing.unpack(planes, token);
-    const index = { tensor: b * side.runs.length + row.run, head: head * side.runs.length + row.run, token }[
-      granularity
-    ];
-    const scale = scales ? scales[index ?? b * side.runs.length + row.run] : 1;
+  return ({ b, run, token, ofRun }, u) => {
+    const [codes] = unpack(token);
+    const index = { head: ofRun, token }[granularity] ?? b * side.runs.length + run;
+    const scale = scales ? scales[index] : 1;
     for (let j = 0; j < dim; j++) {
       const v = values[codes[j]];
       if (Number.isNaN(v)) badPayload("minifloat-6", `the element ${codes[j]} is not finite`);
@@ -204,8 +182,7 @@ function scalar(data) {
     const magnitudes = floats(bytes, "F32");
     return Float32Array.from([...magnitudes, ...magnitudes.map((magnitude) => -magnitude)]);
   });
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const digits = unpack(token);
     const norm = norms[token];
     const next = [0, 0];
@@ -227,8 +204,7 @@ function octahedral(data) {
   const direct = codec.arrangement === "direct";
   const indexMask = 2 ** codec.indexBits - 1;
   const area = count * count;
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const digits = unpack(token);
     const joined = direct && !codec.twoDigits;
     for (let i = triplets; direct && i < packings[0].n; i++)
@@ -297,8 +273,7 @@ function quaternion(data) {
   const scales = data.finite("scale");
   const table = codewords(codec.seed, codec.secondary);
   const steps = 2 ** codec.radius_bits - 1;
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const digits = unpack(token);
     const radii = digits[digits.length - 1];
     const unit = f32(scales[token] / steps);
@@ -340,8 +315,7 @@ function angle(data) {
   const pairs = codec.dim / 2;
   // The norm of each code that a token has; NaN for those not computed yet.
   const table = new Float64Array(2 ** codec.norm_bits);
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const digits = unpack(token);
     const codes = digits[digits.length - 1];
     table.fill(NaN);
@@ -375,8 +349,7 @@ function polar(data) {
     const shared = i > 0 && level.bits === levels[i - 1].bits;
     places.push(shared ? [before[0], before[1] + levels[i - 1].pairs] : [(before?.[0] ?? -1) + 1, 0]);
   });
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const digits = unpack(token);
     for (let i = 0; i < count; i++) values[i] = radii[token * count + i];
     for (let l = levels.length - 1; l >= 0; l--) {
@@ -403,8 +376,7 @@ function trellis(data) {
   const norms = data.norms("norm");
   const count = (dim * bits) / 16;
   const mask = 2 ** width - 1;
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ token }, u) => {
     const at = token * count;
     for (let c = 0; c < dim; c++) {
       const first = (bits * (c + 1) - width + 16 * count) % (16 * count);
@@ -426,8 +398,9 @@ function klt(data) {
   const columns = codec.ofHeads ? null : kltColumns(codec);
   const unpack = data.unpacker();
   const codes = codec.ofHeads ? data.u8("codes") : null;
-  const readers = codec.ofHeads ? Array.from({ length: side.heads }, (_, h) => shortRuns(codec, h)) : null;
-  if (codes && side.heads > 0) checkShortRuns(codec, codes);
+  const runs = codes && shortRuns(codec);
+  const readers = codes && Array.from({ length: side.heads }, (_, h) => shortColumns(runs, h));
+  if (codes) checkShortRuns(codec, runs, codes);
   const bases = new Map();
   // The mean of a head in the original frame.
   const meanOf = (head, at) => {
@@ -442,11 +415,10 @@ function klt(data) {
     }
     return bases.get(head);
   };
-  return (b, h, t, row, u) => {
-    const token = (b * side.heads + h) * side.packed + t;
+  return ({ b, h, t, token, ofRun }, u) => {
     const digits = unpack(token);
     if (!rows) return;
-    const index = stored ? (b * side.heads + h) * side.runs.length + row.run : h;
+    const index = stored ? ofRun : h;
     const at = index * (stored ? size : rows.length / side.heads);
     u.set(meanOf(index, at));
     const gain = gains ? gains[token] : 1;
@@ -483,34 +455,38 @@ function kltColumns(codec) {
   return result;
 }
 
-// The first bits of the codes of one head in a row of bytes.
-function shortRuns(codec, head) {
-  const result = [];
+// The codes of a row of bytes, run after run: { head, first, width, count, bit }.
+function shortRuns(codec) {
   let bit = 0;
-  codec.widths.forEach((width, i) => {
+  return Array.from(codec.widths, (width, i) => {
     const first = 8 * (i % codec.runs);
-    const count = Math.min(8, codec.dim - first);
-    if (Math.floor(i / codec.runs) === head && width)
-      for (let j = 0; j < count; j++) result.push({ column: first + j, width, bit: bit + j * width });
-    bit += 8 * Math.ceil((count * width) / 8);
+    const run = {
+      head: Math.floor(i / codec.runs),
+      first,
+      width,
+      count: Math.min(8, codec.dim - first),
+      bit,
+    };
+    bit += 8 * Math.ceil((run.count * width) / 8);
+    return run;
   });
-  return result;
 }
 
-function checkShortRuns(codec, codes) {
-  // The bits of a row that belong to no column.
-  const spare = new Uint8Array(codec.rowBytes);
-  let byte = 0;
-  codec.widths.forEach((width, i) => {
-    const bits = width * Math.min(8, codec.dim - 8 * (i % codec.runs));
-    byte += Math.ceil(bits / 8);
-    if (bits % 8) spare[byte - 1] = 256 - 2 ** (bits % 8);
-  });
-  spare.forEach((mask, i) => {
-    if (mask)
-      for (let at = i; at < codes.length; at += codec.rowBytes)
-        if (codes[at] & mask) badPayload("klt-11", `byte ${at} of codes has a bit of no column`);
-  });
+// The columns of one head: the width and first bit of the code of each.
+function shortColumns(runs, head) {
+  const ofHead = runs.filter((run) => run.head === head && run.width);
+  return ofHead.flatMap(({ first, width, count, bit }) =>
+    Array.from({ length: count }, (_, j) => ({ column: first + j, width, bit: bit + j * width })),
+  );
+}
+
+function checkShortRuns(codec, runs, codes) {
+  for (const { width, count, bit } of runs) {
+    const bits = width * count;
+    if (bits % 8 === 0) continue;
+    for (let at = (bit + bits) >> 3; at < codes.length; at += codec.rowBytes)
+      if (codes[at] >> (bits % 8)) badPayload("klt-11", `byte ${at} of codes has a bit of no column`);
+  }
 }
 
 function transform(data) {
@@ -531,9 +507,9 @@ function transform(data) {
   // The factors of the blocks at hand: of all heads of a sequence and group, or of one.
   const factors = new Map();
   let current = -1;
-  const decodeBlock = (b, h, row) => {
-    const index = (b * side.heads + h) * groups + row.group;
-    const tokens = stream.tokens[b * groups + row.group];
+  const decodeBlock = (b, h, group) => {
+    const index = (b * side.heads + h) * groups + group;
+    const tokens = stream.tokens[b * groups + group];
     const columns = stream.columns[index];
     const frameIndex = layer ? 0 : h;
     const tables = Array.from({ length: columns }, (_, c) =>
@@ -541,24 +517,15 @@ function transform(data) {
     );
     const count = columns * tokens;
     const [from, all] = [stream.starts[index], stream.counts[index]];
-    const used = ransDecode(
-      stream.states,
-      index,
-      stream.words,
-      from,
-      all,
-      count,
-      tables,
-      tokens || 1,
-      symbols,
-    );
+    const { states, words } = stream;
+    const used = ransDecode(states, index, words, from, all, count, tables, tokens || 1, symbols);
     let next = from + used;
     const levels = new Float64Array(count);
     for (let i = 0; i < count; i++)
       if (symbols[i]) levels[i] = tables[Math.floor(i / tokens)].values[symbols[i] - 1];
       else {
         if (next + 2 > from + all) badPayload("transform-11", `chunk ${index} has more escapes than words`);
-        levels[i] = stream.words[next] | (stream.words[next + 1] << 16) | 0;
+        levels[i] = words[next] | (words[next + 1] << 16) | 0;
         next += 2;
       }
     if (next !== from + all)
@@ -566,14 +533,14 @@ function transform(data) {
     factors.set(h, { columns, tokens, levels });
   };
   const step = 2 ** (-codec.step / 16);
-  return (b, h, t, row, u) => {
-    const block = layer ? b * groups + row.group : (b * side.heads + h) * groups + row.group;
+  return ({ b, h, group, inRun, ofGroup }, u) => {
+    const block = layer ? b * groups + group : ofGroup;
     if (block !== current) {
       factors.clear();
-      for (let head = layer ? 0 : h; head < (layer ? side.heads : h + 1); head++) decodeBlock(b, head, row);
+      for (let head = layer ? 0 : h; head < (layer ? side.heads : h + 1); head++) decodeBlock(b, head, group);
       current = block;
     }
-    const token = row.inRun % chunk;
+    const token = inRun % chunk;
     const base = layer ? 0 : h * (1 + n) * n;
     const first = layer ? h * dim : 0;
     for (let c = 0; c < dim; c++) u[c] = frame.rows[base + first + c];
@@ -585,7 +552,7 @@ function transform(data) {
         const from = base + (1 + (layer ? j * side.heads + head : j)) * n + first;
         for (let c = 0; c < dim; c++) u[c] += v * frame.rows[from + c];
       }
-    if (rope) turn(rope, stream.positions[b * groups + row.group] + token, u);
+    if (rope) turn(rope, stream.positions[b * groups + group] + token, u);
   };
 }
 
@@ -597,15 +564,13 @@ function transformStreams(data) {
   const tokens = data.u16("tokens");
   const columns = data.u16("columns");
   const pairs = data.u16("word_counts");
+  const checkTokens = (group, found, expected) =>
+    found === expected || badPayload("transform-8", `group ${group} has ${found} tokens, not ${expected}`);
   let group = 0;
   for (const run of side.runs)
     for (let start = 0; start < run; start += chunk, group++)
       for (let b = 0; b < side.batch; b++)
-        if (tokens[b * groups + group] !== Math.min(chunk, run - start))
-          badPayload(
-            "transform-8",
-            `group ${group} has ${tokens[b * groups + group]} tokens, not ${Math.min(chunk, run - start)}`,
-          );
+        checkTokens(group, tokens[b * groups + group], Math.min(chunk, run - start));
   if (columns.some((count) => count > dim)) badPayload("transform-9", `a block has more columns than ${dim}`);
   const join = (words) =>
     Float64Array.from({ length: words.length / 2 }, (_, i) => words[2 * i] + 65536 * words[2 * i + 1]);
@@ -629,7 +594,7 @@ function turn({ frequencies, halves }, position, u) {
 }
 
 export const DECODERS = {
-  raw,
+  raw: plain("values"),
   lossless,
   group,
   minifloat,
@@ -641,5 +606,5 @@ export const DECODERS = {
   trellis,
   klt,
   transform,
-  opaque,
+  opaque: plain("bytes"),
 };

@@ -27,6 +27,11 @@ export class SideData {
     return columns.planes.map((_, plane) => this.u16(`${columns.name}.${plane}`));
   }
 
+  // The count of entries of a stream that has a row for each.
+  entries(name) {
+    return this.side.streams.find(({ stream }) => stream === name).shape[2];
+  }
+
   // A function from the number of a row of the code streams to its digits, stream after stream.
   unpacker() {
     const { packings } = this.codec;
@@ -62,29 +67,32 @@ export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;
   const decoder = DECODERS[codec.id](data);
-  const sideCars = new SideCars(data);
-  const [batches, heads, tokens] = [range.batch, range.heads, range.tokens];
-  const count = tokens[1] - tokens[0];
-  const size = (batches[1] - batches[0]) * (heads[1] - heads[0]) * count * dim;
-  const out = new Float32Array(size);
-  const place = (b, h, t) =>
-    (((b - batches[0]) * (heads[1] - heads[0]) + h - heads[0]) * count + t - tokens[0]) * dim;
+  const steps = sideCarSteps(data);
+  const { batch, heads, tokens } = range;
+  const [sequences, width, count] = [batch, heads, tokens].map(([from, to]) => to - from);
+  const out = new Float32Array(sequences * width * count * dim);
+  const place = (b, h, t) => (((b - batch[0]) * width + h - heads[0]) * count + t - tokens[0]) * dim;
   const values = new Float64Array(dim);
-  const row = { run: 0, inRun: 0, group: 0 };
+  const row = {};
+  const decodeToken = (b, h, t) => {
+    row.h = h;
+    row.t = t;
+    row.head = b * side.heads + h;
+    row.token = row.head * side.packed + t;
+    row.ofRun = row.head * side.runs.length + row.run;
+    row.inRun = t - row.start;
+    row.group = row.firstGroup + Math.floor(row.inRun / codec.group);
+    row.ofGroup = row.head * side.groups + row.group;
+    decoder(row, values);
+    for (const step of steps) step(values, row);
+    if (!data.missing) out.set(values, place(b, h, t));
+  };
   const step = codec.group > 1 ? codec.group : 256;
-  if (size > 0)
-    eachBlock(side, tokens, step, (run, from, to, start, firstGroup) => {
-      row.run = run;
-      for (let b = batches[0]; b < batches[1]; b++)
-        for (let h = heads[0]; h < heads[1]; h++)
-          for (let t = from; t < to; t++) {
-            row.inRun = t - start;
-            row.group = firstGroup + Math.floor(row.inRun / codec.group);
-            decoder(b, h, t, row, values);
-            if (data.missing) sideCars.check(b, h, t);
-            else sideCars.apply(b, h, t, row, values);
-            if (!data.missing) out.set(values, place(b, h, t));
-          }
+  if (out.length)
+    eachBlock(side, tokens, step, (place, from, to) => {
+      Object.assign(row, place);
+      for (row.b = batch[0]; row.b < batch[1]; row.b++)
+        for (let h = heads[0]; h < heads[1]; h++) for (let t = from; t < to; t++) decodeToken(row.b, h, t);
     });
   data.refuseMissing();
   if (side.tail) copyTail(data, out, place, range);
@@ -99,7 +107,7 @@ function eachBlock(side, [first, last], step, visit) {
     const end = Math.min(start + length, last);
     for (let from = Math.max(start, first); from < end;) {
       const to = Math.min(start + (Math.floor((from - start) / step) + 1) * step, end);
-      visit(run, from, to, start, firstGroup);
+      visit({ run, start, firstGroup }, from, to);
       from = to;
     }
     start += length;
@@ -119,218 +127,192 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
     }
 }
 
-// The steps after a codec's own, and the checks of the streams of side-cars.
-class SideCars {
-  constructor(data) {
-    this.data = data;
-    this.side = data.side;
-    this.dim = data.side.dim;
-    const p = data.codec;
-    this.rotation =
-      p.rotation_kind && p.rotation_kind !== "none"
-        ? new Rotation(this.dim, p.rotation_kind, p.rotation_seed ?? p.seed)
-        : null;
-    // Values before a rotation need more than binary32 only in the rotation itself.
-    this.blocks = p.block_rotation ? new Rotation(p.block_rotation, "hadamard", 0) : null;
-    if (p.channel_scale) this.#channelScale();
-    if (p.channel_order) this.#channelOrder();
-    if (p.key_mean) {
-      this.meanCodes = data.u8("key_mean");
-      this.meanScales = data.finite("key_mean_scale");
-    }
-    if (p.outliers) this.#outliers(p.outliers.packing);
-    if (p.qjl) {
-      this.signs = data.planes(p.qjl.packing);
-      this.signNorms = data.finite("qjl_norm");
-      this.signRotation = new Rotation(this.dim, "signed-hadamard", p.qjl.seed);
-      this.correction = new Float64Array(this.dim);
-    }
-    if (p.raw_tokens) this.#rawTokens(p.raw_tokens);
-    if (p.raw_positions) this.#rawPositions();
-    if (p.balanced) this.#balanced(p.balanced);
-    this.copy = new Float64Array(this.dim);
-  }
+// What applies each side-car to the values of a row (and a codec's rotation), made in the order of the checks:
+// from the streams of a side and the parameter to a function of the values and the row.
+const STEPS = {
+  channel_scale(data) {
+    const scales = data.finite("channel_scale");
+    if (scales.some((scale) => !(scale > 0))) badPayload("side-cars-6", "a channel scale is not above 0");
+    return (u, { ofRun }) => u.forEach((x, c) => (u[c] = f32(f32(x) * scales[ofRun * u.length + c])));
+  },
 
-  #channelScale() {
-    this.scales = this.data.finite("channel_scale");
-    if (this.scales.some((scale) => !(scale > 0)))
-      badPayload("side-cars-6", "a channel scale is not above 0");
-  }
-
-  #channelOrder() {
-    const order =
-      this.data.codec.channel_order === "u8" ? this.data.u8("channel_order") : this.data.u16("channel_order");
-    const { dim } = this;
+  channel_order(data, dtype) {
+    const order = dtype === "u8" ? data.u8("channel_order") : data.u16("channel_order");
+    const { dim } = data.side;
     const seen = new Int32Array(dim).fill(-1);
-    for (let at = 0; at < order.length; at++) {
+    order.forEach((channel, at) => {
       const row = Math.floor(at / dim);
-      if (order[at] >= dim || seen[order[at]] === row)
+      if (channel >= dim || seen[channel] === row)
         badPayload("side-cars-8", `row ${row} of channel_order does not name each channel once`);
-      seen[order[at]] = row;
-    }
-    this.order = order;
-  }
+      seen[channel] = row;
+    });
+    return (u, { ofRun }) => u.slice().forEach((x, i) => (u[order[ofRun * dim + i]] = x));
+  },
 
-  #outliers(packing) {
-    const { data, side } = this;
-    const planes = (this.flagPlanes = data.planes(packing));
-    this.outlierValues = data.finite("outliers");
-    const { batch, heads, packed } = side;
-    const starts = (this.outlierStarts = new Uint32Array(packed ? batch * heads * packed : 0));
+  key_mean(data, { bits }) {
+    const codes = data.u8("key_mean");
+    const scales = data.finite("key_mean_scale");
+    const half = data.side.dim / 2;
+    const bytesOf = (page) => codes.subarray((page * codes.length) / scales.length);
+    return (u, { ofGroup: page }) => {
+      const bytes = bytesOf(page);
+      for (let c = 0; c < u.length; c++) {
+        const code = bits === 8 ? bytes[c] - 128 : (c < half ? bytes[c] & 15 : bytes[c - half] >> 4) - 8;
+        u[c] = f32(u[c] + code * scales[page]);
+      }
+    };
+  },
+
+  outliers(data, { packing }) {
+    const planes = data.planes(packing);
+    const values = data.finite("outliers");
+    const { batch, heads, packed } = data.side;
+    const starts = new Uint32Array(packed ? batch * heads * packed : 0);
     let count = 0;
     for (let t = 0; t < packed; t++)
-      for (let b = 0; b < batch; b++)
-        for (let h = 0; h < heads; h++) {
-          const row = (b * heads + h) * packed + t;
-          starts[row] = count;
-          const [flags] = packing.unpack(planes, row);
-          for (let c = 0; c < packing.n; c++) count += flags[c];
-        }
-    if (4 * count !== this.outlierValues.length)
-      badPayload(
-        "side-cars-5",
-        `${count} flags of outliers are 1, and there are ${this.outlierValues.length / 4} entries`,
-      );
-  }
+      for (let head = 0; head < batch * heads; head++) {
+        const row = head * packed + t;
+        starts[row] = count;
+        const [flags] = packing.unpack(planes, row);
+        for (let c = 0; c < packing.n; c++) count += flags[c];
+      }
+    checkCount("flags of outliers", count, values.length / 4);
+    return (u, { token }) => {
+      const [flags] = packing.unpack(planes, token);
+      let entry = 4 * starts[token];
+      for (let c = 0; c < packing.n; c++)
+        if (flags[c]) for (let i = 0; i < 4; i++) u[4 * c + i] = values[entry++];
+    };
+  },
 
-  #rawTokens(dtype) {
-    const { data, side } = this;
+  qjl(data, { packing, seed }) {
+    const planes = data.planes(packing);
+    const norms = data.finite("qjl_norm");
+    const { dim } = data.side;
+    const rotation = new Rotation(dim, "signed-hadamard", seed);
+    const correction = new Float64Array(dim);
+    return (u, { token }) => {
+      const [signs] = packing.unpack(planes, token);
+      for (let i = 0; i < dim; i++) correction[i] = signs[i] ? -1 : 1;
+      rotation.invert(correction);
+      const gamma = norms[token] * Math.sqrt(Math.PI / (2 * dim));
+      for (let c = 0; c < dim; c++) u[c] = f32(u[c] + gamma * correction[c]);
+    };
+  },
+
+  raw_tokens(data) {
+    const { side } = data;
     const flags = data.u8("raw_token_flags");
-    this.rawEntries = new Map();
+    const entries = new Map();
     for (let t = 0; t < side.packed; t++)
       for (let b = 0; b < side.batch; b++) {
         const flag = flags[b * side.packed + t];
         if (flag > 1) badPayload("side-cars-7", `a raw token flag is ${flag}`);
-        if (flag) this.rawEntries.set(t * side.batch + b, this.rawEntries.size);
+        if (flag) entries.set(t * side.batch + b, entries.size);
       }
-    const entries = side.streams.find(({ stream }) => stream === "raw_tokens").shape[2];
-    if (this.rawEntries.size !== entries)
-      badPayload(
-        "side-cars-5",
-        `${this.rawEntries.size} flags of raw tokens are 1, and there are ${entries} entries`,
-      );
-    this.rawTokens = floats(data.bytes.get("raw_tokens"), data.dtypes.get("raw_tokens"));
-  }
+    checkCount("flags of raw tokens", entries.size, data.entries("raw_tokens"));
+    return putRaw(data, "raw_tokens", entries);
+  },
 
-  #rawPositions() {
-    const { data, side } = this;
-    const words = data.u16("raw_positions");
-    const bytes = data.bytes.get("raw_values");
-    const [positions, values] = ["raw_positions", "raw_values"].map(
-      (name) => side.streams.find(({ stream }) => stream === name).shape[2],
-    );
-    if (positions !== values)
-      badPayload("side-cars-12", `${positions} raw positions and ${values} entries of raw_values`);
-    this.positions = new Map();
-    const entryBytes = positions ? bytes.length / positions : 0;
-    let last = -1;
-    for (let i = 0; i < positions; i++) {
-      const token = words[4 * i] + words[4 * i + 1] * 65536 + words[4 * i + 2] * 2 ** 32 - 1;
-      const sequence = words[4 * i + 3];
-      if (token < 0) {
-        const entry = bytes.subarray(i * entryBytes, (i + 1) * entryBytes);
-        if (sequence || entry.some((byte) => byte))
-          badPayload("side-cars-13", `the unused position ${i} or its entry is not all zero`);
-        last = Infinity;
-        continue;
+  raw_positions: (data) => putRaw(data, "raw_values", rawPositions(data)),
+
+  balanced(data, { basis: digest, layer, frame: name }) {
+    const { heads, dim } = data.side;
+    const basis = data.basis(digest, "side-cars-16");
+    if (!basis) return null;
+    const state = basis.state(layer, `k.${name}`);
+    if (!state) badHeader("side-cars-17", `the basis has no k.${name} of layer ${layer}`);
+    const [, ofHeads, channels] = state.shape;
+    if (ofHeads !== heads || channels !== dim)
+      badHeader("side-cars-18", `k.${name} of the basis is for ${ofHeads} heads of ${channels} channels`);
+    const copy = new Float64Array(dim);
+    return (u, { h }) => {
+      copy.set(u);
+      u.fill(0);
+      for (let j = 0; j < dim; j++) {
+        const x = f32(copy[j]);
+        const at = (h * dim + j) * dim;
+        for (let c = 0; c < dim; c++) u[c] += x * state.values[at + c];
       }
-      const place = token * side.batch + sequence;
-      if (token >= side.packed || sequence >= side.batch || !(place > last))
-        badPayload(
-          "side-cars-13",
-          `position ${i} is token ${token} of sequence ${sequence}, which is not there or out of order`,
-        );
-      last = place;
-      this.positions.set(place, i);
-    }
-    this.rawValues = floats(bytes, data.dtypes.get("raw_values"));
-  }
+    };
+  },
 
-  #balanced({ basis: digest, layer, frame }) {
-    const basis = this.data.basis(digest, "side-cars-16");
-    if (!basis) return;
-    const state = basis.state(layer, `k.${frame}`);
-    if (!state) badHeader("side-cars-17", `the basis has no k.${frame} of layer ${layer}`);
-    if (state.shape[1] !== this.side.heads || state.shape[2] !== this.dim)
-      badHeader(
-        "side-cars-18",
-        `k.${frame} of the basis is for ${state.shape[1]} heads of ${state.shape[2]} channels`,
-      );
-    this.frame = state.values;
-  }
+  rotation_kind({ codec }, kind) {
+    if (kind === "none") return null;
+    const rotation = new Rotation(codec.dim, kind, codec.rotation_seed ?? codec.seed);
+    return (u) => rotation.invert(u);
+  },
 
-  // What apply() checks, where values cannot be decoded.
-  check(b, h, t) {
-    const { qjl } = this.data.codec;
-    if (qjl) qjl.packing.unpack(this.signs, (b * this.side.heads + h) * this.side.packed + t);
-  }
+  block_rotation(data, order) {
+    const rotation = new Rotation(order, "hadamard", 0);
+    return (u) => {
+      for (let c = 0; c < u.length; c++) u[c] = f32(u[c]);
+      for (let at = 0; at < u.length; at += order) rotation.invert(u, at);
+    };
+  },
+};
 
-  apply(b, h, t, row, u) {
-    const { dim, side, rotation } = this;
-    const p = this.data.codec;
-    const token = (b * side.heads + h) * side.packed + t;
-    if (p.outliers) this.#putOutliers(p.outliers.packing, token, u);
-    if (p.key_mean) this.#addMean(p.key_mean.bits, (b * side.heads + h) * side.groups + row.group, u);
-    if (p.qjl) this.#addSigns(p.qjl.packing, token, u);
-    if (rotation) rotation.invert(u);
-    if (this.blocks) {
-      if (rotation) for (let c = 0; c < dim; c++) u[c] = f32(u[c]);
-      for (let at = 0; at < dim; at += p.block_rotation) this.blocks.invert(u, at);
-    }
-    const run = ((b * side.heads + h) * side.runs.length + row.run) * dim;
-    if (p.channel_order) {
-      this.copy.set(u);
-      for (let i = 0; i < dim; i++) u[this.order[run + i]] = this.copy[i];
-    }
-    if (p.channel_scale) for (let c = 0; c < dim; c++) u[c] = f32(f32(u[c]) * this.scales[run + c]);
-    if (p.balanced) this.#turnBalanced(h, u);
-    if (p.raw_tokens) this.#putRaw(this.rawTokens, this.rawEntries.get(t * side.batch + b), h, u);
-    if (p.raw_positions) this.#putRaw(this.rawValues, this.positions.get(t * side.batch + b), h, u);
-  }
+// The order in which they are applied.
+const ORDER = [
+  ...["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order", "channel_scale"],
+  ...["balanced", "raw_tokens", "raw_positions"],
+];
 
-  #putRaw(values, entry, h, u) {
+function sideCarSteps(data) {
+  const made = {};
+  for (const [name, make] of Object.entries(STEPS))
+    if (data.codec[name]) made[name] = make(data, data.codec[name]);
+  // Without its basis a side has no values: only the packed signs of qjl are still to be checked.
+  return (data.missing ? ["qjl"] : ORDER).map((name) => made[name]).filter(Boolean);
+}
+
+function checkCount(what, count, entries) {
+  if (count !== entries)
+    badPayload("side-cars-5", `${count} ${what} are 1, and there are ${entries} entries`);
+}
+
+// Put the raw values of the tokens in `entries`: a Map from token · batch + sequence to an entry.
+function putRaw(data, name, entries) {
+  const { batch, heads, dim } = data.side;
+  const values = floats(data.u8(name), data.dtypes.get(name));
+  return (u, { b, h, t }) => {
+    const entry = entries.get(t * batch + b);
     if (entry === undefined) return;
-    const at = (entry * this.side.heads + h) * this.dim;
-    u.set(values.subarray(at, at + this.dim));
-  }
+    const at = (entry * heads + h) * dim;
+    u.set(values.subarray(at, at + dim));
+  };
+}
 
-  #putOutliers(packing, token, u) {
-    const [flags] = packing.unpack(this.flagPlanes, token);
-    let entry = 4 * this.outlierStarts[token];
-    for (let c = 0; c < packing.n; c++)
-      if (flags[c]) for (let i = 0; i < 4; i++) u[4 * c + i] = this.outlierValues[entry++];
-  }
-
-  #addMean(bits, page, u) {
-    const { dim, meanCodes } = this;
-    const scale = this.meanScales[page];
-    if (bits === 8)
-      for (let c = 0; c < dim; c++) u[c] = f32(u[c] + (meanCodes[page * dim + c] - 128) * scale);
-    else
-      for (let c = 0, half = dim / 2; c < half; c++) {
-        const byte = meanCodes[page * half + c];
-        u[c] = f32(u[c] + ((byte & 15) - 8) * scale);
-        u[half + c] = f32(u[half + c] + ((byte >> 4) - 8) * scale);
-      }
-  }
-
-  #addSigns(packing, token, u) {
-    const { dim, correction } = this;
-    const [digits] = packing.unpack(this.signs, token);
-    for (let i = 0; i < dim; i++) correction[i] = digits[i] ? -1 : 1;
-    this.signRotation.invert(correction);
-    const gamma = this.signNorms[token] * Math.sqrt(Math.PI / (2 * dim));
-    for (let c = 0; c < dim; c++) u[c] = f32(u[c] + gamma * correction[c]);
-  }
-
-  #turnBalanced(h, u) {
-    const { dim, frame, copy } = this;
-    copy.set(u);
-    u.fill(0);
-    for (let j = 0; j < dim; j++) {
-      const x = f32(copy[j]);
-      const at = (h * dim + j) * dim;
-      for (let c = 0; c < dim; c++) u[c] += x * frame[at + c];
+function rawPositions(data) {
+  const { batch, packed } = data.side;
+  const words = data.u16("raw_positions");
+  const bytes = data.u8("raw_values");
+  const count = data.entries("raw_positions");
+  if (count !== data.entries("raw_values"))
+    badPayload(
+      "side-cars-12",
+      `${count} raw positions and ${data.entries("raw_values")} entries of raw_values`,
+    );
+  const positions = new Map();
+  const entryBytes = count ? bytes.length / count : 0;
+  let last = -1;
+  for (let i = 0; i < count; i++) {
+    const token = words[4 * i] + words[4 * i + 1] * 65536 + words[4 * i + 2] * 2 ** 32 - 1;
+    const sequence = words[4 * i + 3];
+    if (token < 0) {
+      if (sequence || bytes.subarray(i * entryBytes, (i + 1) * entryBytes).some((byte) => byte))
+        badPayload("side-cars-13", `the unused position ${i} or its entry is not all zero`);
+      last = Infinity;
+      continue;
     }
+    const place = token * batch + sequence;
+    if (token >= packed || sequence >= batch || !(place > last))
+      badPayload(
+        "side-cars-13",
+        `position ${i}, token ${token} of sequence ${sequence}, is absent or out of order`,
+      );
+    last = place;
+    positions.set(place, i);
   }
+  return positions;
 }

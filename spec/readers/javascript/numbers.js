@@ -51,8 +51,10 @@ export function view(bytes, Type) {
   return new Type(bytes.buffer, bytes.byteOffset, Math.floor(bytes.length / width));
 }
 
-// The numbers of a stream as binary32.
+// The numbers of a stream: binary32 of floating-point numbers, and integers as they are.
 export function floats(bytes, dtype) {
+  if (dtype === "U8") return bytes;
+  if (dtype === "U16") return view(bytes, Uint16Array);
   if (dtype === "F32") return view(bytes, Float32Array);
   const words = view(bytes, Uint16Array);
   const result = new Float32Array(words.length);

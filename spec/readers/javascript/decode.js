@@ -1,7 +1,7 @@
 // From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
 
 import { badHeader, badPayload, missingBasis } from "./errors.js";
-import { finite, floats, hex, view } from "./numbers.js";
+import { finite, floats, hex, isZero, view } from "./numbers.js";
 import { LOG_NORMS } from "./parameters.js";
 import { Rotation } from "./rotation.js";
 import { DECODERS } from "./codecs.js";
@@ -127,8 +127,8 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
     }
 }
 
-// What applies each side-car to the values of a row (and a codec's rotation), made in the order of the checks:
-// from the streams of a side and the parameter to a function of the values and the row.
+// Side-cars and rotations, in the order of their checks: each takes the streams of a side and its parameter,
+// and returns a function that changes the values of a row.
 const STEPS = {
   channel_scale(data) {
     const scales = data.finite("channel_scale");
@@ -300,7 +300,7 @@ function rawPositions(data) {
     const token = words[4 * i] + words[4 * i + 1] * 65536 + words[4 * i + 2] * 2 ** 32 - 1;
     const sequence = words[4 * i + 3];
     if (token < 0) {
-      if (sequence || bytes.subarray(i * entryBytes, (i + 1) * entryBytes).some((byte) => byte))
+      if (sequence || !isZero(bytes.subarray(i * entryBytes, (i + 1) * entryBytes)))
         badPayload("side-cars-13", `the unused position ${i} or its entry is not all zero`);
       last = Infinity;
       continue;

@@ -3,7 +3,7 @@
 import { aboveLimit, badHeader, unknownCodec, unsupported } from "./errors.js";
 import { compareText, decodeUtf8, MAX_ENTRIES, MAX_STRING_BYTES, MAX_NAMES, parse, scan } from "./msgpack.js";
 import { DTYPES, readCodec } from "./parameters.js";
-import { WIDTHS, concat, isInteger, littleEndian, viewOf } from "./numbers.js";
+import { WIDTHS, concat, isInteger, isZero, littleEndian, viewOf } from "./numbers.js";
 
 const MAX_CODECS = 4096;
 const MAX_LAYERS = 4096;
@@ -260,7 +260,7 @@ function readState(record, layers) {
     rank >= 1 &&
     rank <= 8 &&
     /^[a-z][a-z0-9_.]*$/.test(key) &&
-    record.subarray(68 + length).every((byte) => byte === 0) &&
+    isZero(record.subarray(68 + length)) &&
     sizes.every((size, i) => (i < rank ? size > 0n : size === 0n));
   if (!right) badHeader("container-43", `a record of a state of layer ${layer} is not of its form`);
   sizes.slice(0, rank).forEach((size, i) => {
@@ -403,19 +403,12 @@ export function tokenIds(header) {
     if (shared.every((id, i) => id === all[i])) shared = all;
   }
   const bytes = joined("row-ids");
-  let rows = null;
-  if (bytes.length >= 12) {
-    const sequences = u32(bytes, 0);
-    const count = littleEndian(bytes, 4, 8);
-    const fits =
-      BigInt(sequences) * count * 4n === BigInt(bytes.length - 12) &&
-      batches(header).every((batch) => batch === sequences);
-    if (fits)
-      rows = Array.from({ length: sequences }, (_, i) =>
-        ids(bytes, 12 + 4 * i * Number(count), Number(count)),
-      );
-  }
-  return { shared, rows };
+  if (bytes.length < 12) return { shared, rows: null };
+  const sequences = u32(bytes, 0);
+  const count = Number(littleEndian(bytes, 4, 8));
+  const fits = sequences * count * 4 === bytes.length - 12 && batches(header).every((b) => b === sequences);
+  const row = (i) => ids(bytes, 12 + 4 * i * count, count);
+  return { shared, rows: fits ? Array.from({ length: sequences }, (_, i) => row(i)) : null };
 }
 
 // What a basis has to have (basis.md, File and Frames).
@@ -439,8 +432,7 @@ export function checkBasisHeader(header) {
   });
 }
 
-const shaped = (state, dtypes, ...shapes) =>
-  dtypes.includes(state.dtype) && shapes.some((shape) => state.shape.join() === shape.join());
+const shaped = (state, dtypes, shape) => dtypes.includes(state.dtype) && state.shape.join() === shape.join();
 
 function checkFrames(states, which, side, layer) {
   const frames = states.get(`${which}.frames`);
@@ -448,15 +440,9 @@ function checkFrames(states, which, side, layer) {
   if (!frames && !scales) return;
   if (!frames || !scales || !side)
     badHeader("basis-8", `layer ${layer} of the basis lacks frames, scales or rows of ${which}`);
-  const scopes = [
-    [side.heads, side.dim],
-    [1, side.heads * side.dim],
-  ];
-  const scope = scopes.findIndex(
-    ([count, n]) =>
-      shaped(frames, ["F16", "F32"], [1, count, 1 + n, n]) && shaped(scales, ["U8"], [1, count, n]),
-  );
-  if (scope < 0)
+  const right = (count, n) =>
+    shaped(frames, ["F16", "F32"], [1, count, 1 + n, n]) && shaped(scales, ["U8"], [1, count, n]);
+  if (!right(side.heads, side.dim) && !right(1, side.heads * side.dim))
     badHeader("basis-9", `frames or scales of ${which} of layer ${layer} have another dtype or shape`);
 }
 

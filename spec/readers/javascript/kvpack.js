@@ -13,8 +13,8 @@ import {
   truncated,
   unsupported,
 } from "./errors.js";
-import { byteSize, checkBasisHeader, readHeader, refuseNew, tokenIds } from "./header.js";
-import { concat, equalBytes, finite, hex, sha256, viewOf } from "./numbers.js";
+import { byteSize, checkBasisHeader, readHeader, refuseNew, sidesOf, tokenIds } from "./header.js";
+import { concat, equalBytes, finite, hex, isZero, sha256, viewOf } from "./numbers.js";
 import { CODECS } from "./parameters.js";
 import { Digest, xxh3 } from "./xxhash.js";
 import { decompress } from "./zstd.js";
@@ -74,17 +74,15 @@ async function readExactly(source, from, to, rule) {
   return bytes;
 }
 
-// The major number at the beginning of a JSON header; returns where the text after it begins.
+// The major number at the beginning of a JSON header.
 function checkMajor(text, size) {
   if (!text.startsWith(START)) notKvpack("container-5", "the bytes from 8 on are not those of a kvpack file");
-  const match = /^([1-9][0-9]{0,8})?(.?)/s.exec(text.slice(START.length));
-  const whole = text.slice(START.length);
-  if (match[2] === "" && size < 8 + START.length + 10 && /^([1-9][0-9]{0,8})?$/.test(whole))
+  const [, major, next] = /^([1-9][0-9]{0,8})?(.?)/s.exec(text.slice(START.length));
+  if (next === "" && size < 8 + START.length + 10)
     truncated("container-4", "the file ends within its major number");
-  if (!match[1] || (match[2] !== " " && match[2] !== '"'))
-    badHeader("container-5", "the major number is not a number");
-  if (match[1] !== "1")
-    unsupported("container-6", `the file is of version ${match[1]}; this reader knows version 1`);
+  if (!major || (next !== " " && next !== '"')) badHeader("container-5", "the major number is not a number");
+  if (major !== "1")
+    unsupported("container-6", `the file is of version ${major}; this reader knows version 1`);
 }
 
 // The place of kvpack.header, from the beginning of the JSON header.
@@ -101,39 +99,28 @@ function headerPlace(text) {
   return { digest: match[1], size };
 }
 
-// Places of tensors and pads in the data section; `offset` counts from it, as BigInt.
+// Places of tensors in the data section, from which `offset` counts, as BigInt; returns where they end.
 function placeTensors(header, headerBytes) {
-  const pads = [];
   let end = BigInt(headerBytes);
   for (const tensor of header.tensors) {
-    const offset = (end + 63n) & ~63n;
-    tensor.pad = Number(offset - end);
-    if (tensor.pad) pads.push({ before: tensor, from: end });
-    tensor.offset = offset;
-    end = offset + tensor.stored;
+    tensor.offset = (end + 63n) & ~63n;
+    tensor.pad = Number(tensor.offset - end);
+    end = tensor.offset + tensor.stored;
   }
   return end;
 }
 
 function jsonHeader(header, digest, headerBytes) {
-  const parts = [
-    `${START}1 ${digest}"},"kvpack.header":`,
-    `{"dtype":"U8","shape":[${headerBytes}],"data_offsets":[0,${headerBytes}]}`,
-  ];
+  const entry = (name, dtype, shape, from, to) =>
+    `"${name}":{"dtype":"${dtype}","shape":[${shape}],"data_offsets":[${from},${to}]}`;
+  const parts = [`${START}1 ${digest}"}`, entry("kvpack.header", "U8", headerBytes, 0, headerBytes)];
   let pads = 0;
   for (const { name, dtype, shape, filter, stored, offset, pad } of header.tensors) {
-    const start = offset - BigInt(pad);
-    if (pad)
-      parts.push(
-        `,"kvpack.pad.${pads++}":{"dtype":"U8","shape":[${pad}],"data_offsets":[${start},${offset}]}`,
-      );
-    const [type, sizes] = filter === "zstd" ? ["U8", [stored]] : [dtype, shape];
-    parts.push(
-      `,"${name}":{"dtype":"${type}","shape":[${sizes.join()}],`,
-      `"data_offsets":[${offset},${offset + stored}]}`,
-    );
+    if (pad) parts.push(entry(`kvpack.pad.${pads++}`, "U8", pad, offset - BigInt(pad), offset));
+    const [type, sizes] = filter === "zstd" ? ["U8", stored] : [dtype, shape];
+    parts.push(entry(name, type, sizes, offset, offset + stored));
   }
-  const text = `${parts.join("")}}`;
+  const text = `${parts.join()}}`;
   return text + " ".repeat((4096 - ((8 + text.length) % 4096)) % 4096);
 }
 
@@ -167,6 +154,11 @@ export async function open(source, options = {}) {
   return new KvpackFile(source, header, dataStart, options);
 }
 
+function checkDigest({ name, digest }, found) {
+  if (!equalBytes(found, digest))
+    digestMismatch("container-20", `${name} does not have its digest: the file is damaged`);
+}
+
 export class KvpackFile {
   constructor(source, header, dataStart, { limit = 2 ** 32 } = {}) {
     Object.assign(this, { source, header, dataStart, limit });
@@ -180,11 +172,12 @@ export class KvpackFile {
 
   // The digests of the bases that the file's sides need.
   get basisDigests() {
-    const sides = this.layers.flatMap(({ k, v }) => [k, v]).filter(Boolean);
-    const digests = sides.flatMap(({ codec }) => [
-      codec.id === "transform" || (codec.id === "klt" && codec.rows === "basis") ? [hex(codec.basis)] : [],
-      codec.balanced ? [hex(codec.balanced.basis)] : [],
-    ]);
+    const digests = this.layers
+      .flatMap(sidesOf)
+      .flatMap(({ codec }) => [
+        codec.id === "transform" || (codec.id === "klt" && codec.rows === "basis") ? [hex(codec.basis)] : [],
+        codec.balanced ? [hex(codec.balanced.basis)] : [],
+      ]);
     return [...new Set(digests.flat())];
   }
 
@@ -199,7 +192,7 @@ export class KvpackFile {
   async #checkPad(tensor) {
     const at = this.#place(tensor);
     const pad = await readExactly(this.source, at - tensor.pad, at, "container-4");
-    if (pad.some((byte) => byte)) badPayload("container-19", `the pad before ${tensor.name} is not zero`);
+    if (!isZero(pad)) badPayload("container-19", `the pad before ${tensor.name} is not zero`);
   }
 
   // The bytes of a tensor, its pad and digest checked, and its filter undone.
@@ -209,8 +202,7 @@ export class KvpackFile {
     await this.#checkPad(tensor);
     const at = this.#place(tensor);
     const bytes = await readExactly(this.source, at, at + Number(tensor.stored), "container-4");
-    if (!equalBytes(xxh3(bytes), tensor.digest))
-      digestMismatch("container-20", `${tensor.name} does not have its digest: the file is damaged`);
+    checkDigest(tensor, xxh3(bytes));
     return tensor.filter === "zstd" ? decompress(bytes, Number(tensor.size), this.checked) : bytes;
   }
 
@@ -226,8 +218,7 @@ export class KvpackFile {
       digest.update(await readExactly(this.source, from, to, "container-4"));
       progress(to - from);
     }
-    if (!equalBytes(digest.finish(), tensor.digest))
-      digestMismatch("container-20", `${tensor.name} does not have its digest: the file is damaged`);
+    checkDigest(tensor, digest.finish());
     if (tensor.filter === "zstd") await this.tensor(tensor);
   }
 
@@ -270,15 +261,10 @@ export async function openBasis(source, options = {}) {
 export async function loadBasis(file) {
   const { source, header } = file;
   const sides = new Map();
-  for (const [layer, both] of header.layers.entries())
-    for (const which of ["k", "v"]) {
-      if (!both[which]) continue;
-      const { stream, dtype } = both[which].streams[0];
-      sides.set(
-        `${layer}.${which}`,
-        finite(await file.tensor(both[which].streams[0]), dtype, stream, "basis-4"),
-      );
-    }
+  for (const { layer, which, streams } of header.layers.flatMap(sidesOf)) {
+    const values = finite(await file.tensor(streams[0]), streams[0].dtype, streams[0].stream, "basis-4");
+    sides.set(`${layer}.${which}`, values);
+  }
   const states = new Map();
   for (const state of header.states) states.set(state.name, await file.tensor(state));
   const parts = [];
@@ -292,9 +278,8 @@ export async function loadBasis(file) {
 export async function verify(file, options = {}) {
   if (file.isBasis) await loadBasis(file);
   for (const state of file.header.states) await file.tensor(state);
-  for (const [layer, sides] of file.layers.entries())
-    for (const which of ["k", "v"])
-      if (sides[which]) options.values?.(layer, which, await file.decode(layer, which, options));
+  for (const { layer, which } of file.layers.flatMap(sidesOf))
+    await file.decode(layer, which, options).then((decoded) => options.values?.(layer, which, decoded));
 }
 
 export { byteSize };

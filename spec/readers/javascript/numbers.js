@@ -88,6 +88,8 @@ export function equalBytes(a, b) {
   return true;
 }
 
+export const isZero = (bytes) => bytes.every((byte) => byte === 0);
+
 export function hex(bytes) {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -47,10 +47,16 @@ function table(text) {
 export const DTYPES = { bf16: "BF16", fp16: "F16", fp32: "F32", log8: "U8", u8: "U8", u16: "U16" };
 const powerAbove = (x) => 2 ** Math.ceil(Math.log2(x));
 
-// x = 2^k · m with m odd: [2^k, m].
-function split(x) {
-  const power = x & -x;
-  return [power, x / power];
+// The streams of x = low · high in two parts, low a power of two and high odd, and the bytes of their rows.
+function twoParts(name, n, x) {
+  const low = x & -x;
+  const high = x / low;
+  const streams = [
+    [`${name}_low`, n, [low]],
+    [`${name}_high`, n, [high]],
+  ];
+  const bytes = low > 1 && high > 1 ? defaultRowBytes(n, low) + defaultRowBytes(n, high) : Infinity;
+  return { low, streams, bytes };
 }
 
 function ascends(bytes, most, rule) {
@@ -232,19 +238,10 @@ export const CODECS = {
       const radius = 2 ** p.radius_bits;
       if (p.arrangement === "direct")
         return [["symbol", n, [powerAbove(p.words), radius], [p.words, radius]]];
-      const [low, high] = split(p.words);
-      const isSplit =
-        p.words > 65536 || defaultRowBytes(n, low) + defaultRowBytes(n, high) < defaultRowBytes(n, p.words);
-      p.low = isSplit ? low : 0;
-      return [
-        ...(isSplit
-          ? [
-              ["codeword_low", n, [low]],
-              ["codeword_high", n, [high]],
-            ]
-          : [["codeword", n, [p.words]]]),
-        ["radius", n, [radius]],
-      ];
+      const parts = twoParts("codeword", n, p.words);
+      const isSplit = p.words > 65536 || parts.bytes < defaultRowBytes(n, p.words);
+      p.low = isSplit ? parts.low : 0;
+      return [...(isSplit ? parts.streams : [["codeword", n, [p.words]]]), ["radius", n, [radius]]];
     },
     streams: (p) => [["scale", DTYPES[p.norm], "all", "token"]],
   },
@@ -264,20 +261,15 @@ export const CODECS = {
       const above = powerAbove(p.bins);
       const codes = 2 ** p.norm_bits;
       if (p.arrangement === "direct") return [["symbol", n, [above, codes], [p.bins, codes]]];
-      const [low, high] = split(p.bins);
+      const parts = twoParts("angle", n, p.bins);
       const rounded = defaultRowBytes(n, above);
-      const parts = low > 1 && high > 1 ? defaultRowBytes(n, low) + defaultRowBytes(n, high) : Infinity;
       const exact = defaultRowBytes(n, p.bins);
-      p.low = 0;
-      let result = [["angle", n, [p.bins]]];
-      if (rounded <= parts && rounded <= exact) result = [["angle", n, [above], [p.bins]]];
-      else if (parts <= exact) {
-        p.low = low;
-        result = [
-          ["angle_low", n, [low]],
-          ["angle_high", n, [high]],
-        ];
-      }
+      const isRounded = rounded <= parts.bytes && rounded <= exact;
+      const isSplit = !isRounded && parts.bytes <= exact;
+      p.low = isSplit ? parts.low : 0;
+      const result = isSplit
+        ? parts.streams
+        : [["angle", n, ...(isRounded ? [[above], [p.bins]] : [[p.bins]])]];
       return p.norm === "fp32" ? result : [...result, ["norm_codes", n, [codes]]];
     },
     streams: (p) =>

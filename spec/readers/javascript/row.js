@@ -2,8 +2,8 @@
 
 import { decodeSide } from "./decode.js";
 import { KvpackError, badHeader, digestMismatch, notKvpack, truncated, unsupported } from "./errors.js";
-import { byteSize, readHeader } from "./header.js";
-import { concat, hex, littleEndian, sha256 } from "./numbers.js";
+import { byteSize, readHeader, sidesOf } from "./header.js";
+import { concat, hex, isZero, littleEndian, sha256 } from "./numbers.js";
 import { lengthPrefixed } from "./store.js";
 import { rowChecksum } from "./xxhash.js";
 
@@ -31,10 +31,8 @@ function readDescription(bytes) {
       badHeader(error.rule.startsWith("row-") ? error.rule : "row-3", error.message);
     throw error;
   }
-  restrict(
-    header.required.every((name) => FEATURES.includes(name)),
-    "the description has a feature that no row has",
-  );
+  const known = header.required.every((name) => FEATURES.includes(name));
+  restrict(known, "the description has a feature that no row has");
   restrict(header.tensors.length === 0, "the description lists tensors");
   restrict(header.start === 0 && header.model.size === 0, "the description has a start or a model");
   const dtype = header.ignorable.get("page-dtype");
@@ -43,24 +41,17 @@ function readDescription(bytes) {
   restrict(PAGE_DTYPES.includes(header.pageDtype), "page-dtype is not one of its dtypes");
   const { layers } = header;
   restrict(layers.length > 0 && layers.every(({ k }) => k), "a layer has no k, or there is none");
-  restrict(
-    layers.every(({ v }) => !v) || layers.every(({ v }) => v),
-    "some layers have v, and others do not",
-  );
-  const sides = layers.flatMap(({ k, v }) => (v ? [k, v] : [k]));
+  const values = layers.filter(({ v }) => v).length;
+  restrict(values === 0 || values === layers.length, "some layers have v, and others do not");
+  const sides = layers.flatMap(sidesOf);
   for (const side of sides) {
-    restrict(
-      side.batch === 1 && side.runs.length === 1 && !side.tail && !side.window,
-      `a side has another form than those of rows`,
-    );
-    restrict(
-      side.heads === sides[0].heads && side.packed === sides[0].packed,
-      "sides have different heads or tokens",
-    );
-    const entries = side.codec.streams.filter(
-      ([name, , heads]) => heads === "entry" && !/^raw_(positions|values)$/.test(name),
-    );
-    restrict(entries.length === 0, `a side has the stream ${entries[0]?.[0]} with a row per entry`);
+    const plain = side.batch === 1 && side.runs.length === 1 && !side.tail && !side.window;
+    restrict(plain, "a side has another form than those of rows");
+    const alike = side.heads === sides[0].heads && side.packed === sides[0].packed;
+    restrict(alike, "sides have different heads or tokens");
+    const entries = side.codec.streams.filter(([, , heads]) => heads === "entry").map(([name]) => name);
+    const other = entries.find((name) => !/^raw_(positions|values)$/.test(name));
+    restrict(!other, `a side has the stream ${other} with a row per entry`);
     if (header.pageDtype === "u8" && side.codec.id !== "opaque")
       badHeader("row-6", "a page of u8 has a codec that is not opaque");
   }
@@ -78,19 +69,12 @@ export function readRow(memory) {
   if (rowChecksum(row) !== littleEndian(row, 24, 8))
     digestMismatch("row-4", "the row does not have its checksum");
   const length = Number(littleEndian(row, 96, 4));
-  restrict(
-    row.subarray(100, FRAME).every((byte) => byte === 0),
-    "spare bytes of the frame are not 0",
-  );
+  restrict(isZero(row.subarray(100, FRAME)), "spare bytes of the frame are not 0");
   restrict(FRAME + length <= size, "the description does not end within the row");
   const description = row.slice(FRAME, FRAME + length);
   const { header, sides } = readDescription(description);
   let at = FRAME + padded(length);
-  const zero = (from, to) =>
-    restrict(
-      row.subarray(from, to).every((byte) => byte === 0),
-      "padding is not 0",
-    );
+  const zero = (from, to) => restrict(isZero(row.subarray(from, to)), "padding is not 0");
   zero(FRAME + length, at);
   const streams = sides.map((side) => {
     const bytes = new Map();

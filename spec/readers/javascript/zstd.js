@@ -226,6 +226,12 @@ class Frame {
       badPayload("container-24", `blocks make more than the ${this.out.length} bytes of the content size`);
   }
 
+  append(bytes) {
+    this.room(bytes.length);
+    this.out.set(bytes, this.length);
+    this.length += bytes.length;
+  }
+
   compressed(at, end, maxBlock) {
     const { literals, next } = this.literals(at, end, maxBlock);
     at = next;
@@ -242,9 +248,7 @@ class Frame {
     if (count) this.sequences(at, end, count, literals);
     else {
       if (at !== end) malformed("bytes after a block without sequences");
-      this.room(literals.length);
-      this.out.set(literals, this.length);
-      this.length += literals.length;
+      this.append(literals);
     }
     if (this.length - start > maxBlock) malformed("a block of too many bytes");
   }
@@ -336,9 +340,7 @@ class Frame {
       taken += literal;
     }
     if (bits.left !== 0) malformed("bits after the last sequence");
-    this.room(literals.length - taken);
-    this.out.set(literals.subarray(taken), this.length);
-    this.length += literals.length - taken;
+    this.append(literals.subarray(taken));
   }
 
   // The distance of a match, of which the values 1 to 3 stand for earlier ones.
@@ -357,13 +359,12 @@ class Frame {
 
   copy(literals, matched, distance) {
     this.room(literals.length + matched);
-    const { out } = this;
-    out.set(literals, this.length);
-    let at = this.length + literals.length;
+    this.append(literals);
+    const { out, length: at } = this;
     if (distance > at) malformed("a match from before the content");
     if (distance >= matched) out.copyWithin(at, at - distance, at - distance + matched);
-    else for (let i = 0; i < matched; i++, at++) out[at] = out[at - distance];
-    this.length += literals.length + matched;
+    else for (let to = at; to < at + matched; to++) out[to] = out[to - distance];
+    this.length += matched;
   }
 }
 
@@ -413,16 +414,9 @@ function readBlocks(bytes, at, size, maxBlock, checksum) {
     const length = block >> 3;
     if (type === 3) malformed("a block of a reserved type");
     need(type === 1 ? 1 : length);
-    if (type === 2) {
-      if (length > maxBlock) malformed("a block of too many bytes");
-      frame.compressed(at, at + length, maxBlock);
-    } else {
-      if (length > maxBlock) malformed("a block of too many bytes");
-      frame.room(length);
-      if (type === 1) frame.out.fill(bytes[at], frame.length, frame.length + length);
-      else frame.out.set(bytes.subarray(at, at + length), frame.length);
-      frame.length += length;
-    }
+    if (length > maxBlock) malformed("a block of too many bytes");
+    if (type === 2) frame.compressed(at, at + length, maxBlock);
+    else frame.append(type ? new Uint8Array(length).fill(bytes[at]) : bytes.subarray(at, at + length));
     at += type === 1 ? 1 : length;
   }
   if (frame.length !== size) badPayload("container-24", `blocks make ${frame.length} bytes of ${size}`);

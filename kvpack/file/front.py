@@ -104,7 +104,11 @@ class Front:
 
 def make_front(header: Header) -> Front:
     """Return the front of the file with ``header``. Raises LimitExceeded."""
-    return _front_of(header, pack_header(header))
+    front = _front_of(header, pack_header(header))
+    length = len(front.text) - LENGTH_BYTES
+    if length > MAX_JSON_BYTES:
+        raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
+    return front
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
@@ -127,8 +131,6 @@ def _front_of(header: Header, tensor: bytes) -> Front:
         places[entry.name] = Place(pad, begin, end)
     json = ("{" + ",".join(rows) + "}").encode()
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
-    if len(json) > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {len(json)} bytes, the limit is {MAX_JSON_BYTES}")
     front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places, LENGTH_BYTES + len(json) + end)
     if front.file_bytes > MAX_FILE_BYTES:
         raise LimitExceeded(f"the file has {front.file_bytes} bytes, the limit is {MAX_FILE_BYTES}")

@@ -42,7 +42,7 @@ from kvpack.formats.errors import (
     UnsupportedVersion,
     WriteFailed,
 )
-from support.file_parts import changed, edit
+from support.file_parts import changed, edit, file_of, random_side
 from support.small_files import KINDS, arrays_of, contents, side, small_file
 from support.strategies import create
 
@@ -262,6 +262,16 @@ def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.Monkey
     monkeypatch.setattr("kvpack.file.front.MAX_JSON_BYTES", 4000)
     with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, the limit is 4000"):
         small_file()
+
+
+def test_the_limit_of_a_json_header_is_that_of_the_stored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = file_of(*[(random_side(create("raw", 1, dtype="fp16"), (1,), 0, heads=1), None)] * 40)
+    end = 8 + int.from_bytes(data[:8], "little")
+    assert end == 8192
+    cut = (4088).to_bytes(8, "little") + data[8:4096] + data[end:]
+    monkeypatch.setattr("kvpack.file.front.MAX_JSON_BYTES", 4088)
+    with pytest.raises(InvalidHeader, match="the JSON header differs"):
+        container.open_bytes(cut)
 
 
 def test_a_file_above_its_limit_is_not_written() -> None:

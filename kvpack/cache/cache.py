@@ -147,9 +147,14 @@ class Cache:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; ``[batch, 0]`` if none are known."""
+        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; ``[batch, 0]`` if none are known.
+
+        If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 without sides and states.
+        """
         known = self.inputs.known if self.inputs is not None else (b"",)
-        batch = next((side.batch for layer in self.layers for side in layer.sides.values()), 1)
+        sides = (side.batch for layer in self.layers for side in layer.sides.values())
+        states = (state.shape[0] for layer in self.layers for state in layer.states.values())
+        batch = min((*sides, *states), default=0)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
         return torch.from_numpy(ids).expand(batch, -1)
 

@@ -23,6 +23,7 @@ BLOCKS_REFUSED: set[str] = set()
 EITHER = {
     "block-offset-0", "block-reserved-modes", "block-bit-missing",
     "literals-bit-left", "literals-bit-missing", "literals-no-end-mark", "tree-of-depth-12",
+    "four-streams-of-four-literals",
 }  # fmt: skip
 """Breaches of RFC 8878 that some versions of libzstd accept: those of blocks before 1.5.7, those of literals and trees up to it."""
 
@@ -233,6 +234,11 @@ def add_literals() -> None:
     ):
         BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
         add(f"zstd-{name}", "container-21", "InvalidPayload", shows, lambda s=stored: of_frame(s(), 240, 60), either=True)
+    # A tree of one weight, whose two codes have one bit each; every stream has one literal and its mark.
+    four = bytes.fromhex("28b52ffd 20 20 e2000000 850000 460003 8010 010001000100 02030302 00")
+    BLOCKS_REFUSED.add("invalid/zstd-four-streams-of-four-literals.kvpack")
+    shows = "four literals in four streams"
+    add("zstd-four-streams-of-four-literals", "container-21", "InvalidPayload", shows, lambda: of_frame(four, 32, 1), either=True)
 
 
 def add_checksums() -> None:

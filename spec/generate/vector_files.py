@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec.generate import (
+    answer_vectors,
     balanced_vectors,
     codec_vectors,
     container_vectors,
@@ -46,6 +47,7 @@ MODULES = (
     log_norm_vectors,
     input_vectors,
     edge_vectors,
+    answer_vectors,
 )
 for module in MODULES:
     module.add_all()

@@ -1,6 +1,7 @@
 /* Features with data, and what an ignorable feature says (container.md, from Token ids on). */
 #include "kvpack.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -171,6 +172,21 @@ static void read_offsets(kv_file *file) {
     }
 }
 
+/* The sequences of the side or state that has the fewest; 0 without both. */
+static unsigned fewest_sequences(const kv_file *file) {
+    unsigned fewest = UINT_MAX;
+    for (unsigned s = 0; s < file->state_count; s++) {
+        unsigned own = (unsigned)file->states[s].tensor->shape[0];
+        fewest = own < fewest ? own : fewest;
+    }
+    for (unsigned l = 0; l < file->layer_count; l++)
+        for (int which = 0; which < 2; which++) {
+            const kv_side *side = file->layers[l].sides[which];
+            if (side && side->batch < fewest) fewest = (unsigned)side->batch;
+        }
+    return fewest == UINT_MAX ? 0 : fewest;
+}
+
 void kv_read_features(kv_file *file) {
     kv_bytes data = {NULL, 0};
     read_starts(file);
@@ -178,11 +194,7 @@ void kv_read_features(kv_file *file) {
     read_hidden(file);
     read_offsets(file);
     file->checksums = kv_feature(file, "zstd-checksum", &data);
-    file->sequences = 1;
-    if (file->state_count) file->sequences = (unsigned)file->states[0].tensor->shape[0];
-    for (unsigned l = file->layer_count; l--;)
-        for (int which = 0; which < 2; which++)
-            if (file->layers[l].sides[which]) file->sequences = (unsigned)file->layers[l].sides[which]->batch;
+    file->sequences = fewest_sequences(file);
 }
 
 /* The data of features NAME.0, NAME.1 and so on, joined; false without the first. */

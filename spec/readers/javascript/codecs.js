@@ -342,21 +342,14 @@ function polar(data) {
   const first = directionTable(2 ** levels[0].bits);
   let next = new Float64Array(dim);
   let values = new Float64Array(dim);
-  // The symbols of a level: the stream that holds them, and where they begin.
-  const places = [];
-  levels.forEach((level, i) => {
-    const before = places[i - 1];
-    const shared = i > 0 && level.bits === levels[i - 1].bits;
-    places.push(shared ? [before[0], before[1] + levels[i - 1].pairs] : [(before?.[0] ?? -1) + 1, 0]);
-  });
   return ({ token }, u) => {
     const digits = unpack(token);
     for (let i = 0; i < count; i++) values[i] = radii[token * count + i];
     for (let l = levels.length - 1; l >= 0; l--) {
-      const { pairs, equal, odd, table, unequalTable } = levels[l];
-      const codes = digits[places[l][0]];
+      const { pairs, equal, odd, table, unequalTable, stream, from } = levels[l];
+      const codes = digits[stream];
       for (let i = 0; i < pairs; i++) {
-        const code = codes[places[l][1] + i];
+        const code = codes[from + i];
         const directions = l ? above : first;
         const at = 2 * (l ? (i < equal ? table : unequalTable) + code : code);
         next[2 * i] = f32(values[i] * directions[at]);
@@ -395,10 +388,9 @@ function klt(data) {
   const basis = stored ? null : data.basis(codec.basis, "klt-5");
   const rows = stored ?? basis?.rowsFor(codec.layer, codec.side, dim, side.heads) ?? null;
   const size = codec.rowCount * dim;
-  const columns = codec.ofHeads ? null : kltColumns(codec);
+  const { columns, shortRuns: runs } = codec;
   const unpack = data.unpacker();
   const codes = codec.ofHeads ? data.u8("codes") : null;
-  const runs = codes && shortRuns(codec);
   const readers = codes && Array.from({ length: side.heads }, (_, h) => shortColumns(runs, h));
   if (codes) checkShortRuns(codec, runs, codes);
   const bases = new Map();
@@ -440,36 +432,6 @@ function klt(data) {
       }
     }
   };
-}
-
-// The columns of each code stream of klt, in the order of its symbols.
-function kltColumns(codec) {
-  const result = [];
-  for (let width = 1; width <= 8; width++) {
-    const list = [];
-    codec.widths.forEach((value, run) => {
-      if (value === width) for (let c = 16 * run; c < Math.min(16 * run + 16, codec.dim); c++) list.push(c);
-    });
-    if (list.length) result.push({ width, list });
-  }
-  return result;
-}
-
-// The codes of a row of bytes, run after run: { head, first, width, count, bit }.
-function shortRuns(codec) {
-  let bit = 0;
-  return Array.from(codec.widths, (width, i) => {
-    const first = 8 * (i % codec.runs);
-    const run = {
-      head: Math.floor(i / codec.runs),
-      first,
-      width,
-      count: Math.min(8, codec.dim - first),
-      bit,
-    };
-    bit += 8 * Math.ceil((run.count * width) / 8);
-    return run;
-  });
 }
 
 // The columns of one head: the width and first bit of the code of each.

@@ -171,22 +171,16 @@ function sideStreams(side, entries) {
   const { codec } = side;
   side.groups = side.runs.reduce((sum, run) => sum + Math.ceil(run / codec.group), 0);
   const rows = { token: side.packed, group: side.groups, run: side.runs.length };
-  const add = (stream, dtype, shape) => ({
-    stream,
-    name: `${side.layer}.${side.which}.${stream}`,
-    dtype,
-    shape,
+  const streams = codec.streams.map(([stream, dtype, heads, kind, ...sizes]) => {
+    const first = [heads === "entry" ? 1 : side.batch, heads === "all" ? side.heads : 1];
+    const count = kind === "entry" ? entries.get(stream) : rows[kind];
+    const rest = sizes.map((size) => (size === "heads" ? side.heads : size));
+    return { stream, dtype, shape: [...first, count, ...rest] };
   });
-  const streams = codec.streams.map(([name, dtype, heads, kind, ...sizes]) =>
-    add(name, dtype, [
-      heads === "entry" ? 1 : side.batch,
-      heads === "all" ? side.heads : 1,
-      kind === "entry" ? entries.get(name) : rows[kind],
-      ...sizes.map((size) => (size === "heads" ? side.heads : size)),
-    ]),
-  );
   const tail = [side.batch, side.heads, side.tail, side.dim];
-  return side.tail ? [...streams, add("tail", DTYPES[side.tailDtype], tail)] : streams;
+  if (side.tail) streams.push({ stream: "tail", dtype: DTYPES[side.tailDtype], shape: tail });
+  for (const entry of streams) entry.name = `${side.layer}.${side.which}.${entry.stream}`;
+  return streams;
 }
 
 // The records of a feature that has a name and bytes, null without it. `rules`: those that `required` without
@@ -221,12 +215,9 @@ function readStarts(header) {
   return starts;
 }
 
-function rangeEnd(header) {
-  let end = header.start;
-  header.layers.forEach((layer, i) => {
-    for (const side of sidesOf(layer)) end = Math.max(end, header.starts[i] + side.length);
-  });
-  return end;
+function rangeEnd({ layers, start, starts }) {
+  const sides = layers.flatMap(sidesOf);
+  return sides.reduce((end, { layer, length }) => Math.max(end, starts[layer] + length), start);
 }
 
 const STATE_DTYPES = ["U8", "U16", "F16", "BF16", "F32"];
@@ -238,13 +229,11 @@ function readStates(header) {
     const before = states[i - 1];
     if (before && (before.layer > state.layer || (before.layer === state.layer && before.key >= state.key)))
       badHeader("container-45", `the records of states are not in order at ${state.name}`);
-    const others = [
-      ...sidesOf(header.layers[state.layer]),
-      ...(before?.layer === state.layer ? [{ batch: before.shape[0] }] : []),
-    ];
-    for (const { batch } of others)
-      if (batch !== state.shape[0])
-        badHeader("container-46", `${state.name} has ${state.shape[0]} sequences, not ${batch}`);
+    const [batch] = state.shape;
+    const others = sidesOf(header.layers[state.layer]).map((side) => side.batch);
+    if (before?.layer === state.layer) others.push(before.shape[0]);
+    if (others.some((other) => other !== batch))
+      badHeader("container-46", `${state.name} has ${batch} sequences, unlike others of its layer`);
   });
   return states;
 }

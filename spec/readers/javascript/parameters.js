@@ -66,6 +66,27 @@ function ascends(bytes, most, rule) {
       badHeader(rule, `a table does not ascend from 0 or above to at most ${most}, at entry ${i}`);
 }
 
+// The columns of each code stream of klt, in the order of its symbols.
+function columnsByWidth({ dim, widths }) {
+  const channels = Array.from({ length: dim }, (_, c) => c);
+  return [1, 2, 3, 4, 5, 6, 7, 8]
+    .map((width) => ({ width, list: channels.filter((c) => widths[c >> 4] === width) }))
+    .filter(({ list }) => list.length);
+}
+
+// The codes of klt in a row of bytes, run after run: { head, first, width, count, bit }; sets p.rowBytes.
+function shortRuns(p) {
+  let bit = 0;
+  const result = Array.from(p.widths, (width, i) => {
+    const first = 8 * (i % p.runs);
+    const run = { head: Math.floor(i / p.runs), first, width, count: Math.min(8, p.dim - first), bit };
+    bit += 8 * Math.ceil((run.count * width) / 8);
+    return run;
+  });
+  p.rowBytes = bit / 8;
+  return result;
+}
+
 // The largest binary32 that is not above π / 2.
 const RIGHT_ANGLE = floatOfBits(0x3fc90fda);
 
@@ -86,6 +107,11 @@ function polarLevels(p) {
       level.unequalTable = offset;
       if (unequal) offset += 2 ** level.bits;
     }
+    const before = levels.at(-1);
+    // The code stream of the level, and where its symbols begin there.
+    const shared = before?.bits === level.bits;
+    level.stream = before ? before.stream + (shared ? 0 : 1) : 0;
+    level.from = shared ? before.from + before.pairs : 0;
     levels.push(level);
     radii = Math.ceil(radii / 2);
   });
@@ -295,9 +321,9 @@ export const CODECS = {
     },
     codeStreams(p) {
       const result = [];
-      p.levels.forEach((level, i) => {
-        if (i && level.bits === p.levels[i - 1].bits) result[result.length - 1][1] += level.pairs;
-        else result.push([`angles${i + 1}`, level.pairs, [2 ** level.bits]]);
+      p.levels.forEach(({ stream, from, pairs, bits }, i) => {
+        result[stream] ??= [`angles${i + 1}`, 0, [2 ** bits]];
+        result[stream][1] = from + pairs;
       });
       return result;
     },
@@ -337,28 +363,14 @@ export const CODECS = {
       p.runs = runs;
       p.heads = p.ofHeads ? length / runs : 0;
       p.rowCount = 2 + p.dim + Math.ceil((510 * Math.ceil(p.dim / 16)) / p.dim);
+      if (p.ofHeads) p.shortRuns = shortRuns(p);
+      else p.columns = columnsByWidth(p);
     },
     codeStreams(p) {
-      if (p.ofHeads) return [];
-      const result = [];
-      for (let width = 1; width <= 8; width++) {
-        let n = 0;
-        p.widths.forEach((value, run) => {
-          if (value === width) n += Math.min(16, p.dim - 16 * run);
-        });
-        if (n) result.push([`codes_${width}`, n, [2 ** width]]);
-      }
-      return result;
+      return (p.columns ?? []).map(({ width, list }) => [`codes_${width}`, list.length, [2 ** width]]);
     },
     streams(p) {
-      const result = [];
-      if (p.ofHeads) {
-        p.rowBytes = 0;
-        p.widths.forEach((width, i) => {
-          p.rowBytes += Math.ceil((width * Math.min(8, p.dim - 8 * (i % p.runs))) / 8);
-        });
-        result.push(["codes", "U8", "one", "token", p.rowBytes]);
-      }
+      const result = p.ofHeads ? [["codes", "U8", "one", "token", p.rowBytes]] : [];
       if (p.gain === "fp16") result.push(["gain", "F16", "all", "token"]);
       if (p.rows !== "basis") result.push(["rows", DTYPES[p.rows], "all", "run", p.rowCount, p.dim]);
       return result;

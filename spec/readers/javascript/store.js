@@ -114,13 +114,8 @@ export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }
   if (bytes.length > limit) return null;
   const file = await open(fromBytes(bytes));
   const record = file.header.ignorable.get("prefix-store-2");
-  if (
-    !record ||
-    record.length < 81 ||
-    record.length < 81 + record[80] ||
-    (record.length - 81 - record[80]) % 4
-  )
-    badHeader("store-2", "the file is not the entry of a chunk");
+  const idBytes = record ? record.length - 81 - record[80] : NaN;
+  if (!(idBytes >= 0 && idBytes % 4 === 0)) badHeader("store-2", "the file is not the entry of a chunk");
   const parent = record.slice(32, 64);
   const inputs = record.slice(81, 81 + record[80]);
   const ids = [];

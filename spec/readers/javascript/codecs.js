@@ -1,6 +1,7 @@
 // Decoding of each codec to the coded frame (codecs/*.md). A decoder takes the streams of a side and returns
-// a function that puts the values of one token of one head: (batch, head, token, { run, inRun, group },
-// values).
+// a function of a row and values, which puts the values of one token of one head. A row has: b, h and t;
+// head and token, counted over all sequences and heads; run, inRun and group, the token's place in runs; and
+// ofRun and ofGroup, those of the head counted in the same way.
 
 import { badPayload } from "./errors.js";
 import { HALF, floats, roundToHalf } from "./numbers.js";
@@ -33,8 +34,7 @@ function wordStarts(data, counts, rule) {
   return starts;
 }
 
-function lossless(data) {
-  const { side, codec } = data;
+function lossless(data, codec, side) {
   const { dim, chunk, fraction } = codec;
   const unpack = data.unpacker();
   const frequencies = data.u16("frequencies");
@@ -100,8 +100,7 @@ function byteScales(data) {
   };
 }
 
-function group(data) {
-  const { side, codec } = data;
+function group(data, codec, side) {
   const { dim, size } = codec;
   const unpack = data.unpacker();
   const small = codec.scale_dtype ? byteScales(data) : null;
@@ -144,8 +143,7 @@ function elements(name) {
   });
 }
 
-function minifloat(data) {
-  const { side, codec } = data;
+function minifloat(data, codec, side) {
   const { dim, granularity, scale_dtype: dtype } = codec;
   const unpack = data.unpacker();
   const values = elements(codec.element);
@@ -173,8 +171,7 @@ function minifloat(data) {
   };
 }
 
-function scalar(data) {
-  const { side, codec } = data;
+function scalar(data, codec) {
   const { dim } = codec;
   const unpack = data.unpacker();
   const norms = data.norms("norm");
@@ -193,8 +190,7 @@ function scalar(data) {
   };
 }
 
-function octahedral(data) {
-  const { side, codec } = data;
+function octahedral(data, codec) {
   const { dim, packings, triplets, b_dir: bits } = codec;
   const unpack = data.unpacker();
   const norms = data.norms("norm");
@@ -266,8 +262,7 @@ function codewords(seed, secondary) {
   return result;
 }
 
-function quaternion(data) {
-  const { side, codec } = data;
+function quaternion(data, codec) {
   const { dim, chunks, low } = codec;
   const unpack = data.unpacker();
   const scales = data.finite("scale");
@@ -306,8 +301,7 @@ function directionTable(bins) {
   return result;
 }
 
-function angle(data) {
-  const { side, codec } = data;
+function angle(data, codec) {
   const { low, norm } = codec;
   const unpack = data.unpacker();
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
@@ -332,8 +326,7 @@ function angle(data) {
   };
 }
 
-function polar(data) {
-  const { side, codec } = data;
+function polar(data, codec) {
   const { dim, levels, radii: count } = codec;
   const unpack = data.unpacker();
   const radii = data.finite("radius");
@@ -362,8 +355,7 @@ function polar(data) {
   };
 }
 
-function trellis(data) {
-  const { side, codec } = data;
+function trellis(data, codec) {
   const { dim, bits, state_bits: width, values } = codec;
   const string = data.u16("codes.0");
   const norms = data.norms("norm");
@@ -380,8 +372,7 @@ function trellis(data) {
   };
 }
 
-function klt(data) {
-  const { side, codec } = data;
+function klt(data, codec, side) {
   const { dim } = codec;
   const gains = codec.gain === "fp16" ? data.finite("gain") : null;
   const stored = codec.rows === "basis" ? null : data.finite("rows");
@@ -451,12 +442,11 @@ function checkShortRuns(codec, runs, codes) {
   }
 }
 
-function transform(data) {
-  const { side, codec } = data;
+function transform(data, codec, side) {
   const { dim, chunk, scope } = codec;
   const groups = side.groups;
   const layer = scope === "layer";
-  const stream = transformStreams(data);
+  const stream = transformStreams(data, codec, side);
   const basis = data.basis(codec.basis, "transform-5");
   if (!basis) {
     for (let index = 0; index < stream.columns.length; index++) checkStates(stream.states, index);
@@ -519,8 +509,7 @@ function transform(data) {
 }
 
 // The streams of transform, checked as far as that needs no basis.
-function transformStreams(data) {
-  const { side, codec } = data;
+function transformStreams(data, codec, side) {
   const { dim, chunk } = codec;
   const { groups } = side;
   const tokens = data.u16("tokens");

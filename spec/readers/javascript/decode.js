@@ -9,7 +9,7 @@ import { DECODERS } from "./codecs.js";
 const f32 = Math.fround;
 
 // The streams of a side in memory. `bases`: Map from a digest in hexadecimal to a Basis.
-export class SideData {
+class SideData {
   constructor(side, bytes, bases) {
     Object.assign(this, { side, codec: side.codec, bytes, bases });
     this.dtypes = new Map(side.streams.map((stream) => [stream.stream, stream.dtype]));
@@ -66,7 +66,7 @@ export class SideData {
 export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;
-  const decoder = DECODERS[codec.id](data);
+  const decoder = DECODERS[codec.id](data, codec, side);
   const steps = sideCarSteps(data);
   const { batch, heads, tokens } = range;
   const [sequences, width, count] = [batch, heads, tokens].map(([from, to]) => to - from);

@@ -241,17 +241,12 @@ function readStates(header) {
 function readState(record, layers) {
   const layer = Number(littleEndian(record, 0, 2));
   const rank = record[3];
-  const length = record.subarray(68).indexOf(0) < 0 ? 28 : record.subarray(68).indexOf(0);
-  const key = String.fromCharCode(...record.subarray(68, 68 + length));
+  const [key] = String.fromCharCode(...record.subarray(68)).split("\0");
   const sizes = Array.from({ length: 8 }, (_, i) => littleEndian(record, 4 + 8 * i, 8));
-  const right =
-    record[2] < STATE_DTYPES.length &&
-    rank >= 1 &&
-    rank <= 8 &&
-    /^[a-z][a-z0-9_.]*$/.test(key) &&
-    isZero(record.subarray(68 + length)) &&
-    sizes.every((size, i) => (i < rank ? size > 0n : size === 0n));
-  if (!right) badHeader("container-43", `a record of a state of layer ${layer} is not of its form`);
+  const named = /^[a-z][a-z0-9_.]*$/.test(key) && isZero(record.subarray(68 + key.length));
+  const sized = rank >= 1 && rank <= 8 && sizes.every((size, i) => size > 0n === i < rank);
+  if (record[2] >= STATE_DTYPES.length || !named || !sized)
+    badHeader("container-43", `a record of a state of layer ${layer} is not of its form`);
   sizes.slice(0, rank).forEach((size, i) => {
     if (size > (i ? MAX_TOKENS : MAX_BATCH)) aboveLimit(`a size of the state ${layer}.${key} is ${size}`);
   });
@@ -301,7 +296,7 @@ function readOffsets(header) {
 }
 
 // The entries of `metadata` as a Map, or null for bytes of another form.
-export function readMetadata(bytes) {
+function readMetadata(bytes) {
   if (bytes === undefined) return null;
   const result = new Map();
   const data = viewOf(bytes);
@@ -467,13 +462,8 @@ function checkTables(states, all) {
   if (!frequencies || !values)
     badHeader("basis-10", "a basis with frames or tables lacks one of the tables in layer 0");
   const [, count, symbols] = frequencies.shape;
-  const right =
-    count >= 1 &&
-    count <= 64 &&
-    symbols >= 4 &&
-    symbols <= 256 &&
-    symbols % 2 === 0 &&
-    shaped(frequencies, ["U16"], [1, count, symbols]) &&
-    shaped(values, ["F16"], [1, count, symbols - 1]);
-  if (!right) badHeader("basis-11", "the tables of the basis have another dtype or shape");
+  const sizes = count >= 1 && count <= 64 && symbols >= 4 && symbols <= 256 && symbols % 2 === 0;
+  const shapes =
+    shaped(frequencies, ["U16"], [1, count, symbols]) && shaped(values, ["F16"], [1, count, symbols - 1]);
+  if (!sizes || !shapes) badHeader("basis-11", "the tables of the basis have another dtype or shape");
 }

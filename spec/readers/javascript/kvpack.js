@@ -13,7 +13,7 @@ import {
   truncated,
   unsupported,
 } from "./errors.js";
-import { byteSize, checkBasisHeader, readHeader, refuseNew, sidesOf, tokenIds } from "./header.js";
+import { checkBasisHeader, readHeader, refuseNew, sidesOf, tokenIds } from "./header.js";
 import { concat, equalBytes, finite, hex, isZero, sha256, viewOf } from "./numbers.js";
 import { CODECS } from "./parameters.js";
 import { Digest, xxh3 } from "./xxhash.js";
@@ -281,5 +281,3 @@ export async function verify(file, options = {}) {
   for (const { layer, which } of file.layers.flatMap(sidesOf))
     await file.decode(layer, which, options).then((decoded) => options.values?.(layer, which, decoded));
 }
-
-export { byteSize };

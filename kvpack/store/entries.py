@@ -92,7 +92,7 @@ def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> b
 
 def file_payload_digest(file: container.File, view: memoryview) -> bytes:
     """Return the ``payload_digest`` of an open file with the bytes ``view``."""
-    begin = min((place.begin for place in file.front.places.values()), default=0)
+    begin = min((place.begin for place in file.front.places.values()), default=len(file.front.tensor))
     return xxhash.xxh3_128_digest(view[len(file.front.text) + begin :])
 
 

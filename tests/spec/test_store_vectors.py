@@ -6,11 +6,13 @@ import hashlib
 from typing import Any
 
 import pytest
+import xxhash
 
 from kvpack.file import container
+from kvpack.file.header import Contents
 from kvpack.formats.errors import KvpackError, Undecryptable, UnsupportedVersion
 from kvpack.store.encryption import Cipher, decrypted_entry
-from kvpack.store.entries import check_entry, open_entry
+from kvpack.store.entries import check_entry, file_payload_digest, open_entry, payload_digest
 
 pytest.importorskip("cryptography")
 
@@ -74,3 +76,11 @@ def test_the_library_reads_an_entry_or_takes_it_as_absent(file: str) -> None:
         read(file, line)
     if "damaged" in line:
         assert isinstance(refused.value, (Undecryptable, UnsupportedVersion)) != line["damaged"]
+
+
+def test_a_payload_without_tensors_has_the_digest_of_no_bytes() -> None:
+    empty = Contents(codecs=(), layers=())
+    data = container.to_bytes(empty, {})
+    expected = payload_digest(empty, {})
+    assert expected == xxhash.xxh3_128_digest(b"")
+    assert file_payload_digest(container.open_bytes(data), memoryview(data)) == expected

@@ -36,6 +36,7 @@ class SideData {
   unpacker() {
     const { packings } = this.codec;
     const planes = packings.map((columns) => this.planes(columns));
+    if (packings.length === 1) return (row) => packings[0].unpack(planes[0], row);
     return (row) => packings.flatMap((columns, i) => columns.unpack(planes[i], row));
   }
 

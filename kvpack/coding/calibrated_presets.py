@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 8
 
-ADDED_LOSS = 0.3
+ADDED_LOSS = 0.1
 """The part of the mean loss that is added to that of every place.
 
 Measured losses are noisy, and the smallest ones say nothing: without it, places that other text needs would be left with one bit.

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     """Add ``calibrate`` to the command line."""
     parser = commands.add_parser(
         "calibrate",
-        help="make the basis of a model, for recipes such as kvpack-2, klt-1.75 and transform-0.6",
+        help="make the basis of a model, which klt and transform need, and with which kvpack-2 to kvpack-4 lose less",
         description="Read a text with a model, compute the basis that describes its keys and values best, and write it to a file. "
         "An interrupted calibration resumes where it stopped.",
     )

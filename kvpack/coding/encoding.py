@@ -271,7 +271,7 @@ def _encode_groups_again(
     places = places[places < tokens]
     some = chosen[:, places]
     token, sequence = some.T.nonzero().unbind(1)
-    norms = None if coded is None else torch.empty(*x.shape[:2], len(places), device=x.device)
+    norms = None if coded is None else torch.empty(*x.shape[:2], len(places), dtype=torch.float32, device=x.device)
     made = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before, coded=norms)
     if coded is not None and norms is not None:
         coded[:, :, places] = norms

@@ -265,7 +265,9 @@ def test_a_part_of_a_file_is_that_part_of_the_cache(recipe: str, part: dict[str,
     same(files.read_to(bus, container.open_file(tmp_path / "a"), **part), expected)
     assert bus.closed
     kvpack.save(kvpack.load(tmp_path / "a", **part), tmp_path / "b")
-    same(kvpack.load(tmp_path / "b"), expected)
+    # A file without sides has no tokens, whose ids could be known.
+    saved = expected if chosen else replace(expected, inputs=replace(expected.inputs, token_ids=b""))
+    same(kvpack.load(tmp_path / "b"), saved)
 
 
 def test_only_the_layers_asked_for_are_read(tmp_path: Path) -> None:

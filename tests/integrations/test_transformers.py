@@ -289,7 +289,7 @@ def test_a_copy_continues_on_its_own() -> None:
 def test_a_cache_that_does_not_fit_is_refused() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 6)), "raw")
-    with pytest.raises(OutOfBounds, match="layer 2, the packed cache has 2 layers"):
+    with pytest.raises(OutOfBounds, match="layer 2, but the packed cache has 2 layers"):
         model(token_ids(1, 2), past_key_values=KvpackCache.of(Cache(packed.layers[:2], packed.recipe)))
     with pytest.raises(InvalidParameter, match="does not continue"):
         model(token_ids(2, 2), past_key_values=KvpackCache.of(packed))

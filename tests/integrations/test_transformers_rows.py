@@ -136,7 +136,7 @@ def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(sa
     old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows)))
     kvpack.save(old, tmp_path / "old")
     for cache in (old, old.select([1]), old.select([1, 0])):
-        with pytest.raises(InvalidParameter, match=r"differ from row to row of the batch, and the file does not hold the ids.*prompt="):
+        with pytest.raises(InvalidParameter, match=r"differ from row to row of the batch, but the file does not hold the ids.*prompt="):
             KvpackCache.of(cache, model)
     with pytest.raises(InvalidParameter, match="does not hold the ids of each row"):
         KvpackCache.load(tmp_path / "old", model)

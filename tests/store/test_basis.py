@@ -104,7 +104,7 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
                 assert found is not None
                 for values, expected in zip(found.unpack(torch.float32)[0], whole[:, :32].unpack(torch.float32)[0], strict=True):
                     torch.testing.assert_close(values, expected)
-    with pytest.raises(InvalidParameter, match=f"names the basis {basis.digest.hex()}, and {other.digest.hex()} was given"):
+    with pytest.raises(InvalidParameter, match=f"names the basis {basis.digest.hex()}, but {other.digest.hex()} was passed"):
         kvpack.Recipe(recipe.text, other)
     with pytest.raises(InvalidParameter, match="does not name its basis"):
         kvpack.Store(tmp_path, kvpack.Identity("x", text), chunk=16)

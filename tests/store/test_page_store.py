@@ -245,7 +245,7 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
         assert job.results == [True] * 4 + [False]
         failed = store.submit_get(KEYS[:1], target, [9])
         store.drain()
-        with pytest.raises(kvpack.OutOfBounds, match="slot 9 was given"):
+        with pytest.raises(kvpack.OutOfBounds, match="slot 9 was passed"):
             _ = failed.results
         assert store.counters()["faults"] == {"get OutOfBounds": 1}
         with pytest.raises(InvalidParameter, match="1 keys were given for 2 slots"):
@@ -269,7 +269,7 @@ def test_a_job_is_that_of_the_lists_when_it_was_submitted(tmp_path: Path) -> Non
         assert not found[1:].any()
         with pytest.raises(InvalidParameter, match="a key is a int, expected bytes"):
             store.submit_get([5], target, [0])  # type: ignore[list-item]
-        with pytest.raises(InvalidParameter, match="slot 2 was given 2 times"):
+        with pytest.raises(InvalidParameter, match="slot 2 was passed 2 times"):
             store.get_into(KEYS[:2], target, [2, 2])
 
 

@@ -8,8 +8,7 @@ from .lazy import functional, torch
 from .value_blocks import BLOCK_VALUES, caches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-    from typing import Any
+    from collections.abc import Collection, Iterator
 
 PAGE = 128
 """Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
@@ -43,11 +42,11 @@ def over_heads(norms: torch.Tensor) -> torch.Tensor:
     return norms.square().sum(1).sqrt()
 
 
-def usual(norms: torch.Tensor, median_of: Callable[..., Any] | None = None) -> torch.Tensor:
-    """The median of the page of each token, for ``norms`` ``[..., token]``; by ``median_of``, ``torch.median`` unless given."""
+def usual(norms: torch.Tensor) -> torch.Tensor:
+    """The median of the page of each token, for ``norms`` ``[..., token]``; norms that are NaN do not count."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
-        median = (median_of or torch.median)(pages, -1).values
+        median = pages.nanmedian(-1).values
         medians.append(median.repeat_interleave(PAGE, -1) if count == PAGE else median.expand(*norms.shape[:-1], count))
     return torch.cat([norms[..., tokens:], *medians], -1)
 
@@ -108,7 +107,7 @@ def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | No
     left_out = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     sizes = (size.masked_fill(left_out, torch.nan) for size in (coded, coded / given))
     # Where the usual size is 0, all that is left of most tokens is rounding.
-    return torch.minimum(*(size / usual(size, torch.nanmedian) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
+    return torch.minimum(*(size / usual(size) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
 
 
 def excess(norms: torch.Tensor) -> torch.Tensor:

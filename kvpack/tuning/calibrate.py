@@ -31,7 +31,7 @@ from .basis_fit import rows_of_all
 from .frames_fit import frames_of_all
 from .place_losses import losses_of_places
 from .rope import ropes
-from .spread import places_of, spread_halves, spread_keys
+from .spread import places_of, spread_keys, spread_moments
 from .statistics import RAW, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:
@@ -116,11 +116,15 @@ def run(
     turns = _ropes(network, words, tokens, longest)
     found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
     halves = found.halves()
+    for_frames, for_rows = _positions(settings, longest, positions(network))
     if turns is not None:
-        limit = min(positions(network) or POSITIONS, longest or POSITIONS)
-        halves = spread_halves(halves, turns, places_of(tokens - score, settings.positions or min(limit, POSITIONS)))
+        places = places_of(tokens - score, for_frames)
+        halves = halves and [
+            (spread_moments(one, rope, places), spread_moments(other, rope, places))
+            for (one, other), rope in zip(halves, turns, strict=True)
+        ]
         # All contexts have the first positions: they count twice.
-        found = spread_keys(found, turns, [0, *places_of(tokens - score, settings.positions or min(limit, ROWS_POSITIONS))])
+        found = spread_keys(found, turns, [0, *places_of(tokens - score, for_rows)])
     if only and halves is None:
         raise InvalidParameter(f"{words.name}: the model computes attention itself, so kvpack cannot observe its queries")
     # Layers that share those of others have none: a cache has them without sides.
@@ -147,7 +151,7 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
-        "positions": settings.positions,
+        "positions": None if turns is None else {"frames": for_frames, "rows": for_rows},
         "raw": _raw_share(found, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits(raw=True)],
@@ -175,6 +179,14 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
         most_read = min(most_positions or settings.positions, longest or settings.positions)
         check_size("positions", settings.positions, 1, most_read, "of the model")
     return tokens, score, windows
+
+
+def _positions(settings: Settings, longest: int | None, most_positions: int | None) -> tuple[int, int]:
+    """The positions that keys are described for, in balanced frames and in the rows of klt."""
+    if settings.positions is not None:
+        return settings.positions, settings.positions
+    limits = [limit for limit in (longest, most_positions) if limit is not None]
+    return min([POSITIONS, *limits]), min([ROWS_POSITIONS, *limits])
 
 
 def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ MOST = 16
 """Maximum number of places where windows are counted."""
 
 _TURNED = ("keys", "queries", "pages")
-"""The moments of keys and queries after RoPE."""
+"""The second moments of keys and queries after RoPE."""
 
 
 def places_of(tokens: int, positions: int) -> list[int]:
@@ -31,20 +31,12 @@ def places_of(tokens: int, positions: int) -> list[int]:
     return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
 
 
-def spread_halves(
-    halves: Sequence[tuple[KeyMoments, KeyMoments]] | None, ropes: Sequence[Rope | None], places: Sequence[int]
-) -> list[tuple[KeyMoments, KeyMoments]] | None:
-    """The moments of both halves of the windows, by layer, averaged over windows that begin at ``places``; None without any."""
-    if halves is None:
-        return None
-    return [(_spread(one, rope, places), _spread(other, rope, places)) for (one, other), rope in zip(halves, ropes, strict=True)]
-
-
-def _spread(found: KeyMoments, rope: Rope | None, places: Sequence[int]) -> KeyMoments:
+def spread_moments(found: KeyMoments, rope: Rope | None, places: Sequence[int]) -> KeyMoments:
+    """Moments of a layer, averaged over windows that begin at ``places``; as they are without ``rope``."""
     if rope is None:
         return found
     turns = _turns(rope, found.keys.shape[-1], places)
-    return replace(found, **{name: _both(getattr(found, name), turns) for name in _TURNED})
+    return replace(found, **{name: _turned(getattr(found, name), turns) for name in _TURNED})
 
 
 def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequence[int]) -> Statistics:
@@ -56,7 +48,7 @@ def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequenc
             continue
         turns = _turns(rope, sums[name].shape[-1], places)
         sums[name] = sums[name] @ turns.mean(0)
-        products[name], costs[name] = _both(products[name], turns), _both(costs[name], turns)
+        products[name], costs[name] = _turned(products[name], turns), _turned(costs[name], turns)
         samples[name] = [one @ turns[number % len(turns)].to(one.dtype) for number, one in enumerate(samples[name])]
     return replace(found, sums=sums, products=products, costs=costs, samples=samples)
 
@@ -68,6 +60,6 @@ def _turns(rope: Rope, dim: int, places: Sequence[int]) -> torch.Tensor:
     return torch.stack([rope.turned(units, place)[:, 0] for place in places]).to(torch.float64)
 
 
-def _both(moments: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def _turned(moments: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Second moments ``[..., dim, dim]`` of rows that are multiplied by each of ``turns``, on average."""
-    return sum((turn.mT @ moments @ turn for turn in turns), torch.zeros_like(moments)) / len(turns)
+    return (turns.mT @ moments[..., None, :, :] @ turns).mean(-3)

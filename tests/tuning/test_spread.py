@@ -6,7 +6,7 @@ import torch
 
 from kvpack.formats.frames import Rope
 from kvpack.tuning.balanced_fit import cost_of, frames_of
-from kvpack.tuning.spread import places_of, spread_halves, spread_keys
+from kvpack.tuning.spread import places_of, spread_keys, spread_moments
 from kvpack.tuning.statistics import KeyMoments, Statistics
 
 ROPE = Rope((1.0, 0.1, 0.003, 0.0004), "halves")
@@ -33,23 +33,21 @@ def test_places_cover_the_positions() -> None:
 
 def test_spread_moments_are_those_of_windows_at_these_places() -> None:
     places = [0, 3000, 7000]
-    found = spread_halves([(moments(0), moments(0))], [ROPE], places)
-    assert found is not None
+    found = spread_moments(moments(0), ROPE, places)
     windows = [moments(place) for place in places]
     for name in ("keys", "queries", "pages"):
         expected = sum(getattr(one, name) for one in windows) / 3
-        torch.testing.assert_close(getattr(found[0][0], name), expected, rtol=1e-4, atol=1e-2)
-    torch.testing.assert_close(found[0][0].unturned, windows[0].unturned)
+        torch.testing.assert_close(getattr(found, name), expected, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(found.unturned, windows[0].unturned)
 
 
 def test_frames_of_spread_moments_serve_far_positions() -> None:
     own = moments(0)
-    found = spread_halves([(own, own)], [ROPE], places_of(TOKENS, 8192))
-    assert found is not None
+    found = spread_moments(own, ROPE, places_of(TOKENS, 8192))
     far = moments(6000)
     near, spread = (
         float(cost_of(frames_of(one.pages / one.tokens, one.queries / one.rows), far.pages / far.tokens, far.queries / far.rows).mean())
-        for one in (own, found[0][0])
+        for one in (own, found)
     )
     assert spread < 0.95 * near
 

@@ -63,7 +63,7 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
 
 
 def side_car_words() -> tuple[str, ...]:
-    """The options of a recipe that ask for side-cars and steer them."""
+    """Return the options of a recipe that ask for side-cars and steer them."""
     return tuple(word for side_car in SIDE_CARS.values() for word in side_car.words)
 
 

@@ -175,7 +175,7 @@ class Angle(CodecFamily):
         return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
     def _norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """The norms of all pairs."""
+        """Return the norms of all pairs."""
         norms = torch.addcmul(minimum, step, codes)
         return norms.exp2_() if self.norm == "log" else norms
 
@@ -200,7 +200,7 @@ Stream = tuple[tuple[int, ...], tuple[int, ...]]
 
 @lru_cache(TABLES_KEPT)
 def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, Stream]:
-    """The digits of each code stream (spec/codecs/angle.md, Layout)."""
+    """Return the digits of each code stream (spec/codecs/angle.md, Layout)."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
         return {"symbol": ((rounded, norm), (bins, norm))}
@@ -225,7 +225,7 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 @kept_on_device
 def bin_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
+    """Return (cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
     beyond = part > bins

@@ -17,7 +17,7 @@ _FLAGS = {"bool", "bool_"}
 
 
 def shown(value: Any) -> str:
-    """``value`` for a message: numbers and short texts as they are, sequences of bytes by their size, anything else by its type."""
+    """Return ``value`` for a message: numbers and short texts as they are, sequences of bytes by their size, anything else by its type."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     if value is None or isinstance(value, bool | float | complex | str):
@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
 
 
 def integer(value: Any, what: str) -> int:
-    """``value`` as an integer. Raises InvalidType; ``what`` names the value in the message."""
+    """Return ``value`` as an integer. Raises InvalidType; ``what`` names the value in the message."""
     if type(value) is int:
         return value
     try:
@@ -77,7 +77,7 @@ def check_text(value: Any, what: str) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """``device`` as a torch.device that contains values. Raises InvalidParameter for one that this PyTorch cannot use."""
+    """Return ``device`` as a torch.device that contains values. Raises InvalidParameter for one that this PyTorch cannot use."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):

@@ -97,7 +97,7 @@ class Balanced(ValueMap):
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """The frames that it was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the frames that it was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -115,7 +115,7 @@ class Balanced(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """``query``, and then ``rotation`` forward, as one product."""
+        """Return ``query``, and then ``rotation`` forward, as one product."""
         matrices = self.source_for(q.shape[1]).on(q.device).query_matrices(rotation)
         # A product of three dimensions is called faster than one that is broadcast.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

@@ -33,7 +33,7 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def of_heads(self, heads: int) -> BalancedFrames:
-        """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
         return self
@@ -54,7 +54,7 @@ class BalancedFrames:
         return found.to(self.matrices.device)
 
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
-        """The maps of queries into the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, each rounded once.
+        """Return the maps of queries into the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, each rounded once.
 
         Keys are mapped and then rotated, queries by one product with these. They are kept.
         """
@@ -66,7 +66,7 @@ class BalancedFrames:
         return self._query_matrices[rotation]
 
     def on(self, device: torch.device) -> BalancedFrames:
-        """The same frames on ``device``; a copy is kept."""
+        """Return the same frames on ``device``; a copy is kept."""
         if self.matrices.device == device:
             return self
         key = str(device)

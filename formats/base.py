@@ -80,7 +80,7 @@ class Layout:
         return _strides(self.shape)
 
     def array(self, data: memoryview) -> numpy.ndarray[Any, Any]:
-        """The stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
+        """Return the stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
         array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
         return array
 
@@ -158,7 +158,7 @@ class Codec(ABC):
         """Bits per value as the source paper counts them; the file's size gives the true figure."""
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
-        """Its side-car of a class, if it has one."""
+        """Return its side-car of a class, if it has one."""
         for side_car in self.side_cars:
             if isinstance(side_car, wanted):
                 return side_car
@@ -175,7 +175,7 @@ class Codec(ABC):
         return False
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-        """The norms of the values that are encoded, float32 ``[batch, kv_head, token]``; ``before`` is that of ``begin``.
+        """Return the norms of the values that are encoded, float32 ``[batch, kv_head, token]``; ``before`` is that of ``begin``.
 
         Raises OutOfRange for values that cannot be encoded.
         """
@@ -203,7 +203,7 @@ class Codec(ABC):
         return self
 
     def with_family(self, family: Codec) -> Codec:
-        """``family`` with the side-cars of this codec."""
+        """Return ``family`` with the side-cars of this codec."""
         return family
 
     @cached_property
@@ -238,11 +238,11 @@ class Codec(ABC):
 
     @abstractmethod
     def packings(self) -> dict[str, Columns]:
-        """The packing of each code stream, in stored order."""
+        """Return the packing of each code stream, in stored order."""
 
     @abstractmethod
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The streams other than packed codes, stored after the codes in this order."""
+        """Return the streams other than packed codes, stored after the codes in this order."""
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         """Create the encoder of ``run``; it may measure the whole run first, or build a lookup table that will pay off.
@@ -277,11 +277,11 @@ class Codec(ABC):
         return streams[name].shape[2]
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; for codecs that have one."""
+        """Return the values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; for codecs that have one."""
         raise NotImplementedError
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> Mapping[str, torch.Tensor]:
-        """``streams`` as an encoder makes them, after all but the first ``tokens`` of their last token group have been left out."""
+        """Return ``streams`` as an encoder makes them, after all but the first ``tokens`` of their last token group have been left out."""
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -297,28 +297,29 @@ class Codec(ABC):
         return self.rotation.forward(q)
 
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """For each stream with one row per entry, its rows in a run of ``tokens`` tokens of ordinary values."""
+        """Return, for each stream with one row per entry, its rows in a run of ``tokens`` tokens of ordinary values."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``.
+        """Return, for each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``.
 
         An entry of ``tokens_per_row`` tokens is counted once for these: integers ``[row, batch]``.
         """
         return {}
 
     def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry whose entries name their tokens, return the token of each entry in use, int64,
+        """Return, for each stream with one row per entry whose entries name their tokens, the token of each entry in use, int64,
         ascending.
         """
         return {}
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """The streams of ``ordered``, with tokens counted from ``tokens`` before the first; entries that are not in use are left out."""
+        """Return the streams of ``ordered``, with tokens counted from ``tokens`` before the first; entries that are not in use are left
+        out."""
         return {}
 
     def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of ``ordered`` of the sequences ``indices``, int64 ``[row]``, in that order."""
+        """Return the streams of ``ordered`` of the sequences ``indices``, int64 ``[row]``, in that order."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -373,7 +374,7 @@ class Codec(ABC):
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
     def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
-        """The codes, int32 ``[batch, kv_head, token, symbols]`` per digit, independent of how this codec packs them.
+        """Return the codes, int32 ``[batch, kv_head, token, symbols]`` per digit, independent of how this codec packs them.
 
         ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel equivalent to it.
         """
@@ -435,7 +436,7 @@ class Codec(ABC):
         return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), of_batch)
 
     def finite_streams(self) -> list[str]:
-        """Streams other than codes whose values must be finite: all with floating-point numbers."""
+        """Return streams other than codes whose values must be finite: all with floating-point numbers."""
         return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
@@ -443,11 +444,11 @@ class Codec(ABC):
         return ()
 
     def run_rules(self) -> tuple[RunRule, ...]:
-        """The checks of ``check_runs``, in order."""
+        """Return the checks of ``check_runs``, in order."""
         return ()
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
-        """The checks of ``check_chunks``, in order."""
+        """Return the checks of ``check_chunks``, in order."""
         return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
@@ -462,7 +463,7 @@ class Codec(ABC):
 
     @abstractmethod
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, its parameters, then its side-cars."""
+        """Return the header's map of this codec: ``id``, its parameters, then its side-cars."""
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

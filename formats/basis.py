@@ -38,7 +38,7 @@ MAX_LAYER = 4095
 
 
 def not_given(place: str) -> MissingBasis:
-    """The error of a codec that needs ``place`` of its basis, and has none."""
+    """Return the error of a codec that needs ``place`` of its basis, and has none."""
     return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
 
 
@@ -47,7 +47,7 @@ LARGEST_GAIN = 65504.0
 
 
 def runs_of(dim: int) -> int:
-    """The runs of columns of a head; the last one may be partial."""
+    """Return the runs of columns of a head; the last one may be partial."""
     return -(-dim // RUN_COLUMNS)
 
 
@@ -57,7 +57,7 @@ def rows_of(dim: int) -> int:
 
 
 def run_slice(run: int, dim: int) -> slice:
-    """The columns of a run."""
+    """Return the columns of a run."""
     return slice(RUN_COLUMNS * run, min(RUN_COLUMNS * (run + 1), dim))
 
 
@@ -82,7 +82,7 @@ class BasisRows:
         return self.rows.shape[3]
 
     def of_heads(self, heads: int) -> BasisRows:
-        """These rows, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these rows, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
         return self
@@ -109,11 +109,11 @@ class BasisRows:
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
-        """The values of the codes of a run at ``width`` bits, float32 ``[batch, kv_head, code]``."""
+        """Return the values of the codes of a run at ``width`` bits, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def tables_of(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """The values of codes of ``width`` bits of ``runs`` of 8 columns, one of each head: float32 ``[batch, run, code]``.
+        """Return the values of codes of ``width`` bits of ``runs`` of 8 columns, one of each head: float32 ``[batch, run, code]``.
 
         Two of these have the table of a run of ``RUN_COLUMNS``.
         """
@@ -131,7 +131,7 @@ class BasisRows:
         return inverse_of(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on(self, device: torch.device) -> BasisRows:
-        """The same rows on ``device``; a copy is kept."""
+        """Return the same rows on ``device``; a copy is kept."""
         if self.rows.device == device:
             return self
         key = str(device)
@@ -155,7 +155,7 @@ class Calibrated(NamedTuple):
 
 
 def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
-    """Rows ``[row, dim]`` of the tables of a head: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
+    """Return rows ``[row, dim]`` of the tables of a head: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
     values = torch.cat([table for run in tables for table in run])
     rows = rows_of(dim) - 2 - dim
     padded = torch.zeros(rows * dim, dtype=values.dtype, device=values.device)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The streams of the sequences ``indices``, int64 ``[row]`` inside the batch and on the streams' device, in that order.
+    """Return the streams of the sequences ``indices``, int64 ``[row]`` inside the batch and on the streams' device, in that order.
 
     Rows are copied, never decoded. An index that occurs twice gives two equal sequences.
     """
@@ -30,7 +30,8 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
 
 
 def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The row numbers of the entries of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
+    """Return the row numbers of the entries of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token,
+    batch]``."""
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
     # Entry i of a token and sequence is i rows after its first entry, in the source and in the result.
@@ -40,7 +41,7 @@ def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
-    """The rows ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
+    """Return the rows ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
     # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:
         return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)

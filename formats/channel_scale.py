@@ -86,7 +86,7 @@ class ChannelScale(ValueMap):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The stream ``channel_scale``."""
+        """Return the stream ``channel_scale``."""
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
@@ -135,7 +135,8 @@ class ChannelScale(ValueMap):
 
 
 def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """The balanced factors of mean squares of keys ``[batch, kv_head, 1, dim]``, in which values of 2^-10 of the average stand for less.
+    """Return the balanced factors of mean squares of keys ``[batch, kv_head, 1, dim]``, in which values of 2^-10 of the average stand for
+    less.
 
     Raises InvalidParameter for ``queries`` of another number of heads.
     """
@@ -148,5 +149,5 @@ def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 
 def factors(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The stored factors, float32 ``[batch, kv_head, 1, dim]``."""
+    """Return the stored factors, float32 ``[batch, kv_head, 1, dim]``."""
     return streams[STREAM].to(torch.float32)

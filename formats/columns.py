@@ -49,7 +49,7 @@ def is_power_of_two(value: int) -> bool:
 
 
 def factors_of_two(value: int) -> int:
-    """The exponent k in ``value`` = 2^k m with m odd."""
+    """Return the exponent k in ``value`` = 2^k m with m odd."""
     return (value & -value).bit_length() - 1
 
 
@@ -64,7 +64,7 @@ def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
 
 
 def default_fields(symbols: int, bases: Sequence[int]) -> int:
-    """The F that stores ``symbols`` symbols in the fewest bytes; ties go to the narrowest column of whole words.
+    """Return the F that stores ``symbols`` symbols in the fewest bytes; ties go to the narrowest column of whole words.
 
     Source: spec/packing.md, Bit packing. F is written in every header, so a reader never needs this.
     """
@@ -157,11 +157,11 @@ class Columns:
         return all(map(is_power_of_two, self.bases))
 
     def used_fields(self, column: int) -> int:
-        """The number of fields of ``column`` that contain a symbol; the others are zero."""
+        """Return the number of fields of ``column`` that contain a symbol; the others are zero."""
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
-        """The number of fields of ``column`` that contain symbols before ``symbol``."""
+        """Return the number of fields of ``column`` that contain symbols before ``symbol``."""
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -290,7 +290,7 @@ class Columns:
                 _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
-        """The numbers of the planes that set spare bits."""
+        """Return the numbers of the planes that set spare bits."""
         wrong = []
         for number, spare in self._spare_bits.items():
             if (over_rows(planes[number], numpy.bitwise_or) & spare).any():
@@ -347,14 +347,14 @@ def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
-    """At least 16 bits of every column from bit ``position`` up: a column may be wider than any numpy integer."""
+    """Return at least 16 bits of every column from bit ``position`` up: a column may be wider than any numpy integer."""
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
 
 
 def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Each word of a row combined over all rows; taking many rows at once reduces along contiguous memory."""
+    """Return each word of a row combined over all rows; taking many rows at once reduces along contiguous memory."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_SIDE_BY_SIDE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once

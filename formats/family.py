@@ -62,7 +62,8 @@ class CodecFamily(Codec):
 
     @classmethod
     def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
-        """The parameter ``name`` by a recipe's ``word``, which has the same name unless it is given (``Options`` describes ``omitted``)."""
+        """Return the parameter ``name`` by a recipe's ``word``, which has the same name unless it is given (``Options`` describes
+        ``omitted``)."""
         values, word = _declared(cls)[name], word or name
         if "range" in values:
             return options.integer(word, default, *values["range"], omitted=omitted)
@@ -78,7 +79,8 @@ class CodecFamily(Codec):
         """
 
     def params(self) -> dict[str, Any]:
-        """The header's map of this codec: ``id``, then every stored field by name; an optional field with its default is left out."""
+        """Return the header's map of this codec: ``id``, then every stored field by name; an optional field with its default is left
+        out."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
@@ -118,20 +120,20 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
-    """The metadata of every parameter whose values are declared."""
+    """Return the metadata of every parameter whose values are declared."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """The ranges and choices of ``_declared``, cached because files have thousands of codecs."""
+    """Return the ranges and choices of ``_declared``, cached because files have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]
     return ranges, [(name, values["known"]) for name, values in _declared(codec).items() if "known" in values]
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
-    """The annotation as written; without ``from __future__ import annotations`` it is the type itself."""
+    """Return the annotation as written; without ``from __future__ import annotations`` it is the type itself."""
     if isinstance(field.type, str):
         return field.type
     return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))

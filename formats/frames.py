@@ -50,7 +50,8 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if given."""
+        """Return ``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if
+        given."""
         pairs = len(self.frequencies)
         sign = -1 if back else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
@@ -65,7 +66,7 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the angles of at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        """Return cosines and sines of the angles of at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
         cos, sin = (one[:tokens] for one in first_cos_sin(self.frequencies))
         # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -75,7 +76,7 @@ class Rope(NamedTuple):
 
 @lru_cache(TABLES_KEPT)
 def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the angles of the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
+    """Return cosines and sines of the angles of the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
     angles = torch.arange(_TURNED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
@@ -147,13 +148,13 @@ class Frames:
         return self.count * self.columns // dim
 
     def of_heads(self, heads: int, dim: int) -> Frames:
-        """These frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
         return self
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
-        """``rows`` on ``device``; a copy is kept."""
+        """Return ``rows`` on ``device``; a copy is kept."""
         if self.rows.device == device:
             return self.rows
         if str(device) not in self._elsewhere:
@@ -171,10 +172,10 @@ class Frames:
         return inverse_of(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
-        """The number of the table of every column at ``step``, int64 ``[frame, column]``."""
+        """Return the number of the table of every column at ``step``, int64 ``[frame, column]``."""
         result: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
         return result
 
     def expected_bits(self, step: int) -> float:
-        """Bits per value that symbols at ``step`` take on average, by the tables."""
+        """Return bits per value that symbols at ``step`` take on average, by the tables."""
         return float(self.tables.bits[self.tables_at(step)].mean())

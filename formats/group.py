@@ -170,13 +170,13 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
 
     def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """The token scales that norm_rule=unbiased stores for tokens ``u``, which have been divided by ``factor``."""
+        """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which have been divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._scaled_together, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``x`` in the coded frame, divided by the token scales if the codec has them, and the stream of token scales."""
+        """Return ``x`` in the coded frame, divided by the token scales if the codec has them, and the stream of token scales."""
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
@@ -203,7 +203,7 @@ class Group(CodecFamily):
         return 3 if self.axis == "token" else 4
 
     def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """A codec with binary16 scales, and streams for it that decode to the same bits: 8-bit scales are looked up."""
+        """Return a codec with binary16 scales, and streams for it that decode to the same bits: 8-bit scales are looked up."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])

@@ -32,18 +32,18 @@ FEW = 4
 
 
 def norms_of(x: torch.Tensor) -> torch.Tensor:
-    """The norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
+    """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
     size = max(PAGE, BLOCK_VALUES * caches_of(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
 
 
 def over_heads(norms: torch.Tensor) -> torch.Tensor:
-    """The norm of each token over all heads, ``[batch, token]``, by those in each head, ``[batch, kv_head, token]``."""
+    """Return the norm of each token over all heads, ``[batch, token]``, by those in each head, ``[batch, kv_head, token]``."""
     return norms.square().sum(1).sqrt()
 
 
 def usual(norms: torch.Tensor) -> torch.Tensor:
-    """The median of the page of each token, for ``norms`` ``[..., token]``; norms that are NaN do not count."""
+    """Return the median of the page of each token, for ``norms`` ``[..., token]``; norms that are NaN do not count."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
         median = pages.nanmedian(-1).values
@@ -131,14 +131,14 @@ def relative(norms: torch.Tensor) -> torch.Tensor:
 
 
 def few(chosen: torch.Tensor) -> torch.Tensor:
-    """``chosen``, bool ``[batch, token]``, without the tokens of pages that have more than ``FEW`` of them."""
+    """Return ``chosen``, bool ``[batch, token]``, without the tokens of pages that have more than ``FEW`` of them."""
     batch, tokens = chosen.shape
     counts = functional.pad(chosen, (0, -tokens % PAGE)).reshape(batch, -1, PAGE).sum(2)
     return chosen & (counts <= FEW).repeat_interleave(PAGE, 1)[:, :tokens]
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """The norms that tokens are measured by, ``[..., page, token]``, and how many tokens of each page these are: its last ones."""
+    """Yield the norms that tokens are measured by, ``[..., page, token]``, and how many tokens of each page these are: its last ones."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE * PAGE
     if whole:

@@ -15,7 +15,7 @@ INVERSE_ERROR = 2.0**-8
 
 
 def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
-    """The inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
+    """Return the inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
 
     Raises OutOfRange if there is no inverse, or if it changes values by more than ``INVERSE_ERROR``.
     """

@@ -82,7 +82,7 @@ class KeyMean(PageVector):
         return self.tokens
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
+        """Return ``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
         pages = -(-tokens // self.tokens)
         return {
             CODES: Layout("U8", (batch, heads, pages, self.dim * self.bits // 8), self.tokens),
@@ -100,7 +100,7 @@ class KeyMean(PageVector):
         return RunStep({}, encode)
 
     def measured(self, x: torch.Tensor) -> torch.Tensor:
-        """The means of the pages of ``x`` ``[batch, kv_head, token, dim]``, float32 ``[batch, kv_head, page, dim]``."""
+        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]``, float32 ``[batch, kv_head, page, dim]``."""
         batch, heads, tokens, dim = x.shape
         whole = tokens // self.tokens * self.tokens
         parts = [x[:, :, :whole].reshape(batch, heads, tokens // self.tokens, self.tokens, dim).mean(3, dtype=torch.float64)]
@@ -112,7 +112,7 @@ class KeyMean(PageVector):
         return x - self._of_tokens(self.measured(x), x.shape[2])
 
     def stored(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange for a scale above binary16."""
+        """Return the streams of means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange for a scale above binary16."""
         most = 2 ** (self.bits - 1) - 1
         scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")
         step = scale.to(torch.float32)[..., None]

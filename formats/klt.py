@@ -119,7 +119,7 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """The codec of heads whose runs of 8 columns have ``widths``, head after head."""
+        """Return the codec of heads whose runs of 8 columns have ``widths``, head after head."""
         return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
 
     @classmethod
@@ -134,7 +134,7 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """The codec whose heads share ``widths`` of runs of 16 columns, with the default F of every stream."""
+        """Return the codec whose heads share ``widths`` of runs of 16 columns, with the default F of every stream."""
         counts = columns_of(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)
@@ -198,14 +198,15 @@ class Klt(CodecFamily):
         return result
 
     def parts(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """The rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidParameter for another number of
+        heads."""
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         some = next(iter(streams.values()))
         return self.source_for(self.fixed_heads or some.shape[1]).on(some.device)
 
     def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
-        """The same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
+        """Return the same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
 
         Raises MissingBasis, and InvalidParameter for another number of heads.
         """
@@ -217,7 +218,7 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """The rows that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the rows that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -305,7 +306,7 @@ class Klt(CodecFamily):
         return streams
 
     def codes_of_heads(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[Runs, torch.Tensor]]:
-        """The runs of each width, where each head has its own, and their codes, int64 ``[batch, run, token, column]``."""
+        """Yield the runs of each width, where each head has its own, and their codes, int64 ``[batch, run, token, column]``."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
             places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
@@ -365,17 +366,17 @@ class Klt(CodecFamily):
 
 
 def default_gain(dim: int, own: bool) -> str:
-    """The gain of a recipe that names none, at head dim ``dim``; ``own``: of heads with widths of their own."""
+    """Return the gain of a recipe that names none, at head dim ``dim``; ``own``: of heads with widths of their own."""
     return "none" if own and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
-    """The widths of a head's runs, ascending, without 0: there is a code stream for each."""
+    """Return the widths of a head's runs, ascending, without 0: there is a code stream for each."""
     return sorted({*widths} - {0})
 
 
 def columns_of(widths: bytes, dim: int) -> dict[int, list[int]]:
-    """The columns of each of ``used_widths``, ascending."""
+    """Return the columns of each of ``used_widths``, ascending."""
     result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
@@ -401,7 +402,7 @@ class Runs(NamedTuple):
 
 @lru_cache(TABLES_KEPT)
 def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
-    """The runs with codes of heads with ``widths`` of their own, by width, whole ones before those at the end of a head."""
+    """Return the runs with codes of heads with ``widths`` of their own, by width, whole ones before those at the end of a head."""
     found: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_runs_of(dim)
     for number, width in enumerate(widths):
@@ -418,19 +419,19 @@ def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
 
 
 def head_runs_of(dim: int) -> int:
-    """The runs of 8 columns of a head; the last one may be partial."""
+    """Return the runs of 8 columns of a head; the last one may be partial."""
     return -(-dim // HEAD_RUN_COLUMNS)
 
 
 def _bytes_of(digits: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes ``[..., 8]`` of ``width`` bits as ``width`` bytes, the first code in the lowest bits: uint8."""
+    """Return codes ``[..., 8]`` of ``width`` bits as ``width`` bytes, the first code in the lowest bits: uint8."""
     shifts = torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=digits.device)
     words = (digits.to(torch.int64) << shifts).sum(-1)[..., None]
     return (words >> torch.arange(0, 8 * width, 8, device=digits.device) & 0xFF).to(torch.uint8)
 
 
 def _digits_of(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """The inverse of ``_bytes_of``, int64 ``[..., 8]``; bytes that are left out at the end are zeros."""
+    """Return the inverse of ``_bytes_of``, int64 ``[..., 8]``; bytes that are left out at the end are zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
@@ -457,7 +458,7 @@ def _check_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries.
+    """Return the codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries.
 
     Of equal entries one device would otherwise take another than the next.
     """
@@ -469,7 +470,7 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """The factors of tokens: ``own`` is their weighted squared length, ``common`` that with the ``decoded`` token, all float32.
+    """Return the factors of tokens: ``own`` is their weighted squared length, ``common`` that with the ``decoded`` token, all float32.
 
     |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). Where x and d are more than 45 degrees
     apart, that is not so, and the factor of least error is stored.

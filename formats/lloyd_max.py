@@ -19,7 +19,7 @@ _STEPS = 100
 
 
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
-    """The ``levels`` centroids, ascending, that minimise the mean squared error of a density.
+    """Return the ``levels`` centroids, ascending, that minimise the mean squared error of a density.
 
     ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``: the density is constant in a cell.
     The result is a fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints).
@@ -61,7 +61,7 @@ def octahedral_density(magnitude: Array) -> Array:
 
 
 def triplet_norm_masses(edges: Array, dim: int) -> Array:
-    """Relative mass between ``edges`` of asin(norm), for three coordinates of a direction uniform in ``dim`` >= 4 dimensions.
+    """Return the relative mass between ``edges`` of asin(norm), for three coordinates of a direction uniform in ``dim`` >= 4 dimensions.
 
     Source: OCTOPUS Eq. 4 with r = sin(angle), which removes the pole at r = 1 for each of these dims.
     """
@@ -71,7 +71,7 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
 
 
 def coordinate_masses(edges: Array, dim: int) -> Array:
-    """Relative mass between ``edges`` of asin(|u|), for a coordinate of a direction uniform in ``dim`` >= 2 dimensions.
+    """Return the relative mass between ``edges`` of asin(|u|), for a coordinate of a direction uniform in ``dim`` >= 2 dimensions.
 
     Source: OCTOPUS Eq. 3 with u = sin(angle), which removes the pole at u = 1 for each of these dims.
     """
@@ -97,7 +97,7 @@ def _without_underflow() -> numpy.errstate:
 
 @cache
 def direction_table(levels: int) -> bytes:
-    """``levels`` centroids of |xi|, little-endian float32."""
+    """Return ``levels`` centroids of |xi|, little-endian float32."""
     with _without_underflow():
         edges = numpy.linspace(0.0, 1.0, CELLS + 1)
         masses = octahedral_density((edges[1:] + edges[:-1]) / 2) * numpy.diff(edges)
@@ -106,7 +106,7 @@ def direction_table(levels: int) -> bytes:
 
 @cache
 def triplet_norm_table(dim: int, levels: int) -> bytes:
-    """``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian float32."""
+    """Return ``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian float32."""
     with _without_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -114,7 +114,7 @@ def triplet_norm_table(dim: int, levels: int) -> bytes:
 
 @cache
 def coordinate_table(dim: int, levels: int) -> bytes:
-    """``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian float32."""
+    """Return ``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian float32."""
     with _without_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -122,7 +122,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian float32."""
+    """Return ``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian float32."""
     with _without_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

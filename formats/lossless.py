@@ -129,7 +129,8 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``, or where they cost less those ``before``."""
+        """Return frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``, or where they cost less those
+        ``before``."""
         tables = rans.frequencies(_with_room(counts))
         if before is not None:
             last = _numbers(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
@@ -164,7 +165,7 @@ class Lossless(CodecFamily):
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The streams of coded chunks, which are by chunk, then sequence, then head."""
+        """Return the streams of coded chunks, which are by chunk, then sequence, then head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -174,7 +175,7 @@ class Lossless(CodecFamily):
         }
 
     def _bits(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in the codec's dtype, its bits as int16."""
+        """Return ``x`` in the codec's dtype, its bits as int16."""
         return rounded(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:
@@ -182,24 +183,25 @@ class Lossless(CodecFamily):
         return _numbers((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
-        """Signs and fractions as digits, int32."""
+        """Return signs and fractions as digits, int32."""
         fraction, exponent = FORMS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """The symbols of every chunk of a head, int64, for the tokens of each run."""
+        """Return the symbols of every chunk of a head, int64, for the tokens of each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The values of a run, or of its first tokens, in their dtype; fewer tokens than were coded are the first of their chunk."""
+        """Return the values of a run, or of its first tokens, in their dtype; fewer tokens than were coded are the first of their chunk."""
         return self._joined(self.digits(streams)[0], streams)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._joined(digits[0], streams).to(torch.float32)
 
     def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
-        """The exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``; a part of one chunk is as long as its tokens."""
+        """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``; a part of one chunk is as long as its
+        tokens."""
         batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
         flat = {name: _numbers(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
@@ -226,7 +228,7 @@ class Lossless(CodecFamily):
         return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """``streams`` whose last chunk has only its first ``tokens`` tokens left: the chunk is coded again, by the same tables."""
+        """Return ``streams`` whose last chunk has only its first ``tokens`` tokens left: the chunk is coded again, by the same tables."""
         begin = streams["signed_fractions.0"].shape[2] - tokens
         last = {
             name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
@@ -289,7 +291,7 @@ class Lossless(CodecFamily):
 
 
 def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
-    """Ranges of chunks to be decoded together, by the end of each in the words."""
+    """Yield ranges of chunks to be decoded together, by the end of each in the words."""
     first = 0
     while first < len(ends):
         begin = int(ends[first - 1]) if first else 0
@@ -300,7 +302,8 @@ def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _with_room(counts: Numbers) -> Numbers:
-    """``counts`` ``[table, symbol]``, with 1 for the symbols that have room without occurring; of many values, that is next to none."""
+    """Return ``counts`` ``[table, symbol]``, with 1 for the symbols that have room without occurring; of many values, that is next to
+    none."""
     present = counts > 0
     room = present.copy()
     for step in range(1, _BELOW + 1):
@@ -326,7 +329,7 @@ def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def _replaced(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
-    """``stream`` with ``new`` in place of its last ``rows`` rows."""
+    """Return ``stream`` with ``new`` in place of its last ``rows`` rows."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 

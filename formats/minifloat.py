@@ -192,13 +192,13 @@ class Minifloat(CodecFamily):
         return self.pack("codes", encoded(scaled, self.element)) | streams
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., dim]`` as ``[..., block, channel of the block]``, with zeros in what a partial last block lacks."""
+        """Return ``[..., dim]`` as ``[..., block, channel of the block]``, with zeros in what a partial last block lacks."""
         spare = self.blocks * self.block - self.dim
         whole = functional.pad(values, (0, spare)) if spare else values
         return whole.reshape(*values.shape[:-1], self.blocks, self.block)
 
     def _of_channels(self, grouped: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``_in_blocks``."""
+        """Return the inverse of ``_in_blocks``."""
         return grouped.flatten(-2)[..., : self.dim]
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Minifloat(CodecFamily):
         return self._of_channels(grouped.mul_(first[..., None]).mul_(second[..., None]))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
-        """A codec whose scales per run are float32, and streams for it that decode to the same bits."""
+        """Return a codec whose scales per run are float32, and streams for it that decode to the same bits."""
         if self.run_scale != "scale" or self.scale_dtype == "fp32":
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
@@ -267,7 +267,7 @@ class Minifloat(CodecFamily):
 
 
 def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
-    """The codes of the elements nearest to float32 ``x``, ties to even; beyond the largest, the largest. Integers, of any dtype."""
+    """Return the codes of the elements nearest to float32 ``x``, ties to even; beyond the largest, the largest. Integers, of any dtype."""
     form = ELEMENTS[element]
     if element == "e2m1":
         size = x.abs().clamp_max_(form.largest)
@@ -281,7 +281,7 @@ def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
-    """``encoded`` by operations that every device has, int32."""
+    """Return ``encoded`` by operations that every device has, int32."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -295,7 +295,7 @@ def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """The e8m0 codes, int32, of blocks by their ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
+    """Return the e8m0 codes, int32, of blocks by their ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
     emax = ELEMENTS[element].value(ELEMENTS[element].finite - 1)
     return ((largest.contiguous().view(torch.int32) >> 23) - floor_log2(emax)).clamp_min_(0)
 
@@ -306,7 +306,7 @@ def floor_log2(value: float) -> int:
 
 
 def most_of(codec: Minifloat) -> float:
-    """The largest quotient of a value and a scale of a run."""
+    """Return the largest quotient of a value and a scale of a run."""
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
 
@@ -327,7 +327,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
-    """``largest`` / ``most`` in binary16 (``half``) or float32; one unit more where a subnormal scale would saturate values."""
+    """Return ``largest`` / ``most`` in binary16 (``half``) or float32; one unit more where a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
     scale = _over(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
@@ -337,7 +337,7 @@ def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
 
 
 def _over(x: torch.Tensor, number: float) -> torch.Tensor:
-    """``x`` / ``number``, correctly rounded on every device: PyTorch multiplies by a number's reciprocal on CUDA devices."""
+    """Return ``x`` / ``number``, correctly rounded on every device: PyTorch multiplies by a number's reciprocal on CUDA devices."""
     return x / x.new_full((), number)
 
 
@@ -347,7 +347,7 @@ def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @kept_on_device
 def element_values(element: str) -> torch.Tensor:
-    """The value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which no reader accepts."""
+    """Return the value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which no reader accepts."""
     form = ELEMENTS[element]
     half = 1 << form.bits - 1
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)

@@ -27,12 +27,12 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def norm_rule_of(options: Options) -> str:
-    """The rule that a recipe requests."""
+    """Return the rule that a recipe requests."""
     return options.choice("norm_rule", SKETCHED if options.sketched else NORM_RULES[0], NORM_RULES)
 
 
 def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 rows ``[row, dim]`` in the frame of ``rotation``, over their norms, and these, float32 ``[row]``.
+    """Return float32 rows ``[row, dim]`` in the frame of ``rotation``, over their norms, and these, float32 ``[row]``.
 
     A subnormal norm leaves a row shorter than 1.
     """
@@ -42,7 +42,7 @@ def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, tor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``unbiased_factor`` of rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
+    """Return ``unbiased_factor`` of rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
@@ -50,7 +50,7 @@ def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor,
 def unbiased_factor(
     norm: torch.Tensor, product: torch.Tensor, decoded: torch.Tensor, dtype: str, squares: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """The factor to be stored as ``dtype`` (of ``LIMITS``) of rows x = ``norm`` u, where u decodes to d.
+    """Return the factor to be stored as ``dtype`` (of ``LIMITS``) of rows x = ``norm`` u, where u decodes to d.
 
     ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that are more than 45 degrees off d
     keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor

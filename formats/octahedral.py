@@ -127,7 +127,7 @@ class Octahedral(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of rows ``[row, dim]``, with float32 norms."""
+        """Return the streams of rows ``[row, dim]``, with float32 norms."""
         rows, length, norm = _measured(rows)
         x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
@@ -225,13 +225,13 @@ def norm_with_index(b_dir: int, b_norm: int) -> bool:
 
 
 def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
-    """The bits of the index digit and of the sign digit."""
+    """Return the bits of the index digit and of the sign digit."""
     index = 2 * (b_dir - 1)
     return (index + b_norm, 2) if norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """The bases of every code stream; a digit of zero bits is left out."""
+    """Return the bases of every code stream; a digit of zero bits is left out."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
         return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}
@@ -260,12 +260,12 @@ def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Field
 
 @lru_cache(TABLES_KEPT)
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
-    """For each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
+    """Return, for each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
     return {f"symbol.{number}": numpy.array(bits, numpy.uint16) for number, bits in enumerate(packing.symbol_bits(triplets))}
 
 
 def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows scaled so that their squares fit float32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
+    """Return rows scaled so that their squares fit float32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
         return rows, length, length[:, 0]
@@ -281,14 +281,14 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 @kept_on_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
-    """The matrix that maps a row to the first coordinates of all its triplets, then the second, then the third."""
+    """Return the matrix that maps a row to the first coordinates of all its triplets, then the second, then the third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
 @kept_on_device
 def signed_directions(table: bytes) -> torch.Tensor:
-    """Unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
+    """Return unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)
@@ -296,7 +296,7 @@ def signed_directions(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
-    """Every direction times every norm, float32 ``[norm * direction, 3]``, as decoding multiplies them."""
+    """Return every direction times every norm, float32 ``[norm * direction, 3]``, as decoding multiplies them."""
     return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 

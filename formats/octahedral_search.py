@@ -26,7 +26,7 @@ _SMALLEST_SUM = 1e-30
 
 
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(|xi|, |eta|) in [0, 1] of a direction; (0, 0) for the zero vector. Source: OCTOPUS Eq. 5.
+    """Return (|xi|, |eta|) in [0, 1] of a direction; (0, 0) for the zero vector. Source: OCTOPUS Eq. 5.
 
     For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y serves both signs of z.
     """
@@ -36,7 +36,7 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
 
 
 def codebook_directions(table: bytes) -> torch.Tensor:
-    """The unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``; entry i + levels * j has xi = c_i, eta = c_j.
+    """Return the unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``; entry i + levels * j has xi = c_i, eta = c_j.
 
     ``table`` holds the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in binary64.
     """
@@ -48,13 +48,13 @@ def codebook_directions(table: bytes) -> torch.Tensor:
 
 
 def midpoints(table: bytes) -> list[float]:
-    """The midpoints between neighboring centroids of ``table``."""
+    """Return the midpoints between neighboring centroids of ``table``."""
     centroids = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     return [float(bound) for bound in (centroids[1:] + centroids[:-1]) / 2]
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """The number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
+    """Return the number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
     if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
@@ -66,7 +66,7 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
 
 @lru_cache(_CODEBOOKS_KEPT)
 def codebook(table: bytes, device: torch.device) -> Codebook:
-    """The codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
+    """Return the codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
     return Codebook(table, device)
 
 
@@ -81,7 +81,7 @@ class Codebook:
         self._device = device
 
     def nearest(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The index ``i + levels * j`` that ``rounding`` finds, int32 in the shape of ``x``.
+        """Return the index ``i + levels * j`` that ``rounding`` finds, int32 in the shape of ``x``.
 
         scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
         local3x3: the best of the nearest magnitudes and their neighbors. full: the best of all magnitudes.
@@ -93,13 +93,13 @@ class Codebook:
         return self.local_search(x, y, z, rounding)
 
     def projection(self, index: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The scalar product of each direction with codeword ``index``."""
+        """Return the scalar product of each direction with codeword ``index``."""
         flat = index.reshape(-1)
         nx, ny, nz = (self._directions[axis].index_select(0, flat).view(index.shape) for axis in range(3))
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
+        """Return the search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -108,7 +108,7 @@ class Codebook:
         return index.gather(0, best)[0]
 
     def _candidates(self, coordinates: torch.Tensor, rounding: str) -> torch.Tensor:
-        """The levels to try, int32 ``[candidate, ...]``, nearest first."""
+        """Return the levels to try, int32 ``[candidate, ...]``, nearest first."""
         nearest = nearest_level(coordinates, self._bounds).to(torch.int32)
         if rounding == "scalar":
             return nearest[None]
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The result of the local 3x3 search: looked up by grid cell, searched only in cells that codewords share."""
+        """Return the result of the local 3x3 search: looked up by grid cell, searched only in cells that codewords share."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
@@ -164,7 +164,7 @@ class Codebook:
 
 
 def _negative(values: torch.Tensor) -> torch.Tensor:
-    """The positions of the negative values of a flat tensor; on a CPU, numpy finds them four times as fast as torch."""
+    """Return the positions of the negative values of a flat tensor; on a CPU, numpy finds them four times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))
     return torch.nonzero(values < 0).view(-1)

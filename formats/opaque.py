@@ -44,7 +44,7 @@ class Opaque(CodecFamily):
         return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidType for any other dtype."""
+        """Return the bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidType for any other dtype."""
         if x.dtype != torch.uint8:
             raise InvalidType(f"codec opaque: dtype {x.dtype}, expected uint8: view an engine's slot as its bytes")
         return {"bytes": x}

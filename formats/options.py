@@ -50,7 +50,7 @@ class Options:
         self._canonical: dict[str, str] = {}
 
     def canonical(self) -> dict[str, str]:
-        """The words that were read, sorted by name, with one spelling for each meaning and without those that restate a default."""
+        """Return the words that were read, sorted by name, with one spelling for each meaning and without those that restate a default."""
         return dict(sorted(self._canonical.items()))
 
     def respell(self, words: Mapping[str, str | None]) -> None:
@@ -70,7 +70,7 @@ class Options:
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """An integer from ``low`` to ``high``; without a default the word is required."""
+        """Return an integer from ``low`` to ``high``; without a default the word is required."""
         text = self._read(name)
         if text is None:
             if default is None:
@@ -86,7 +86,7 @@ class Options:
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """One or more integers from ``low`` to ``high``, joined by dots; the word is required."""
+        """Return one or more integers from ``low`` to ``high``, joined by dots; the word is required."""
         text = self._read(name)
         if text is None:
             raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
@@ -98,7 +98,7 @@ class Options:
         return tuple(known[word] for word in words)
 
     def choice(self, name: str, default: str, known: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
-        """One of the words in ``known``."""
+        """Return one of the words in ``known``."""
         text = self._read(name)
         if text is None:
             return default
@@ -108,7 +108,7 @@ class Options:
         return text
 
     def share(self, name: str, default: float) -> float:
-        """A share above 0 and below 1, as a decimal number of at most four places."""
+        """Return a share above 0 and below 1, as a decimal number of at most four places."""
         text = self._read(name)
         if text is None:
             return default
@@ -119,7 +119,7 @@ class Options:
         return value
 
     def ratio(self, name: str, default: float) -> float:
-        """A number above 1 and up to 1,000, as a decimal number of at most four places."""
+        """Return a number above 1 and up to 1,000, as a decimal number of at most four places."""
         text = self._read(name)
         if text is None:
             return default

@@ -72,7 +72,8 @@ class Outliers(FramePart):
         return Columns(self.dim // CHUNK, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The planes of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and chunk."""
+        """Return the planes of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and
+        chunk."""
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
 
@@ -87,7 +88,7 @@ class Outliers(FramePart):
         return RunStep({}, lambda block, _: self.encode(block, threshold))
 
     def threshold(self, run: Run) -> torch.Tensor:
-        """The norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
+        """Return the norm ``[kv_head, 1, 1]`` above which a chunk of the coded frame is an outlier."""
         norms = torch.cat([_norms(_chunks(block)).transpose(0, 1).flatten(1) for block in run.blocks()], 1)
         if not norms.shape[1]:
             return norms.new_full((norms.shape[0], 1, 1), torch.inf)
@@ -95,7 +96,7 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
+        """Return ``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
 
         Raises OutOfRange if an outlier does not fit binary16.
         """
@@ -109,7 +110,7 @@ class Outliers(FramePart):
         return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``frame`` ``[batch, kv_head, token, dim]``, float32, with the outliers in their places."""
+        """Return ``frame`` ``[batch, kv_head, token, dim]``, float32, with the outliers in their places."""
         chunks = _chunks(frame).clone()
         chunks.permute(2, 0, 1, 3, 4)[self.flags(streams).permute(2, 0, 1, 3)] = streams[VALUES][0, 0].to(torch.float32)
         return chunks.flatten(3)
@@ -142,7 +143,7 @@ def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:
-    """``u`` in chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
+    """Return ``u`` in chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

@@ -183,7 +183,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
 
 
 def _most_levels(dim: int) -> int:
-    """The number of levels after which one radius is left."""
+    """Return the number of levels after which one radius is left."""
     return (dim - 1).bit_length()
 
 
@@ -219,7 +219,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(TABLES_KEPT)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """The levels of each code stream: consecutive levels of equal bits share a stream, named after the first."""
+    """Return the levels of each code stream: consecutive levels of equal bits share a stream, named after the first."""
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
         numbers, members = zip(*run, strict=True)
@@ -245,7 +245,7 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """(cos, sin) of the angles of a level, ``[..., angle, 2]``, by their codes."""
+    """Return (cos, sin) of the angles of a level, ``[..., angle, 2]``, by their codes."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
@@ -254,13 +254,13 @@ def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor
 
 @kept_on_device
 def uniform_directions(bins: int) -> torch.Tensor:
-    """(cos, sin) of each bin center, float32 ``[bins, 2]``."""
+    """Return (cos, sin) of each bin center, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
 @kept_on_device
 def angle_directions(table: bytes) -> torch.Tensor:
-    """(cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
+    """Return (cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
 
 

@@ -11,7 +11,7 @@ MIN_ROWS = 16
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of float32.
+    """Return ``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of float32.
 
     Where the process lets products round their factors to tf32 or bf16, these are of binary64. On the CPU a row's result does not depend
     on how many others there are.
@@ -23,7 +23,7 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``product`` of which a row's result may depend on how many others there are: attention, and searches."""
+    """Return ``product`` of which a row's result may depend on how many others there are: attention, and searches."""
     if is_reduced(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix

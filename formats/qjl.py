@@ -76,12 +76,12 @@ class Qjl(ResidualSketch):
         return Columns(self.dim, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """The planes of ``qjl_signs``, and ``qjl_norm``."""
+        """Return the planes of ``qjl_signs``, and ``qjl_norm``."""
         planes = {f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange if a norm does not fit its width."""
+        """Return the streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange if a norm does not fit its width."""
         norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
         negative = (self.rotation.forward(residual) < 0).to(torch.int32)
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}
@@ -96,7 +96,7 @@ class Qjl(ResidualSketch):
         return frame + self.correction(streams)
 
     def correction(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The estimated residuals, float32 ``[batch, kv_head, token, dim]`` (OCTOPUS Sec. 3.6)."""
+        """Return the estimated residuals, float32 ``[batch, kv_head, token, dim]`` (OCTOPUS Sec. 3.6)."""
         (negative,) = self.packing.unpack([streams[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))])
         size = streams[NORM].to(torch.float32) * math.sqrt(math.pi / (2 * self.dim))
         return self.rotation.inverse((1 - 2 * negative).to(torch.float32)) * size[..., None]

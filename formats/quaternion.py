@@ -182,7 +182,7 @@ def _squares_are_safe(radius: torch.Tensor) -> bool:
 
 @lru_cache(TABLES_KEPT)
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """The bases of each code stream's digits (spec/codecs/quaternion.md, Layout)."""
+    """Return the bases of each code stream's digits (spec/codecs/quaternion.md, Layout)."""
     chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
     if arrangement == "direct":
         base = next_power_of_two(alphabet)
@@ -210,13 +210,13 @@ def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fiel
 
 @kept_on_device
 def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
-    """The ``count`` seeded unit quaternions (w, x, y, z), float32 ``[count, 4]``."""
+    """Return the ``count`` seeded unit quaternions (w, x, y, z), float32 ``[count, 4]``."""
     return torch.from_numpy(unit_quaternions(seed, count)).to(torch.float32)
 
 
 @kept_on_device
 def codewords(seed: int, count: int) -> torch.Tensor:
-    """The products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
+    """Return the products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, and the sums run left to right.

@@ -60,7 +60,7 @@ class Search:
             self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """The codeword with the largest inner product with each chunk, int32 ``[chunks]``; arbitrary for a zero chunk.
+        """Return the codeword with the largest inner product with each chunk, int32 ``[chunks]``; arbitrary for a zero chunk.
 
         Computes all products for a few chunks, and otherwise uses the grid if there is one. Where two codewords differ
         by no more than rounding (2^-20 of the chunk's norm), searches may disagree, but each is deterministic.
@@ -138,7 +138,7 @@ class Grid:
         self._bisectors = self._codebook[:, self._lists[0]] - self._codebook[:, self._lists[1]]
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """The nearest codeword of each chunk, int32 ``[chunks]``."""
+        """Return the nearest codeword of each chunk, int32 ``[chunks]``."""
         w, x, y, z = planes
         total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
         towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(w)
@@ -156,7 +156,7 @@ class Grid:
         return winner.index_copy_(0, longer, found)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """The nearest codeword of longer lists, given the nearer of the first two; each round has fewer chunks left."""
+        """Return the nearest codeword of longer lists, given the nearer of the first two; each round has fewer chunks left."""
         best = _combined(planes, _gathered(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -172,7 +172,7 @@ class Grid:
 
 
 def _gathered(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """The entries ``index`` of every row, gathered row by row, which is several times faster."""
+    """Return the entries ``index`` of every row, gathered row by row, which is several times faster."""
     return [row.index_select(0, index) for row in rows]
 
 
@@ -207,7 +207,7 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
 
 
 def _concatenated(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of all ``lists`` in one width: that of the last list, at least two. Shorter rows repeat their first column."""
+    """Return rows of all ``lists`` in one width: that of the last list, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -260,7 +260,7 @@ def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torc
 
 
 def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
-    """The sum of planes, each times its weight (one number, or one per chunk)."""
+    """Return the sum of planes, each times its weight (one number, or one per chunk)."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
         if isinstance(weight, torch.Tensor):
@@ -271,14 +271,14 @@ def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
 
 
 def _turned_back(planes: Planes, quaternion: Weights) -> list[torch.Tensor]:
-    """The Hamilton product of each chunk with the conjugate of ``quaternion``."""
+    """Return the Hamilton product of each chunk with the conjugate of ``quaternion``."""
     w, x, y, z = quaternion
     rows = ((w, x, y, z), (-x, w, -z, y), (-y, z, w, -x), (-z, -y, x, w))
     return [_combined(planes, row) for row in rows]
 
 
 def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inner products with the nearest of the units +-1, +-i, +-j, +-k and with the nearest half unit."""
+    """Return the inner products with the nearest of the units +-1, +-i, +-j, +-k and with the nearest half unit."""
     w, x, y, z = (plane.abs() for plane in planes)
     largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
     return largest, w.add_(x).add_(y).add_(z).mul_(0.5)
@@ -290,7 +290,7 @@ def _sign_bit(values: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
-    """The number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
+    """Return the number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
     negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()
     for axis in (1, 2, 3):

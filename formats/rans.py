@@ -53,7 +53,8 @@ class Decoded(NamedTuple):
 
 
 def frequencies(counts: Numbers) -> Numbers:
-    """Frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 if a count is not 0.
+    """Return frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 if a count is not
+    0.
 
     A table without counts gives all to symbol 0.
     """
@@ -170,7 +171,8 @@ def _rows_of(table: Numbers, step: int) -> Numbers:
 
 
 def slots_of(tables: Numbers) -> Numbers:
-    """For every slot of every table, flat uint32: its symbol, the symbol's frequency - 1 from bit 8 on, its first slot from bit 20 on."""
+    """Return, for every slot of every table, flat uint32: its symbol, the symbol's frequency - 1 from bit 8 on, its first slot from bit 20
+    on."""
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables
     packed = numpy.arange(tables.shape[1]) | (tables - 1 << 8) | starts << 20

@@ -73,7 +73,7 @@ class Raw(CodecFamily):
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
+    """Return ``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """

@@ -82,7 +82,7 @@ class RawPositions(KeptTokens):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """``raw_positions``, token and sequence of each raw token, in that order, and ``raw_values``, their values."""
+        """Return ``raw_positions``, token and sequence of each raw token, in that order, and ``raw_values``, their values."""
         return {
             POSITIONS: Layout("U16", (1, 1, 0, _HALVES), per="entry", batch_axis=None),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
@@ -134,7 +134,7 @@ class RawPositions(KeptTokens):
     def encode(
         self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
+        """Return ``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
 
         ``start`` is the number of the first token in its run. Raises OutOfRange if a value does not fit the dtype.
         """
@@ -142,7 +142,7 @@ class RawPositions(KeptTokens):
         return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)
 
     def stored(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """The streams that contain each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
+        """Return the streams that contain each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
 
@@ -204,7 +204,7 @@ class RawPositions(KeptTokens):
 
 
 def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that do not fit (``head_norms.misfit``)."""
+    """Return ``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that do not fit (``head_norms.misfit``)."""
     return chosen | few((misfits > 1) & ~chosen)
 
 
@@ -221,14 +221,14 @@ class Slots:
 
 
 def slots_of(tokens: int, least: int = 0) -> int:
-    """The raw tokens that rows of pages of ``tokens`` tokens have room for, ``least`` of them at least."""
+    """Return the raw tokens that rows of pages of ``tokens`` tokens have room for, ``least`` of them at least."""
     return max(least, tokens // SLOT_TOKENS)
 
 
 def in_slots(
     raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> Slots:
-    """The raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones if they are more than the slots.
+    """Return the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones if they are more than the slots.
 
     ``norms`` are those of ``RawPositions.choose``, and ``misfits`` what ``head_norms.misfit`` finds, for sides that share scales.
     A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
@@ -258,7 +258,8 @@ def in_slots(
 def tokens_of_slots(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The raw tokens of pages by ``norms`` ``[page, kv_head, token]``, as ``in_slots``, and how many have no slot, int64 ``[page, 2]``.
+    """Return the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, as ``in_slots``, and how many have no slot, int64 ``[page,
+    2]``.
 
     The tokens are int64 ``[page, slot]``, ascending; unused slots have the number of tokens. Of those without a slot, all are counted, and
     those that cost others precision.
@@ -278,7 +279,8 @@ def tokens_of_slots(
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``; the host does not wait."""
+    """Return pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``; the host does not
+    wait."""
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _numbers(words.flatten(0, 1)).view(words.shape[:2])
@@ -290,7 +292,8 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
 
 
 def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
-    """The values of each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]`` in ``dtype``: ``[entry, kv_head, dim]``.
+    """Return the values of each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]`` in ``dtype``: ``[entry, kv_head,
+    dim]``.
 
     Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
     """
@@ -308,7 +311,7 @@ def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtyp
 
 
 def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """``x`` ``[batch, kv_head, token, dim]`` with other values for each ``token`` of a ``sequence``; they are the ``chosen`` ones.
+    """Return ``x`` ``[batch, kv_head, token, dim]`` with other values for each ``token`` of a ``sequence``; they are the ``chosen`` ones.
 
     They are the mean of the other tokens of its token group, which widens no group, or zero if there are none.
     """
@@ -331,7 +334,7 @@ def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chose
 
 
 def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """``run`` with other values for its ``chosen`` tokens, as ``replaced``."""
+    """Return ``run`` with other values for its ``chosen`` tokens, as ``replaced``."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0
@@ -345,12 +348,12 @@ def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
 
 
 def _numbers(words: Any) -> Any:
-    """The tokens of positions ``[entry, word]`` of int64, -1 for an unused one."""
+    """Return the tokens of positions ``[entry, word]`` of int64, -1 for an unused one."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
 def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and sequence, int64, of each raw token."""
+    """Return token and sequence, int64, of each raw token."""
     words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _numbers(words)
     used = token >= 0
@@ -358,12 +361,12 @@ def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """The stream of positions of tokens and sequences, int64."""
+    """Return the stream of positions of tokens and sequences, int64."""
     return _words(token + 1, sequence)[None, None]
 
 
 def _words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """The words, uint16 ``[entry, 4]``, of tokens' numbers, which count from 1, and of their sequences."""
+    """Return the words, uint16 ``[entry, 4]``, of tokens' numbers, which count from 1, and of their sequences."""
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

@@ -61,7 +61,7 @@ class RawTokens(KeptTokens):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """``raw_token_flags``, 1 for a raw token, and ``raw_tokens``, the raw ones by token and sequence."""
+        """Return ``raw_token_flags``, 1 for a raw token, and ``raw_tokens``, the raw ones by token and sequence."""
         return {
             FLAGS: Layout("U8", (batch, 1, tokens)),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
@@ -91,7 +91,7 @@ class RawTokens(KeptTokens):
         return chosen
 
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
+        """Return ``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
 
         Raises OutOfRange if a value does not fit the dtype.
         """

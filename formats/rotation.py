@@ -19,7 +19,7 @@ PALEY_ORDERS = (12, 20, 28)
 
 @lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
-    """The +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
+    """Return the +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
 
     Raises InvalidParameter for any other order.
     """
@@ -36,7 +36,7 @@ def check_order(order: int) -> None:
 
 
 def _paley_order(order: int) -> int:
-    """The order of the right factor of ``hadamard(order)``; 1 for a power of two."""
+    """Return the order of the right factor of ``hadamard(order)``; 1 for a power of two."""
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
@@ -93,7 +93,7 @@ class Rotation:
             check_order(self.dim)
 
     def matrix(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The matrix R of u = R x, float32 ``[dim, dim]``."""
+        """Return the matrix R of u = R x, float32 ``[dim, dim]``."""
         return _matrix(self.kind, self.dim, self.seed, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Rotation:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """The rotation, which all codecs with these parameters share. Raises the errors of ``Rotation``."""
+    """Return the rotation, which all codecs with these parameters share. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 

@@ -125,7 +125,7 @@ class Scalar(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of rows ``[row, dim]``, with float32 norms."""
+        """Return the streams of rows ``[row, dim]``, with float32 norms."""
         unit, norm = unit_rows(rows, self.rotation)
         codes = []
         for part, table in zip(self.parts, self._tables, strict=True):
@@ -191,7 +191,7 @@ def _packings(parts: tuple[ScalarPart, ...], fields: Fields) -> dict[str, Column
 
 
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
-    """The level of ``table`` nearest to each magnitude, as float32 or int32."""
+    """Return the level of ``table`` nearest to each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)
@@ -214,7 +214,7 @@ def _bounds(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def signed_values(table: bytes) -> torch.Tensor:
-    """The decoded value of each code, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
+    """Return the decoded value of each code, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
     magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])
 
@@ -226,5 +226,5 @@ def _channels(part: ScalarPart) -> torch.Tensor:
 
 @kept_on_device
 def _order(parts: tuple[ScalarPart, ...]) -> torch.Tensor:
-    """For each channel, its index in the concatenated channels of ``parts``."""
+    """Return, for each channel, its index in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

@@ -37,7 +37,7 @@ def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
 
 
 def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The uint8 codes nearest to scales or centers ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
+    """Return the uint8 codes nearest to scales or centers ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
     step, minimum = _step_and_minimum(scale_range, member)
     codes = ((_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
     return codes, _squares(codes, scale_range, member).to(torch.float16).to(torch.float32)
@@ -62,7 +62,7 @@ def _root(values: torch.Tensor) -> torch.Tensor:
 def chosen(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """The range for a run whose ``blocks`` have these scales and centers, ``[batch, kv_head, row, group]`` each.
+    """Return the range for a run whose ``blocks`` have these scales and centers, ``[batch, kv_head, row, group]`` each.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined, and
     otherwise widened, so that repeated appends seldom need another range. ``empty`` is returned if there are no values.

@@ -67,7 +67,7 @@ class SideCar(ABC):
     @classmethod
     @abstractmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        """The side-car that a recipe's ``options`` for this ``side`` ("k" or "v") request; None if they request none.
+        """Return the side-car that a recipe's ``options`` for this ``side`` ("k" or "v") request; None if they request none.
 
         Raises InvalidParameter for an option that is out of range, or that needs another option.
         """
@@ -75,11 +75,12 @@ class SideCar(ABC):
     @classmethod
     @abstractmethod
     def of_params(cls, dim: int, value: Any) -> Self:
-        """The side-car with this ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not have."""
+        """Return the side-car with this ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not
+        have."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Its value in the header: a string, an integer or a map, from which ``of_params`` makes an equal side-car."""
+        """Return its value in the header: a string, an integer or a map, from which ``of_params`` makes an equal side-car."""
 
     @property
     def nominal_bits(self) -> float:
@@ -96,11 +97,11 @@ class SideCar(ABC):
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
+        """Return the number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
         return {}
 
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """The rows of every stream with one row per entry, in a run of ``tokens`` tokens of ordinary values."""
+        """Return the rows of every stream with one row per entry, in a run of ``tokens`` tokens of ordinary values."""
         return {}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -144,14 +145,15 @@ class KeptTokens(SideCar):
 
     @abstractmethod
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token and sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
+        """Return token and sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
     def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Their values, float32 ``[entry, kv_head, dim]``."""
+        """Return their values, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``x`` ``[batch, kv_head, token, dim]`` with ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, in their places."""
+        """Return ``x`` ``[batch, kv_head, token, dim]`` with ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, in their
+        places."""
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.places(streams)] = kept
         return result
@@ -164,7 +166,7 @@ class ValueMap(SideCar):
     """
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Its streams for ``run``, whose blocks have passed the maps before it."""
+        """Return its streams for ``run``, whose blocks have passed the maps before it."""
         return {}
 
     @abstractmethod
@@ -215,14 +217,14 @@ class PageVector(SideCar):
 
     @abstractmethod
     def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
+        """Return the vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page, with the vectors added."""
+        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page, with the vectors added."""
         return frame + self._of_tokens(self.vectors(streams), frame.shape[2])
 
     def _of_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The vector of each token."""
+        """Return the vector of each token."""
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
@@ -238,7 +240,7 @@ class FramePart(SideCar):
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``frame`` ``[batch, kv_head, token, dim]`` float32 with the part in its place."""
+        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32 with the part in its place."""
 
 
 class ResidualSketch(SideCar):
@@ -246,22 +248,23 @@ class ResidualSketch(SideCar):
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 if a part is put back exactly."""
+        """Return the streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 if a part is put back
+        exactly."""
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """``frame`` ``[batch, kv_head, token, dim]`` float32 with the estimated residual added."""
+        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32 with the estimated residual added."""
 
 
 def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
-    """``value``, a string of ``known``. Raises InvalidParameter for any other value."""
+    """Return ``value``, a string of ``known``. Raises InvalidParameter for any other value."""
     if type(value) is not str or value not in known:
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
 def typed_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other value."""
+    """Return ``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other value."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")

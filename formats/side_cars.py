@@ -216,7 +216,7 @@ class WithSideCars(Codec):
         return RunEncoder({**inner.streams, **own}, encode)
 
     def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """The steps that the blocks of ``run``, without ``kept`` tokens, take to the codec, and the streams with one row per run."""
+        """Return the steps that the blocks of ``run``, without ``kept`` tokens, take to the codec, and the streams with one row per run."""
         steps = _Steps(run)
         own: dict[str, torch.Tensor] = {}
 
@@ -240,13 +240,13 @@ class WithSideCars(Codec):
         return steps, own
 
     def _less_vectors(self, run: Run) -> Run:
-        """``run`` less the vectors of its pages: maps are measured on what the codec will encode."""
+        """Return ``run`` less the vectors of its pages: maps are measured on what the codec will encode."""
         for vector in self.page_vectors:
             run = replace(run, blocks=partial(_mapped, vector.rest, run.blocks))
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """The streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the parts taken out."""
+        """Return the streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the parts taken out."""
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
@@ -268,14 +268,14 @@ class WithSideCars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """The codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
+        """Return the codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
         frame = self._corrected(frame, streams)
         for tokens in self.kept_tokens:
             frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.places(streams)[1], streams), streams)
         return frame
 
     def coded(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, in the coded frame."""
+        """Return ``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, in the coded frame."""
         if not len(kept):
             return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
@@ -290,7 +290,7 @@ class WithSideCars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """The codec's decoded ``frame`` completed by all side-cars, in the original frame."""
+        """Return the codec's decoded ``frame`` completed by all side-cars, in the original frame."""
         values = self.original(self._corrected(frame, streams), streams)
         for tokens in self.kept_tokens:
             values = tokens.put(values, tokens.kept(streams), streams)
@@ -358,11 +358,11 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A block, its first token ``start``, after all steps, and the streams that they return."""
+        """Return a block, its first token ``start``, after all steps, and the streams that they return."""
         return _after(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """The run after the steps so far; errors name the tokens of a block."""
+        """Return the run after the steps so far; errors name the tokens of a block."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)

@@ -21,7 +21,7 @@ _CODES = 256
 
 
 def features_of(norm: str) -> frozenset[str]:
-    """The required features of a codec that stores norms as ``norm``."""
+    """Return the required features of a codec that stores norms as ``norm``."""
     return frozenset({FEATURE} if norm == LOG8 else ())
 
 
@@ -42,13 +42,13 @@ LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LO
 
 @kept_on_device
 def log8_values() -> torch.Tensor:
-    """The norm of each code, float32 ``[256]``."""
+    """Return the norm of each code, float32 ``[256]``."""
     return torch.tensor([0.0, *(_power(place) for place in range(_CODES - 1))], dtype=torch.float32)
 
 
 @kept_on_device
 def log8_bounds() -> torch.Tensor:
-    """The least norm of each code from 1 on, float32 ``[255]``: halves of steps, and half of the smallest norm."""
+    """Return the least norm of each code from 1 on, float32 ``[255]``: halves of steps, and half of the smallest norm."""
     return torch.tensor([_power(0) / 2, *(_power(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
@@ -66,5 +66,5 @@ def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
 
 
 def decoded_norms(stored: torch.Tensor) -> torch.Tensor:
-    """The ``stored`` norms, float32 of their shape."""
+    """Return the ``stored`` norms, float32 of their shape."""
     return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)

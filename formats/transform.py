@@ -141,7 +141,7 @@ class Transform(CodecFamily):
         return {"words": (halves[..., 0] + (halves[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """The frames that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the frames that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -201,19 +201,19 @@ class Transform(CodecFamily):
         return {name: stream_of(streams[name], x.device) for name in self.row_layouts}
 
     def tables_of(self, source: Frames, heads: int) -> Numbers:
-        """The number of the table of every column of every block, uint8 ``[kv_head, column]``."""
+        """Return the number of the table of every column of every block, uint8 ``[kv_head, column]``."""
         found = source.tables_at(self.step).astype(numpy.uint8)
         return found if self.scope == "head" else found.reshape(self.dim, heads).T
 
     def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
-        """The streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+        """Return the streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
 
         ``source`` are the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
         """
         return coded(groups, source.tables, self.tables_of(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """The symbols of ``streams`` in pieces of whole sequences of a token group, in the order of groups, sequences and heads.
+        """Yield the symbols of ``streams`` in pieces of whole sequences of a token group, in the order of groups, sequences and heads.
 
         Each is the number of its first chunk, and its symbols. Raises the errors of ``source_for``.
         """
@@ -225,7 +225,7 @@ class Transform(CodecFamily):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """All tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
+        """Return all tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
         batch, heads, _ = streams["columns"].shape
         device, source = streams["columns"].device, self.source_for(heads)
         tokens = numpy.minimum(in_order(streams["tokens"])[::batch], self.chunk)
@@ -261,7 +261,7 @@ class Transform(CodecFamily):
     def _token_group(
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
-        """The ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
+        """Return the ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on(device)
         if self.scope == "head":
             return torch.stack([torch.addmm(rows[h, 0], one.to(device).T, rows[h, 1 : 1 + len(one)]) for h, one in enumerate(values)])
@@ -275,7 +275,8 @@ class Transform(CodecFamily):
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """``streams`` whose last chunk has only its first ``tokens`` tokens left: its symbols are coded again, by the same tables."""
+        """Return ``streams`` whose last chunk has only its first ``tokens`` tokens left: its symbols are coded again, by the same
+        tables."""
         heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
@@ -363,15 +364,15 @@ class Transform(CodecFamily):
 
 
 def default_chunk(dim: int) -> int:
-    """Maximum number of tokens of a chunk at head dim ``dim``."""
+    """Return the maximum number of tokens of a chunk at head dim ``dim``."""
     return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS)
 
 
 def _positions(stream: torch.Tensor) -> Numbers:
-    """The positions int64 ``[batch, row]`` of a stream ``[batch, 1, row, 2]``."""
+    """Return the positions int64 ``[batch, row]`` of a stream ``[batch, 1, row, 2]``."""
     return joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 
 def _following(before: Mapping[str, torch.Tensor]) -> int:
-    """The position after the last token of a run."""
+    """Return the position after the last token of a run."""
     return int(_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))

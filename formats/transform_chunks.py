@@ -40,7 +40,7 @@ class Symbols(NamedTuple):
 
 
 def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
-    """The streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+    """Return the streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
 
     ``numbers`` ``[kv_head, column]`` are those of the columns' tables; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a
     table cannot code.
@@ -68,7 +68,7 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
     counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
 
     def arranged(values: Numbers) -> Numbers:
-        """Rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
+        """Return rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
@@ -97,7 +97,7 @@ class ChunkList(NamedTuple):
 
     @classmethod
     def of(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
-        """The chunks of ``streams``, of at most ``chunk`` tokens."""
+        """Return the chunks of ``streams``, of at most ``chunk`` tokens."""
         batch, heads, rows = streams["columns"].shape
         columns, counts = numpy.minimum(in_order(streams["columns"]), tables.shape[1]), joined(in_order(streams["word_counts"]))
         tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
@@ -105,7 +105,7 @@ class ChunkList(NamedTuple):
         return cls(columns, tokens, counts, numpy.cumsum(counts), words.reshape(-1), states, tables)
 
     def symbols(self, first: int, last: int, tables: Tables) -> Symbols:
-        """The symbols of the chunks from ``first`` to ``last``."""
+        """Return the symbols of the chunks from ``first`` to ``last``."""
         batch, heads, _ = self.states.shape[:3]
         row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (self.states.shape[2], batch, heads))
         counts = self.counts[first:last]
@@ -120,7 +120,7 @@ class ChunkList(NamedTuple):
 def symbols_of(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: Tables
 ) -> Symbols:
-    """The symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which are one after the other.
+    """Return the symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which are one after the other.
 
     ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are those of the columns' tables.
     """
@@ -142,7 +142,7 @@ def symbols_of(
 
 
 def levels_of(found: Symbols, tables: Tables, dim: int) -> list[Numbers]:
-    """The levels of every chunk, int64 ``[column, token]`` with all ``dim`` columns."""
+    """Return the levels of every chunk, int64 ``[column, token]`` with all ``dim`` columns."""
     levels = found.symbols.astype(numpy.int64) - (tables.reach + 1)
     levels[found.symbols == 0] = found.escaped
     whole = []
@@ -153,28 +153,28 @@ def levels_of(found: Symbols, tables: Tables, dim: int) -> list[Numbers]:
 
 
 def _used_columns(levels: Numbers) -> int:
-    """The columns ``[column, token]`` up to the last that has another level than 0."""
+    """Return the columns ``[column, token]`` up to the last that has another level than 0."""
     used = numpy.flatnonzero(levels.any(1))
     return int(used[-1]) + 1 if len(used) else 0
 
 
 def in_order(stream: torch.Tensor) -> Numbers:
-    """Rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
+    """Return rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
     found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return found.reshape(-1, *found.shape[3:])
 
 
 def joined(pairs: Numbers) -> Numbers:
-    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    """Return numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 
 
 def halves(values: Numbers) -> Numbers:
-    """The low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
+    """Return the low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
     return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
 
 
 def stream_of(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    """A stream of 16-bit ``numbers`` on ``device``."""
+    """Return a stream of 16-bit ``numbers`` on ``device``."""
     return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

@@ -102,7 +102,7 @@ class Trellis(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The streams of rows ``[row, dim]``, with float32 norms."""
+        """Return the streams of rows ``[row, dim]``, with float32 norms."""
         unit, norm = unit_rows(rows, self.rotation)
         states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
@@ -116,7 +116,7 @@ class Trellis(CodecFamily):
         return values.mul_(decoded_norms(streams["norm"])[..., None])
 
     def windows(self, words: torch.Tensor) -> torch.Tensor:
-        """The window of each channel, int64 ``[..., dim]``, of ``words``, integers ``[..., word]``."""
+        """Return the window of each channel, int64 ``[..., dim]``, of ``words``, integers ``[..., word]``."""
         first = _first_bits(self.dim, self.bits, self.state_bits, words.device)
         word, shift = first >> 4, first & WORD_BITS - 1
         following = (word + 1) % words.shape[-1]
@@ -125,7 +125,7 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """The windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel whose values are near to ``x`` ``[row, dim]``.
+    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel whose values are near to ``x`` ``[row, dim]``.
 
     ``table`` float32 ``[2^window bits]``. A first search, over the row turned by half, finds what the windows across the ends share;
     the second is held to it (QTIP, Sec. 3.2).
@@ -168,7 +168,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
 
 
 def _words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
-    """The string of ``symbols``, integers ``[row, dim]``, as words, int32 ``[row, word]``."""
+    """Return the string of ``symbols``, integers ``[row, dim]``, as words, int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
     return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)
@@ -190,7 +190,7 @@ def _check_table(table: bytes, entries: int) -> None:
 
 @cache
 def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
-    """The trained table for unit vectors of ``dim`` coordinates, little-endian binary16."""
+    """Return the trained table for unit vectors of ``dim`` coordinates, little-endian binary16."""
     data, entries = _TABLES.read_bytes(), 1 << state_bits
     before = sum(MAX_BITS << smaller for smaller in STATE_BITS if smaller < state_bits) + (bits - 1) * entries
     values = struct.unpack_from(f"<{entries}e", data, 2 * before)
@@ -199,11 +199,11 @@ def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
 
 @kept_on_device
 def values_of(table: bytes) -> torch.Tensor:
-    """The value of each window within a unit vector, float32 ``[2^state_bits]``."""
+    """Return the value of each window within a unit vector, float32 ``[2^state_bits]``."""
     return torch.tensor(struct.unpack(f"<{len(table) // 2}e", table), dtype=torch.float32)
 
 
 @kept_on_device
 def _first_bits(dim: int, bits: int, state_bits: int) -> torch.Tensor:
-    """The first bit of each channel's window, int64 ``[dim]``."""
+    """Return the first bit of each channel's window, int64 ``[dim]``."""
     return (bits * torch.arange(1, dim + 1) - state_bits) % (dim * bits)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         def dtype(self) -> numpy.dtype[Any]: ...
 
         def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-            """Values ``[start, stop)`` of the flattened array."""
+            """Return values ``[start, stop)`` of the flattened array."""
             ...
 
     Array = Stored | numpy.ndarray[Any, Any]
@@ -35,7 +35,7 @@ _CACHES_OF_A_DEVICE = 32
 
 
 def caches_of(device: torch.device) -> int:
-    """The factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
+    """Return the factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
 
     On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
     """
@@ -53,14 +53,15 @@ def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
-    """Blocks of consecutive values, each with the flat index of its first value."""
+    """Yield blocks of consecutive values, each with the flat index of its first value."""
     count = math.prod(array.shape)
     for start in range(0, count, BLOCK_VALUES):
         yield start, values_between(array, start, min(start + BLOCK_VALUES, count))
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first row."""
+    """Yield blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first
+    row."""
     first, widest = arrays[0].shape, 1
     for array in arrays:
         widest = max(widest, array.shape[-1])
@@ -75,12 +76,12 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
 
 
 def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-    """Values ``[start, stop)`` of the flattened array, valid until other values of it are requested."""
+    """Return values ``[start, stop)`` of the flattened array, valid until other values of it are requested."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
 def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """The rows ``numbers`` of ``width`` values each, in that order: a copy."""
+    """Return the rows ``numbers`` of ``width`` values each, in that order: a copy."""
     if isinstance(array, numpy.ndarray):
         found: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
         return found
@@ -88,7 +89,7 @@ def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy
 
 
 def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """The index, in an array of ``shape``, of the first true value from flat index ``first`` on, without listing all."""
+    """Return the index, in an array of ``shape``, of the first true value from flat index ``first`` on, without listing all."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 
@@ -104,7 +105,7 @@ def check_finite(where: str, array: Array, what: str) -> None:
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Whether all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
+    """Return True if all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
 
     Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
     """

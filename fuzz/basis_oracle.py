@@ -34,7 +34,7 @@ _TOKENS = 5
 
 
 def loaded(data: bytes) -> Basis | None:
-    """The basis, or None for a refusal."""
+    """Return the basis, or None for a refusal."""
     try:
         with container.open_bytes(data, memory_limit=MAX_DECODED_BYTES):
             return Basis.of_bytes(data)
@@ -43,7 +43,7 @@ def loaded(data: bytes) -> Basis | None:
 
 
 def check_basis(data: bytes) -> bool:
-    """Whether a basis is accepted; what is coded by it is refused, or loads from its file and decodes to finite values."""
+    """Return True if a basis is accepted; what is coded by it is refused, or loads from its file and decodes to finite values."""
     basis = loaded(data)
     if basis is None:
         return False
@@ -73,7 +73,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
 
 
 def _layers(basis: Basis) -> list[Any] | None:
-    """Keys and values of the shapes of a basis; None where it has too many."""
+    """Return keys and values of the shapes of a basis; None where it has too many."""
     generator = torch.Generator().manual_seed(0)
     shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
     for layer in range(basis.layers_described):

@@ -29,7 +29,7 @@ NUMBERS: dict[str, tuple[bytes, ...]] = {
 
 
 def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> bytes:
-    """``data`` after one edit: a bit, a byte, a block written over, put in, taken out, copied or cut off; at most ``most`` bytes."""
+    """Return ``data`` after one edit: a bit, a byte, a block written over, put in, taken out, copied or cut off; at most ``most`` bytes."""
     result = bytearray(data)
     at = source.randrange(len(result) + 1)
     size = 1 << source.randrange(7)
@@ -59,7 +59,7 @@ def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> by
 
 
 def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
-    """``data``, an array of ``dtype``, after one edit that keeps its length: most edits are of whole numbers."""
+    """Return ``data``, an array of ``dtype``, after one edit that keeps its length: most edits are of whole numbers."""
     if not data:
         return data
     values = NUMBERS[dtype]
@@ -88,7 +88,7 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
 
 
 def mutated_text(data: bytes, words: Sequence[bytes], source: random.Random, most: int = 1 << 12) -> bytes:
-    """``data`` after one edit of text: ``words`` put in or exchanged, numbers changed, parts repeated, or any edit of bytes."""
+    """Return ``data`` after one edit of text: ``words`` put in or exchanged, numbers changed, parts repeated, or any edit of bytes."""
     kind = source.randrange(5)
     at = source.randrange(len(data) + 1)
     if kind == 0:

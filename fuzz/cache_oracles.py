@@ -126,7 +126,7 @@ def _source(data: bytes) -> random.Random:
 
 
 def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
-    """Values for a side: of the widest dtype, which a raw side may refuse or round, or of the side's own dtype."""
+    """Return values for a side: of the widest dtype, which a raw side may refuse or round, or of the side's own dtype."""
     if side is None:
         return None
     kept = side.codec.exact_dtype
@@ -137,7 +137,7 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
 
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
-    """For each layer with keys, queries and options derived from the bytes of the file."""
+    """Return, for each layer with keys, queries and options derived from the bytes of the file."""
     source, found = _source(data), []
     for layer in cache:
         if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MAX_VALUES:

@@ -43,11 +43,11 @@ class CommandOracle:
         os.makedirs(self.entry.parent, mode=0o700, exist_ok=True)
 
     def check(self, data: bytes) -> bool:
-        """Whether the command succeeded; fails for an unknown exit code, output after a refusal, or terminal control characters."""
+        """Return True if the command succeeded; fails for an unknown exit code, output after a refusal, or terminal control characters."""
         return self._run(_COMMANDS[(sum(data[:4096]) + len(data)) % len(_COMMANDS)], data)
 
     def check_pack(self, data: bytes) -> bool:
-        """Whether the file was packed; fails as ``check`` does, and when the packed file is refused."""
+        """Return True if the file was packed; fails as ``check`` does, and when the packed file is refused."""
         packed = self._run(_PACK, data)
         assert not packed or opened(self.written) is not None, "what pack wrote is refused"
         return packed

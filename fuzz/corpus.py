@@ -43,7 +43,7 @@ def _archived(name: str, inputs: list[bytes]) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--found", type=Path, required=True, help="folder of a run's --found")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")

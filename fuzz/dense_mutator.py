@@ -22,7 +22,7 @@ def _joined(header: Any, body: bytes) -> bytes:
 
 
 def dense_file(tensors: dict[str, tuple[str, list[int]]], note: str = "") -> bytes:
-    """A file of zeros, its tensors by name with dtype and shape."""
+    """Return a file of zeros, its tensors by name with dtype and shape."""
     header: dict[str, Any] = {"__metadata__": {"kvpack.unpacked": note}} if note else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -39,7 +39,7 @@ SEEDS = (
 
 
 def mutated_dense(data: bytes, source: random.Random, most: int) -> bytes:
-    """``data`` after one edit of a value of its header, its tensors, or any byte."""
+    """Return ``data`` after one edit of a value of its header, its tensors, or any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     if kind == 0:

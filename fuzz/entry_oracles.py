@@ -30,7 +30,7 @@ _DIGEST = slice(2 * KEY_BYTES, 2 * KEY_BYTES + 16)
 
 
 def entries(recipe: str, chunks: int = 2) -> list[bytes]:
-    """The entries of a chain of ``chunks`` chunks."""
+    """Return the entries of a chain of ``chunks`` chunks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, chunks * CHUNK, 16, generator=generator)
     cache = kvpack.pack([(x, x)], recipe, model=MODEL)
@@ -42,7 +42,7 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
 
 
 def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """A mutation of an entry: mostly with a payload that matches the digest in its header, else with unrepaired damage."""
+    """Return a mutation of an entry: mostly with a payload that matches the digest in its header, else with unrepaired damage."""
     if source.random() < 0.1:
         front = 8 + int.from_bytes(data[:8], "little")
         return data[:front] + mutated_numbers(data[front:], "U8", source)
@@ -68,7 +68,7 @@ class EntryOracle:
             assert len(_read(self._knowing[recipe], chain, _keys(chain)) or []) == len(chain)
 
     def check(self, data: bytes) -> bool:
-        """Whether the parsing reader accepts the entry; fails when the other reader does not give the same cache."""
+        """Return True if the parsing reader accepts the entry; fails when the other reader does not give the same cache."""
         try:
             header = container.open_bytes(data).header
             recipe, number, key = header.recipe, header.start // CHUNK, header.ignorable.get(FEATURE, b"")[:KEY_BYTES]
@@ -98,7 +98,7 @@ def _payload_digest(data: bytes, parts: Parts) -> bytes:
 
 
 def _with_right_digests(data: bytes) -> bytes | None:
-    """The entry with the digests of its tensors as they should be; None where that of its payload is wrong."""
+    """Return the entry with the digests of its tensors as they should be; None where that of its payload is wrong."""
     parts = taken_apart(data)
     if parts is None or parts.header["ignorable"][FEATURE][_DIGEST] != _payload_digest(data, parts):
         return None

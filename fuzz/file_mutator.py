@@ -38,7 +38,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, files: Iterable[bytes]) -> Vocabulary:
-        """The vocabulary of all files that can be taken apart."""
+        """Return the vocabulary of all files that can be taken apart."""
         codecs: dict[bytes, dict[str, Any]] = {}
         words: set[str] = set()
         for data in files:
@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 def taken_apart(data: bytes) -> Parts | None:
-    """The parts of a file, or None for bytes without a header and tensors in the places of a file."""
+    """Return the parts of a file, or None for bytes without a header and tensors in the places of a file."""
     try:
         parts = Parts.of(data)
         ends = all(len(stored) == row[4] for row, stored in zip(parts.header["tensors"], parts.tensors, strict=True))
@@ -64,7 +64,7 @@ def taken_apart(data: bytes) -> Parts | None:
 
 
 def mutated_file(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """``data`` after one to four edits, most of them repaired, in at most ``most`` bytes."""
+    """Return ``data`` after one to four edits, most of them repaired, in at most ``most`` bytes."""
     parts = taken_apart(data)
     if parts is None or source.random() < 0.03:
         return mutated_bytes(data, source, most)
@@ -87,7 +87,7 @@ def mutated_file(data: bytes, vocabulary: Vocabulary, source: random.Random, mos
 
 
 def repaired(parts: Parts, packed: bytes | None = None) -> bytes | None:
-    """The file of ``parts`` with correct lengths and digests, with ``packed`` as its header if given; None if it is malformed."""
+    """Return the file of ``parts`` with correct lengths and digests, with ``packed`` as its header if given; None if it is malformed."""
     try:
         return parts.joined(packed)
     except _NOT_A_FILE:
@@ -155,7 +155,7 @@ def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
 
 
 def _refitted(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
-    """``change``, followed by fitting the tensors to the changed header."""
+    """Return ``change``, followed by fitting the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:

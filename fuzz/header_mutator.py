@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def mutated_header(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int = 1 << 13) -> bytes:
-    """``data`` after an edit of one value, with another codec, or after an edit of its bytes."""
+    """Return ``data`` after an edit of one value, with another codec, or after an edit of its bytes."""
     if source.random() < 0.2:
         return mutated_bytes(data, source, most)
     try:

@@ -41,7 +41,7 @@ class Tracer:
         self._arcs: set[Arc] = set()
 
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
-        """The steps that ``run`` takes; its exceptions are ignored, because failures are counted elsewhere."""
+        """Return the steps that ``run`` takes; its exceptions are ignored, because failures are counted elsewhere."""
         self._arcs = set()
         sys.settrace(self._called)
         try:
@@ -69,7 +69,7 @@ class Tracer:
 
 
 def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], seconds: float) -> dict[str, list[int]]:
-    """The lines that ``run`` runs on ``inputs``, as many of them as ``seconds`` allow, by file."""
+    """Return the lines that ``run`` runs on ``inputs``, as many of them as ``seconds`` allow, by file."""
     tracer, end = Tracer(), time.perf_counter() + seconds
     lines: dict[str, set[int]] = {}
     for data in inputs:
@@ -81,7 +81,7 @@ def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], secon
 
 
 def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
-    """The smallest of ``inputs`` that between them take every step that all take and ``known`` do not."""
+    """Return the smallest of ``inputs`` that between them take every step that all take and ``known`` do not."""
     tracer = Tracer()
     steps: set[Arc] = set()
     for data in known:
@@ -96,7 +96,7 @@ def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: It
 
 
 def runnable_lines() -> dict[str, set[int]]:
-    """The lines inside functions of formats/ and of the readers, by file; other lines run at import."""
+    """Return the lines inside functions of formats/ and of the readers, by file; other lines run at import."""
     result: dict[str, set[int]] = {}
     readers = {f"kvpack/file/{name}.py" for name in READERS}
     for path, name in Tracer().sources.items():

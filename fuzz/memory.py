@@ -16,7 +16,7 @@ _RESET_PEAK = "5"
 
 
 def growth(action: Callable[[], object]) -> float | None:
-    """The growth of the process in MiB while ``action`` runs; None where the system does not report it."""
+    """Return the growth of the process in MiB while ``action`` runs; None where the system does not report it."""
     try:
         _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
     except OSError:

@@ -35,7 +35,7 @@ MAX_COMPARED_BYTES = 1 << 15
 
 
 def opened(data: bytes) -> File | None:
-    """The verified file, or None if it is refused."""
+    """Return the verified file, or None if it is refused."""
     try:
         file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
         file.verify()
@@ -74,13 +74,13 @@ def compare_container(data: bytes) -> None:
 
 
 def needs_basis(file: File) -> bool:
-    """Whether a file is of a basis that is not in it: no reader is given any here, but for the targets of values."""
+    """Return True if a file is of a basis that is not in it: no reader is given any here, but for the targets of values."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
     return any(file.header.codecs[number].bases_needed for number in used)
 
 
 def refused_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> str | None:
-    """The rule by which the second decoder, given ``bases``, refuses a file; None if it accepts the file."""
+    """Return the rule by which the second decoder, given ``bases``, refuses a file; None if it accepts the file."""
     try:
         decoder.read(data, decompress, bases)
     except decoder.Refused as refused:

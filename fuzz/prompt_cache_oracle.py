@@ -25,7 +25,7 @@ _WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache"
 
 
 def prompt_cache(layers: list[tuple[str, list[int], list[int]]], dtype: str = "BF16", count: str = "I32", *, older: bool = False) -> bytes:
-    """A file of layers, each its class, the shape of its keys and values, and its counts, in mlx-lm's newer or older form."""
+    """Return a file of layers, each its class, the shape of its keys and values, and its counts, in mlx-lm's newer or older form."""
     metadata = {} if older else {"2.0": "", "0.title": "t"}
     header: dict[str, Any] = {"__metadata__": metadata}
     body = b""
@@ -61,7 +61,7 @@ SEEDS = (
 
 
 def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes:
-    """``data`` after one edit: of a count, its header, its arrays, or any byte."""
+    """Return ``data`` after one edit: of a count, its header, its arrays, or any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     try:
@@ -79,7 +79,7 @@ def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes
 
 
 def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> bytes:
-    """The file with another count, as an array of any dtype or as text of any spelling."""
+    """Return the file with another count, as an array of any dtype or as text of any spelling."""
     metadata, value = header.get("__metadata__", {}), source.choice(_COUNTS)
     texts = [name for name in metadata if name.startswith("0.") and name.count(".") == 2]
     arrays = [name for name, entry in header.items() if name != "__metadata__" and entry["shape"] == []]
@@ -106,7 +106,7 @@ class PromptCacheOracle:
         self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"
 
     def check(self, data: bytes) -> bool:
-        """Whether the file is accepted; fails where reading takes memory, and unless what is written again has the same tokens."""
+        """Return True if the file is accepted; fails where reading takes memory, and unless what is written again has the same tokens."""
         self._file.write_bytes(data)
         taken = growth(lambda: self._accepted(len(data)))
         assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"

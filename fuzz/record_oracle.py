@@ -33,7 +33,7 @@ SEEDS = (
 
 
 def mutated_record(data: bytes, source: random.Random, most: int) -> bytes:
-    """A mutation of an input, mostly of the same kind."""
+    """Return a mutation of an input, mostly of the same kind."""
     return mutated_bytes(data, source, most) if source.random() < 0.1 else data[:1] + mutated_bytes(data[1:], source, most - 1)
 
 

@@ -33,7 +33,7 @@ _COUNTS: dict[str, Callable[[bytes], int]] = {
 
 
 def refitted(parts: Parts, source: random.Random) -> Parts:
-    """``parts`` with the tensors that its header requires; tensors keep as many of their bytes as fit.
+    """Return ``parts`` with the tensors that its header requires; tensors keep as many of their bytes as fit.
 
     Raises KvpackError, or what a header without the form of one raises, when there are none.
     """
@@ -74,7 +74,7 @@ def _content(row: list[Any], data: bytes) -> bytes:
 
 
 def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
-    """``size`` bytes that begin with ``known``, repeated to fill up, so that streams keep their character."""
+    """Return ``size`` bytes that begin with ``known``, repeated to fill up, so that streams keep their character."""
     if known:
         return (known * (size // len(known) + 1))[:size]
     return source.choice((bytes, source.randbytes))(size)

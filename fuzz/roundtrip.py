@@ -36,7 +36,7 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The report as text."""
+        """Return the report as text."""
         total = ", ".join(f"{name} {count}" for name, count in sorted(self.examples.items()))
         return [
             f"examples: {self.examples.total()} ({total}), {self.refused} refused as too large",
@@ -88,7 +88,7 @@ def _batch(number: int, codec_id: str | None, report: Report) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after the batch in which this time is up (default 60)")
     parser.add_argument("--codec", choices=sorted(CODECS), help="only this codec (default: every one)")

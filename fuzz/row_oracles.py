@@ -37,7 +37,7 @@ PAGES = (
 
 
 def row_of(codec: PageCodec) -> bytes:
-    """The row of a page of random values."""
+    """Return the row of a page of random values."""
     geometry, source, row = codec.geometry, torch.Generator().manual_seed(0), bytearray(codec.nbytes)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
     made = [torch.randn(*shape, dim, generator=source) for dim in geometry.dims.values()]
@@ -56,7 +56,7 @@ class RowOracle:
         self.rows = [row_of(codec) for codec in made]
 
     def mutated(self, data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-        """A mutation of a row, mostly one whose length and checksum match what it has become."""
+        """Return a mutation of a row, mostly one whose length and checksum match what it has become."""
         if len(data) < FRAME_BYTES or source.random() < 0.05:
             return mutated_bytes(data, source, most)
         size = min(struct.unpack_from("<I", data, 96)[0], len(data) - FRAME_BYTES)
@@ -85,7 +85,7 @@ class RowOracle:
         return bytes(row)
 
     def check(self, data: bytes) -> bool:
-        """Whether a row is accepted; one that is refused writes nothing, and whatever the rules of values say, none crashes."""
+        """Return True if a row is accepted; one that is refused writes nothing, and whatever the rules of values say, none crashes."""
         codec = self._codec_of(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
@@ -125,7 +125,7 @@ class RowOracle:
         assert not (error[kept] > 0).any(), f"off by {error[kept].max()}"
 
     def _codec_of(self, data: bytes) -> PageCodec:
-        """The codec of the pages that a row describes, if there is one, else any."""
+        """Return the codec of the pages that a row describes, if there is one, else any."""
         size = int.from_bytes(data[96:100], "little")
         description = data[FRAME_BYTES : FRAME_BYTES + size] if data[: len(MAGIC)] == MAGIC else b""
         return self._codecs.get(description, next(iter(self._codecs.values())))

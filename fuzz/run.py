@@ -28,7 +28,7 @@ _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
     parser.add_argument("--executions", type=int, help="end each target after this many inputs")
@@ -44,7 +44,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The reports of all targets, in the order of the table."""
+    """Return the reports of all targets, in the order of the table."""
     names = arguments.target or list(TARGETS)
     seconds = arguments.seconds * min(arguments.processes, len(names)) / len(names)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
@@ -82,7 +82,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     arguments = arguments_of()
     reports = run(arguments)
     found = problems(reports)

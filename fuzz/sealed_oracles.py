@@ -20,7 +20,7 @@ _SEALED_KEY, _TENANT, _NAME = bytes(range(16)), "tenant", b"id"
 
 
 def sealed(plain: bytes) -> bytes:
-    """An encrypted entry with a fixed nonce, so that seeds are the same in every run."""
+    """Return an encrypted entry with a fixed nonce, so that seeds are the same in every run."""
     head = MAGIC + bytes([len(_NAME)]) + _NAME
     associated = b"".join(map(length_prefixed, (head, bytes(KEY_BYTES), _TENANT.encode())))
     nonce = bytes(12)
@@ -32,7 +32,7 @@ SEALED = {sealed(plain): plain for plain in (b"", b"x", bytes(100))}
 
 
 def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
-    """A mutation of an encrypted entry, mostly with a correct digest."""
+    """Return a mutation of an encrypted entry, mostly with a correct digest."""
     if source.random() < 0.1:
         return mutated_bytes(data, source, most)
     body = mutated_bytes(data[:-16], source, most - 16)

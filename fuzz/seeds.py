@@ -20,19 +20,19 @@ MAX_SEED_BYTES = 1 << 14
 
 @cache
 def kvpack_files() -> tuple[bytes, ...]:
-    """All vectors, including the refused ones, and small golden files, the smallest first."""
+    """Return all vectors, including the refused ones, and small golden files, the smallest first."""
     paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MAX_SEED_BYTES)
     return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
 
 
 def files_of(codec_id: str) -> list[bytes]:
-    """The files that hold the codec ``codec_id`` alone, without side-cars."""
+    """Return the files that hold the codec ``codec_id`` alone, without side-cars."""
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and _codecs(parts) == {(codec_id, False)}]
 
 
 @cache
 def bases() -> tuple[bytes, ...]:
-    """The vectors that are bases."""
+    """Return the vectors that are bases."""
     return tuple(
         data for path in sorted((ROOT / "spec" / "vectors" / "valid").glob("*basis-*.kvpack")) if _is_basis(data := path.read_bytes())
     )
@@ -44,7 +44,7 @@ def _is_basis(data: bytes) -> bool:
 
 
 def files_with_side_cars() -> list[bytes]:
-    """The files in which a codec has side-cars."""
+    """Return the files in which a codec has side-cars."""
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and any(has for _, has in _codecs(parts))]
 
 
@@ -57,12 +57,12 @@ def _codecs(parts: Parts) -> set[tuple[str, bool]]:
 
 
 def rows() -> list[bytes]:
-    """All vectors of rows, including the refused ones."""
+    """Return all vectors of rows, including the refused ones."""
     return [path.read_bytes() for path in sorted((ROOT / "spec" / "row-vectors").glob("*.row"))]
 
 
 def headers() -> list[bytes]:
-    """The header tensors of all files."""
+    """Return the header tensors of all files."""
     import msgpack
 
     return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := taken_apart(data))]
@@ -73,7 +73,7 @@ def corpus_path(target: str) -> Path:
 
 
 def committed(target: str) -> list[bytes]:
-    """The inputs of a target's committed corpus."""
+    """Return the inputs of a target's committed corpus."""
     path = corpus_path(target)
     if not path.exists():
         return []

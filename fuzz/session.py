@@ -84,7 +84,7 @@ class Session:
                 self._failed(data, error)
 
     def finish(self) -> Report:
-        """The report, and the slowest input as a file."""
+        """Return the report, and the slowest input as a file."""
         self.report.seconds = time.perf_counter() - self._start
         self.report.memory_peak = resident("VmHWM")
         if self.report.executions:
@@ -109,7 +109,7 @@ class Session:
 
 
 def hash_of(data: bytes) -> int:
-    """A number that is the same in every run, so that the choice of compared inputs does not depend on their order."""
+    """Return a number that is the same in every run, so that the choice of compared inputs does not depend on their order."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
 
 

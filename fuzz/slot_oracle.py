@@ -23,7 +23,7 @@ _WORDS = tuple(struct.pack("<I", word) for word in (0, 1, 2, 3, 8, 30, 256, 4096
 
 
 def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
-    """``data`` after one or two edits: of a word, most often of a count, a type or a size, or of any byte."""
+    """Return ``data`` after one or two edits: of a word, most often of a count, a type or a size, or of any byte."""
     for _ in range(source.randrange(1, 3)):
         if source.random() < 0.2 or len(data) < 8:
             data = mutated_bytes(data, source, most)
@@ -44,7 +44,7 @@ class SlotOracle:
         self._file, self._out = folder / "slot", folder / "again"
 
     def check(self, data: bytes) -> bool:
-        """Whether the file is accepted; fails unless it is then written with the same layers, and read again as the same cache."""
+        """Return True if the file is accepted; fails unless it is then written with the same layers, and read again as the same cache."""
         self._file.write_bytes(data)
         return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])
 

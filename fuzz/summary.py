@@ -16,7 +16,7 @@ MORE_OF_ENCODERS = {"append": 40.0}
 
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:
-    """Every failure of a run, each with the command that repeats it."""
+    """Return every failure of a run, each with the command that repeats it."""
     found = []
     for report in reports:
         name = report["target"]
@@ -37,7 +37,7 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _memory(report: dict[str, Any]) -> float:
-    """The peak of the process's own memory."""
+    """Return the peak of the process's own memory."""
     return float(report.get("memory_peak", 0.0) - report.get("memory_of_files", 0.0))
 
 

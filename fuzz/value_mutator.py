@@ -25,7 +25,7 @@ def of_another_type(source: random.Random) -> Any:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (map or array, key or index) of ``value``, from the top down."""
+    """Yield every (map or array, key or index) of ``value``, from the top down."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield value, key
@@ -47,7 +47,7 @@ def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
 
 
 def mutated_value(value: Any, words: Sequence[str], source: random.Random) -> Any:
-    """Another value, mostly of the same type."""
+    """Return another value, mostly of the same type."""
     if source.random() < 0.1:
         return of_another_type(source)
     if type(value) is int:

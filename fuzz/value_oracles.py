@@ -35,7 +35,7 @@ _HUGE = 2.0**96
 
 
 def loaded(data: bytes) -> Cache | None:
-    """The cache of a file with the rules of every value checked, or None for a refusal."""
+    """Return the cache of a file with the rules of every value checked, or None for a refusal."""
     try:
         # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
         return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_LOADED)
@@ -99,7 +99,7 @@ def _check_finite(cache: Cache) -> None:
 
 
 def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
-    """The numbers that a page stores: streams of floats, and powers of two of which it stores the exponents (e8m0)."""
+    """Yield the numbers that a page stores: streams of floats, and powers of two of which it stores the exponents (e8m0)."""
     for name, stream in page.streams.items():
         if stream.is_floating_point():
             yield stream

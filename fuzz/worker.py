@@ -28,7 +28,7 @@ _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}"
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target")
     parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
@@ -86,7 +86,7 @@ def _has_atheris() -> bool:
 
 
 def _instrumented(driver: str) -> Any:
-    """A context in which modules of kvpack are imported with counters, for atheris."""
+    """Return a context in which modules of kvpack are imported with counters, for atheris."""
     if driver != "atheris":
         return contextlib.nullcontext()
     import atheris

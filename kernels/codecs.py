@@ -97,7 +97,7 @@ def done(*_: Any) -> bool:
 
 
 def of_codec(codec: Codec) -> CodecKernels:
-    """The row of ``codec``, by its exact class: a class that is not known itself may contain more than its parent's streams."""
+    """Return the row of ``codec``, by its exact class: a class that is not known itself may contain more than its parent's streams."""
     return CODECS.get(type(codec), CodecKernels())
 
 

@@ -41,7 +41,8 @@ def expect(holds: bool, expected: str, found: object) -> None:
 
 
 def shared_bytes(kernel: Any) -> int:
-    """The shared memory in bytes that a compiled ``kernel`` is launched with: the last of the three values that its launcher takes."""
+    """Return the shared memory in bytes that a compiled ``kernel`` is launched with: the last of the three values that its launcher
+    takes."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
     expect(
@@ -99,8 +100,8 @@ def _hooks() -> bool:
 
 
 def current_stream(device: int) -> int:
-    """The current stream of ``device``, if kept launches may run there now; else -1: the driver launches on the current device alone, and
-    a hook wants to see each launch."""
+    """Return the current stream of ``device``, if kept launches may run there now; else -1: the driver launches on the current device
+    alone, and a hook wants to see each launch."""
     if torch._C._cuda_getDevice() != device or _hooks():
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device))

@@ -141,5 +141,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """The names of the module, with the public ones that are not imported yet."""
+    """Return the names of the module, with the public ones that are not imported yet."""
     return sorted({*globals(), *__all__, *_MODULES})

@@ -181,7 +181,7 @@ def check_call(
 
 
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """``kvpack.kernels.attend.attention`` if it can attend ``layer`` with ``q``; None if torch must decode and attend.
+    """Return ``kvpack.kernels.attend.attention`` if it can attend ``layer`` with ``q``; None if torch must decode and attend.
 
     Raises the errors of ``uses_triton``.
     """
@@ -195,7 +195,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """``kvpack.kernels.attend.many_queries`` if it can attend ``layer`` with ``q``, which ``attention_kernels`` does not take.
+    """Return ``kvpack.kernels.attend.many_queries`` if it can attend ``layer`` with ``q``, which ``attention_kernels`` does not take.
 
     Raises the errors of ``uses_triton``.
     """
@@ -207,7 +207,7 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
-    """Attention by C kernels over ``layer``, prepared once; None if torch must decode and attend.
+    """Return attention by C kernels over ``layer``, prepared once; None if torch must decode and attend.
 
     Raises the errors of ``uses_c``.
     """

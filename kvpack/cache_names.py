@@ -19,7 +19,7 @@ def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the ``arguments`` of a call; None without one."""
+    """Return the cache among the ``arguments`` of a call; None without one."""
     for name in NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache

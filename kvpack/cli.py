@@ -49,7 +49,7 @@ class _Version(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     result = Parser(
         prog="kvpack",
         description="Compressed KV caches as files.",

@@ -20,7 +20,8 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:
-    """The folder of ``model``: its path, or its name on the hub, of which ``revision``, or the newest in huggingface_hub's cache, is taken.
+    """Return the folder of ``model``: its path, or its name on the hub, of which ``revision``, or the newest in huggingface_hub's cache, is
+    taken.
 
     A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises
     MissingFile, naming the command that gets the model, and MissingPackage without huggingface_hub.
@@ -36,7 +37,7 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revisio
 
 
 def _cached(name: str, weights: bool, revision: str | None) -> Path | None:
-    """The folder in the cache; None unless it is complete."""
+    """Return the folder in the cache; None unless it is complete."""
     config = _library(name).try_to_load_from_cache(name, "config.json", revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder is not None and _is_complete(folder, weights) else None

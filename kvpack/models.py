@@ -22,7 +22,7 @@ BOS = 256
 
 
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa", dtype: torch.dtype | str = torch.float32) -> Any:
-    """The causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
+    """Return the causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
 
     ``dtype`` "auto" is that of its weights.
 
@@ -67,7 +67,7 @@ class ByteTokenizer:
     is_fast = True
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:
-        """The ids of ``text`` as ``input_ids``, and where each begins and ends in it as ``offset_mapping``."""
+        """Return the ids of ``text`` as ``input_ids``, and where each begins and ends in it as ``offset_mapping``."""
         data = [(byte, number) for number, char in enumerate(text) for byte in char.encode(errors="replace")]
         first = [BOS] if add_special_tokens else []
         result: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
@@ -81,7 +81,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer in the folder of a model; None if it has none."""
+    """Return the tokenizer in the folder of a model; None if it has none."""
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return transformers_library().AutoTokenizer.from_pretrained(folder)
@@ -97,7 +97,7 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Each layer's keys and values in the caches of the model ``path``, a folder or a name on the hub; None for a layer without any.
+    """Return each layer's keys and values in the caches of the model ``path``, a folder or a name on the hub; None for a layer without any.
 
     Only the configuration is read: a model without weights computes one token. Raises MissingFile, MissingPackage, and InvalidParameter for
     a configuration of which transformers makes no decoder.
@@ -126,12 +126,12 @@ def _shape(layer: Any) -> LayerShape | None:
 
 
 def demo_text() -> bytes:
-    """The demo's prompt and its continuation."""
+    """Return the demo's prompt and its continuation."""
     return (files("kvpack.demo") / "demo.txt").read_bytes()
 
 
 def transformers_library() -> Any:
-    """The module transformers, its progress bars off. Raises MissingPackage if it is not installed, or too old."""
+    """Return the module transformers, its progress bars off. Raises MissingPackage if it is not installed, or too old."""
     transformers = installed()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -80,12 +80,12 @@ def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callab
 
 
 def bytes_text(count: int) -> str:
-    """A byte count with thousands separators."""
+    """Return a byte count with thousands separators."""
     return f"{count:,}"
 
 
 def counted(count: int, noun: str) -> str:
-    """``count`` with thousands separators and its noun, whose plural ends in s."""
+    """Return ``count`` with thousands separators and its noun, whose plural ends in s."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

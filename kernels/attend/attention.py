@@ -57,7 +57,7 @@ def attend(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
+    """Return ``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
     return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 

@@ -24,7 +24,7 @@ def factor_of(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The factors in part ``AT`` of each ``loaded`` tile, ``[warp, token]``; where two tokens share a row ``[warp, token, row]``.
+    """Return the factors in part ``AT`` of each ``loaded`` tile, ``[warp, token]``; where two tokens share a row ``[warp, token, row]``.
 
     Of two tokens ``FACTOR`` gives one tensor each, or one ``[warp, token, 2]``.
     """
@@ -40,7 +40,7 @@ def factor_of(
 
 @triton.jit
 def of_rows(value: tl.tensor) -> tl.tensor:
-    """``[warp, token]`` that broadcasts to rows."""
+    """Return ``[warp, token]`` that broadcasts to rows."""
     if len(value.shape) == 2:
         value = value[:, :, None]
     return value
@@ -48,7 +48,7 @@ def of_rows(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_and_rest(factor: tl.tensor) -> tl.tuple:
-    """``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
+    """Return ``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
 
     A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
     """

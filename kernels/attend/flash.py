@@ -36,7 +36,7 @@ class FlashBlock(NamedTuple):
 
 
 def block_of(dim: int, room: int) -> FlashBlock:
-    """The shape of a program for head dims up to ``dim``, a power of two: what fits registers and ``room`` bytes of shared memory.
+    """Return the shape of a program for head dims up to ``dim``, a power of two: what fits registers and ``room`` bytes of shared memory.
 
     Shared memory holds the queries, and for each stage the keys and values of a tile.
     """
@@ -63,7 +63,7 @@ def attend(
     starts: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
+    """Return the attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
 
     The tokens are those from token ``first`` of a layer of ``tokens`` tokens; its last query but ``behind - 1`` is the first of ``q``.
     ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens, of which queries see those from ``starts`` on, as many
@@ -102,7 +102,8 @@ def _attend_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CachedLaunch:
-    """The launch for queries of ``shape`` and ``held`` KV heads, tokens and channels of values; what is compiled depends on dtypes, too."""
+    """Return the launch for queries of ``shape`` and ``held`` KV heads, tokens and channels of values; what is compiled depends on dtypes,
+    too."""
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = held
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
@@ -144,7 +145,7 @@ def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
 def _merge_launch(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, splits: int, first: bool
 ) -> CachedLaunch:
-    """The launch for parts of ``dtype`` on ``device``: what is compiled for one is not for another."""
+    """Return the launch for parts of ``dtype`` on ``device``: what is compiled for one is not for another."""
     batch, heads, rows, dim = shape
     constants = {"SPLITS": splits, "DIM": dim, "PAD": next_power_of_two(dim), "ROWS": MERGED_ROWS, "FIRST": first}
     return CachedLaunch(_merge, (triton.cdiv(rows, MERGED_ROWS), heads, batch), (*strides, rows), constants, {})

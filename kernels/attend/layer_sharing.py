@@ -146,7 +146,8 @@ class Tables:
         return at
 
     def of(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
-        """The tables for ``layer``: int64 ``[integer]`` on ``device``, and where they begin; made for all alike that are known with it."""
+        """Return the tables for ``layer``: int64 ``[integer]`` on ``device``, and where they begin; made for all alike that are known with
+        it."""
         assert layer.k is not None
         assert layer.v is not None
         k, v = layer.k.runs, layer.v.runs
@@ -165,13 +166,13 @@ class Tables:
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
-    """The kinds of the pages of a layer; None if they are not compared."""
+    """Return the kinds of the pages of a layer; None if they are not compared."""
     known = _known_pages(k), _known_pages(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
-    """The addresses of all streams of the pages of a layer that is compared: of the keys, then of the values."""
+    """Return the addresses of all streams of the pages of a layer that is compared: of the keys, then of the values."""
     known = _known_pages(k), _known_pages(v)
     assert known[0] is not None
     assert known[1] is not None

@@ -86,13 +86,13 @@ def attend(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
+    """Return ``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
     return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
-    """The call for queries like ``q``: kept with the layer, and then called.
+    """Return the call for queries like ``q``: kept with the layer, and then called.
 
     Decoded keys and values, and rotated queries, are rounded to the queries' dtype: the result is as exact as attention over an
     unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MAX_QUERIES`` queries.
@@ -195,7 +195,7 @@ class Call:
         return made
 
     def _like(self) -> Call:
-        """A copy, in less time than ``copy.copy`` takes."""
+        """Return a copy, in less time than ``copy.copy`` takes."""
         made = object.__new__(Call)
         made.__dict__.update(self.__dict__)
         return made
@@ -261,7 +261,7 @@ class Call:
     def _attended(
         self, q: torch.Tensor, one: _Pass, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> torch.Tensor:
-        """The result for the queries of one pass."""
+        """Return the result for the queries of one pass."""
         turned = self._queries(q)
         memory = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         if self._attends_at_once(turned, one, memory):
@@ -337,7 +337,7 @@ class Call:
 
 
 def _held(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens ``[start, stop)`` of keys and of values, which are decoded in ``memory``."""
+    """Return tokens ``[start, stop)`` of keys and of values, which are decoded in ``memory``."""
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
@@ -347,13 +347,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(programs: int, tokens: int, device: torch.device) -> int:
-    """The parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
+    """Return the parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
     most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention if they support it.
+    """Return attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention if they support it.
 
     With ``causal`` there are as many queries as tokens.
     """
@@ -379,7 +379,7 @@ def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
 
 
 def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of queries, which are the last tokens, over dense keys and values, by FlashAttention: each sees those up to its own.
+    """Return attention of queries, which are the last tokens, over dense keys and values, by FlashAttention: each sees those up to its own.
 
     That is what causal means to this operator of PyTorch (``torch.nn.attention.bias.CausalBias``).
     """
@@ -388,7 +388,7 @@ def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
 
 def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """The library that attends these: cuDNN was the fastest on an H200."""
+    """Return the library that attends these: cuDNN was the fastest on an H200."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
     switches: Any = torch.backends.cuda

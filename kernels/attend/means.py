@@ -44,13 +44,13 @@ class Means(NamedTuple):
     pages: int
 
     def padded(self, blocks: int) -> Means:
-        """The same with room for ``blocks`` blocks; those that are not there have no pages."""
+        """Return the same with room for ``blocks`` blocks; those that are not there have no pages."""
         rows = torch.nn.functional.pad(self.table, (0, 0, 0, blocks - self.table.shape[0]))
         return self._replace(table=rows, pages=blocks * PAGES)
 
 
 def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Means, list[int]]:
-    """The ``Means`` of segments of keys that have some, and for each segment the token, from that of page 0 on, that its row 0 is.
+    """Return the ``Means`` of segments of keys that have some, and for each segment the token, from that of page 0 on, that its row 0 is.
 
     A segment may be there several times. ``held`` gets the tensors of the addresses.
     """
@@ -94,7 +94,7 @@ def launch_of(
 
 @lru_cache(maxsize=256)
 def _columns(codec: Codec, dual: bool, device: str) -> tuple[torch.Tensor, int]:
-    """The column of each channel of ``codec``'s loader, int32, and the number of all columns."""
+    """Return the column of each channel of ``codec``'s loader, int32, and the number of all columns."""
     channels = frame_columns.columns(codec, dual)
     place = {channel: column for column, channel in enumerate(channels) if channel >= 0}
     return torch.tensor([place[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device), len(channels)

@@ -32,7 +32,7 @@ _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.
 
 
 def of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """The streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; kept with the page.
+    """Return the streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; kept with the page.
 
     There are none if no chunk is flagged. None if they would be inexact: no writer makes that.
     """

@@ -45,7 +45,8 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """The outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, and what is loaded ahead of the next ones."""
+    """Return the outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, and what is loaded ahead of the next
+    ones."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
@@ -67,7 +68,8 @@ def own_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """The outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, of which nothing was loaded ahead of time."""
+    """Return the outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, of which nothing was loaded ahead of
+    time."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

@@ -114,7 +114,7 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
-    """The launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
+    """Return the launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
 
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
@@ -128,7 +128,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def planned(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """``launches``, made again; of a layer that is ``growing``, work is left on the host."""
+    """Return ``launches``, made again; of a layer that is ``growing``, work is left on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
@@ -211,7 +211,7 @@ def _launch(
 
 
 def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """The programs of each sequence that attend ``tokens`` in steps of ``tile`` soonest.
+    """Return the programs of each sequence that attend ``tokens`` in steps of ``tile`` soonest.
 
     As many as run at once, or of several rounds, if many sequences leave less of the last round empty.
     """

@@ -186,7 +186,7 @@ class Prepared:
     def _given(
         self, q: torch.Tensor, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """The tensors of a call, in the order of SCRATCH and those after it."""
+        """Return the tensors of a call, in the order of SCRATCH and those after it."""
         shape, device = self.shape, self._device
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
         given = [scratch, q]
@@ -223,7 +223,7 @@ class Prepared:
         return self._originals(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
     def _originals(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
-        """The sums of all frames together, ``[batch, kv_head, row, dim]`` in the original frame."""
+        """Return the sums of all frames together, ``[batch, kv_head, row, dim]`` in the original frame."""
         out = None
         for number, (frame, merged) in enumerate(sums.items(), 1):
             if frame.page is not None:
@@ -249,7 +249,7 @@ class Prepared:
         return out
 
     def _plain(self) -> list[Frame]:
-        """The frames of keys that queries reach by a kept matrix only."""
+        """Return the frames of keys that queries reach by a kept matrix only."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _prepared_rotations(self) -> list[_Placed]:
@@ -356,7 +356,7 @@ class Prepared:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepared_frame_merges(self) -> list[_Placed]:
-        """A merge for each frame of the values, whose sums follow the queries of pages."""
+        """Return a merge for each frame of the values, whose sums follow the queries of pages."""
         first = OWN + len(self._own_queries)
         result = []
         for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -365,7 +365,8 @@ class Prepared:
         return result
 
     def _prepared_products(self) -> list[_Placed]:
-        """A merge whose sums are the columns of all frames side by side, and their product with what is their part of each channel."""
+        """Return a merge whose sums are the columns of all frames side by side, and their product with what is their part of each
+        channel."""
         shape, sums = self.shape, OWN + len(self._own_queries)
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
@@ -390,7 +391,8 @@ class Prepared:
         return [merged, (launch, [(OUT, 0), (sums, 0), (matrix, 0), (sums, 0)])]
 
     def _merge_into(self, out: int, places: list[tuple[int, ...]], dim: int, first: int, second: int, last: int) -> _Placed:
-        """A merge of parts ``[first, second)`` and, of a second frame, ``[second, last)``: a column has its place in ``dim`` of ``out``."""
+        """Return a merge of parts ``[first, second)`` and, of a second frame, ``[second, last)``: a column has its place in ``dim`` of
+        ``out``."""
         shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
         few = block_parts <= MAX_PARTS
@@ -431,14 +433,15 @@ def _inner(q: torch.Tensor, frame: Frame) -> torch.Tensor:
 
 
 def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Sums in ``codec``'s frame together with those of its signs, if it has any."""
+    """Return sums in ``codec``'s frame together with those of its signs, if it has any."""
     qjl = codec.side_car(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 
 @lru_cache(maxsize=256)
 def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device: str) -> torch.Tensor:
-    """The channel of each column of each frame, int32, up to whole ``block``s; ``none`` for columns without one, -1 in ``places``."""
+    """Return the channel of each column of each frame, int32, up to whole ``block``s; ``none`` for columns without one, -1 in
+    ``places``."""
     parts = []
     for channels in places:
         found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")

@@ -38,7 +38,7 @@ class Queries(NamedTuple):
 
 @triton.constexpr_function
 def sum_of(numbers: tuple[int, ...]) -> int:
-    """Their sum, when the kernel is compiled."""
+    """Return their sum, when the kernel is compiled."""
     return sum(numbers)
 
 
@@ -59,7 +59,7 @@ def load_queries(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """The ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
+    """Return the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
     ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one of the
     batch's and one KV head. With ``DUAL``, tiles hold two tokens per row: every query row is there twice, ``ROWS`` in all, first for
@@ -93,7 +93,7 @@ def load_queries(
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """The queries with positions int32, counted from ``token``."""
+    """Return the queries with positions int32, counted from ``token``."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -103,7 +103,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def scaled(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """The queries with another ``scale``, which is made finite."""
+    """Return the queries with another ``scale``, which is made finite."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.padded,
@@ -120,7 +120,7 @@ def _query_tiles(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tuple:
-    """The query in the key tiles' column order, ``[warp, column, row]`` per tile; of bf16 keys a high and a low half each.
+    """Return the query in the key tiles' column order, ``[warp, column, row]`` per tile; of bf16 keys a high and a low half each.
 
     With ``DUAL``, rows that are not ``second`` are for the first of two tokens: of a tile's columns if the keys are dual, else those
     of a first set of tiles.
@@ -157,7 +157,7 @@ def _query_tile(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tensor:
-    """One tile ``[warp, column, row]``.
+    """Return one tile ``[warp, column, row]``.
 
     With ``DUAL`` it is zero except in rows that are ``own``; with ``DUAL_KEYS``, in those rows the first token's columns, and in the
     others the second's.

@@ -16,7 +16,7 @@ MAX_CHANNELS = 128
 
 @triton.jit
 def load_weights(matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, dim: tl.tensor, BLOCK_DIM: tl.constexpr) -> tl.tensor:
-    """These columns of a matrix ``[dim, COLUMNS]``, float32 ``[column, dim]``: what rows ``[dim, row]`` are multiplied by."""
+    """Return the columns of a matrix ``[dim, COLUMNS]``, float32 ``[column, dim]``: what rows ``[dim, row]`` are multiplied by."""
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < dim)[None, :] & (column < COLUMNS)[:, None]
     return tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)
@@ -134,5 +134,5 @@ def sums_block(dim: int) -> int:
 
 
 def query_block(dim: int) -> int:
-    """The channels of a query as a product takes them: a power of two."""
+    """Return the channels of a query as a product takes them: a power of two."""
     return max(16, next_power_of_two(dim))

@@ -54,7 +54,8 @@ def score(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Base-2 logarithms of weights, ``[warp, token, row]`` for each tile that was ``loaded``; with ``MASKED`` -inf for unseen tokens.
+    """Return base-2 logarithms of weights, ``[warp, token, row]`` for each tile that was ``loaded``; with ``MASKED`` -inf for unseen
+    tokens.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is that of the first warp, from the first page of means
     on. With ``DUAL``, a score is of that token if the row is not ``queries.second``, else of the one behind it
@@ -96,7 +97,7 @@ def _score(
     SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The scores ``[warp, token, row]`` of one tile; signs have the last columns of the query.
+    """Return the scores ``[warp, token, row]`` of one tile; signs have the last columns of the query.
 
     If two tiles were ``loaded``, they are of tokens that share a row of scores, and each has query tiles of its own.
     """
@@ -149,7 +150,7 @@ def _score(
 
 @triton.jit
 def _add_products(scores: tl.tensor, tiles: tl.tuple, q: tl.tuple, FIRST: tl.constexpr) -> tl.tensor:
-    """Scores ``[warp, token, row]`` plus K q^T of ``tiles`` ``[warp, token, column]`` and the query's tiles from ``FIRST`` on.
+    """Return scores ``[warp, token, row]`` plus K q^T of ``tiles`` ``[warp, token, column]`` and the query's tiles from ``FIRST`` on.
 
     For bfloat16 tiles ``q`` holds high and low halves, whose products with both are exact enough.
     """

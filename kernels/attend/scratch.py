@@ -46,7 +46,7 @@ class Frame(NamedTuple):
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
-        """Columns of values of ``dim`` channels."""
+        """Return columns of values of ``dim`` channels."""
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
@@ -68,7 +68,7 @@ class Frame(NamedTuple):
         return lambda sums: (sums if matrix is None else product(sums, matrix)).to(dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""
+        """Return values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""
         if self.codec is None:
             return x
         if self.page is not None:
@@ -121,7 +121,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """The channel of each column, int64; the head dim for none."""
+    """Return the channel of each column, int64; the head dim for none."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
@@ -153,7 +153,7 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def frame_of(side: Side) -> Frame:
-    """The coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
+    """Return the coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
     found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
     loader = tiles.loader_of(found[0].codec) if found else None
     # Parts that all tokens share, such as a mean, are in no column.
@@ -223,7 +223,7 @@ class DecodedBlock:
             self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, at + self._raw_at))
 
     def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
-        """Tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.
+        """Return tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.
 
         A view, unless splits of several sequences are those of a part of the tokens.
         """
@@ -248,7 +248,7 @@ def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
 
 
 def _group_start(side: Side, token: int) -> int:
-    """The first token of the group of tokens that contains ``token``."""
+    """Return the first token of the group of tokens that contains ``token``."""
     first = 0
     for page in side.runs:
         if first <= token < first + page.tokens:
@@ -258,7 +258,7 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _left(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values."""
+    """Yield tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values."""
     first = 0
     most = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.runs:

@@ -111,7 +111,7 @@ class Segment(NamedTuple):
 
 
 def of_side(side: Side) -> SideSegments:
-    """The segments of the pages of ``side``, and its tail as one of raw values; kept with the side."""
+    """Return the segments of the pages of ``side``, and its tail as one of raw values; kept with the side."""
     if side not in _side_segments:
         found, first = [], 0
         for page in side.runs:
@@ -159,7 +159,7 @@ def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: Pa
 
 
 def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens ``[start, stop)`` of a page in the original frame; kept with the page, which a cache that grows keeps."""
+    """Return tokens ``[start, stop)`` of a page in the original frame; kept with the page, which a cache that grows keeps."""
     kept = _parts.setdefault(page, {})
     if (start, stop, dtype) not in kept:
         kept[start, stop, dtype] = page.decode(start, stop).to(dtype)
@@ -167,7 +167,8 @@ def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) ->
 
 
 def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
-    """Tokens ``[start, stop)`` of a page with side-cars: loaders take means, outliers and signs, and the others are of queries and sums."""
+    """Return tokens ``[start, stop)`` of a page with side-cars: loaders take means, outliers and signs, and the others are of queries and
+    sums."""
     assert isinstance(page.codec, WithSideCars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
     segment = _whole_page(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
@@ -188,7 +189,8 @@ def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun |
 
 
 def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
-    """Tokens ``[start, stop)`` of a segment of a page, whose rows have a loader; ``start`` is a multiple of the codec's token group."""
+    """Return tokens ``[start, stop)`` of a segment of a page, whose rows have a loader; ``start`` is a multiple of the codec's token
+    group."""
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
@@ -219,7 +221,7 @@ def _whole_page(codec: Codec, first: int, page: PackedRun, streams: Mapping[str,
 
 
 def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns``
+    """Return segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns``
     (``frame_columns.columns``).
 
     In binary16, as tiles are, unless some value is too large or too small for it.
@@ -245,7 +247,7 @@ def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> li
 
 
 def of_layer(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
-    """The segments of tokens ``[begin, end)`` of a layer whose sides have segments ``k`` and ``v``."""
+    """Return the segments of tokens ``[begin, end)`` of a layer whose sides have segments ``k`` and ``v``."""
     edges = sorted({begin, end, *(edge for own in (*k, *v) for edge in (own.first, own.first + own.tokens) if begin < edge < end)})
 
     firsts = [[own.first for own in found] for found in (k, v)]

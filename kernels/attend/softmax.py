@@ -34,7 +34,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """The ``Softmax`` of no token. Dual values have the columns of two tokens."""
+    """Return the ``Softmax`` of no token. Dual values have the columns of two tokens."""
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -60,7 +60,7 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The ``Softmax`` ``before`` and the tiles of values that were ``loaded``, whose ``scores`` are ``[warp, token, row]``.
+    """Return the ``Softmax`` ``before`` and the tiles of values that were ``loaded``, whose ``scores`` are ``[warp, token, row]``.
 
     What was summed before is rescaled once for all tiles. A value's factor is 2^e times a rest: e joins the score and the rest the
     weight, so that weights never leave [-2, 2]. Signs have factors of their own, and the last sums; e is that of the larger factor.
@@ -96,7 +96,7 @@ def add(
 
 @triton.jit
 def _weights(before: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The new largest score and total of weights; ``[warp, token, row]`` per tile, the weights of values, of signs and of outliers;
+    """Return the new largest score and total of weights; ``[warp, token, row]`` per tile, the weights of values, of signs and of outliers;
     and what is kept of the sums before, ``[warp, 1, row]``.
     """
     EACH: tl.constexpr = len(loaded) // len(scores)
@@ -154,7 +154,7 @@ def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.con
 
 @triton.jit
 def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """The weights for tile ``NUMBER`` of the values, from rows with the weights of two tokens; ``EACH`` tiles per pair of tokens."""
+    """Return the weights for tile ``NUMBER`` of the values, from rows with the weights of two tokens; ``EACH`` tiles per pair of tokens."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -162,7 +162,7 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 
 @triton.jit
 def _largest_of(tiles: tl.tuple) -> tl.tensor:
-    """The elementwise maximum of ``tiles``."""
+    """Return the elementwise maximum of ``tiles``."""
     largest = tiles[0]
     for number in tl.static_range(1, len(tiles)):
         largest = tl.maximum(largest, tiles[number])
@@ -171,7 +171,7 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def _product_alone(value: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """``value`` times ``kept``, which is at most 1, rounded.
+    """Return ``value`` times ``kept``, which is at most 1, rounded.
 
     Two lanes add two of these, each its own to the other's: were an addition one operation with its own product, they would differ.
     """
@@ -180,7 +180,8 @@ def _product_alone(value: tl.tensor, kept: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """The ``Softmax`` of the first and of the second tokens of tiles' rows together: half as many rows, and of dual values columns."""
+    """Return the ``Softmax`` of the first and of the second tokens of tiles' rows together: half as many rows, and of dual values
+    columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

@@ -28,7 +28,7 @@ def load_words(
     TRANSPOSED: tl.constexpr,
     SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
+    """Return rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
 
     ``token`` is ``[warp, token]``. Words are repeated if ``ROW`` is a power of two, else zeros follow. With ``SECOND_OFFSET`` the second
     half of the columns belongs to another token (``tile_layout``).
@@ -55,7 +55,7 @@ def load_words(
 def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
+    """Return element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
     address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
         value = tl.load(address, valid, 0)
@@ -74,7 +74,8 @@ def load_planes(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of one code stream, an int16 tile of ``PACKING.tile_width`` columns each; a plane of bytes is repeated (``whole_planes``).
+    """Return the planes of one code stream, an int16 tile of ``PACKING.tile_width`` columns each; a plane of bytes is repeated
+    (``whole_planes``).
 
     ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; ``valid`` of dual tiles is two of these.
     """
@@ -115,7 +116,7 @@ def _field_of_two(position: int, bits: int) -> str:
 
 @triton.jit
 def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
+    """Return ``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
     if BITS == 16:
         value = word
     elif FAST:
@@ -149,7 +150,7 @@ def _load_fields_of(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) 
 def whole_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The planes of code stream ``NUMBER`` among what was ``loaded``, int16 tiles; a plane of bytes has one byte per column."""
+    """Return the planes of code stream ``NUMBER`` among what was ``loaded``, int16 tiles; a plane of bytes has one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
@@ -190,7 +191,7 @@ def beside(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The 16-bit tile ``value`` in columns whose field is before ``FIELD``, and ``other`` in the rest, for stream ``NUMBER``."""
+    """Return the 16-bit tile ``value`` in columns whose field is before ``FIELD``, and ``other`` in the rest, for stream ``NUMBER``."""
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
         value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
@@ -201,7 +202,7 @@ def beside(
 
 @triton.jit
 def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up that are in two words, an int16 tile."""
+    """Return ``BITS`` bits of each column from ``BIT`` up that are in two words, an int16 tile."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -216,7 +217,7 @@ def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl
 
 @triton.jit
 def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
+    """Return ``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
     if BIT % 16 + BITS > 16:
         value = straddling(planes, BIT, BITS, FAST)
     else:
@@ -240,7 +241,7 @@ def shifted(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
+    """Return words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
 
     ``word``, int16, and the result are tiles.
     The bits above the field belong to other fields or, when ``FAST``, to the neighboring word.
@@ -255,7 +256,8 @@ def shifted(
 
 @triton.constexpr_function
 def position_of_step(step: int, bits: int, field_stride: int) -> int:
-    """The bit at which the digits of a step begin in what ``words_of_step`` gives: with a stride of fields all steps share the words."""
+    """Return the bit at which the digits of a step begin in what ``words_of_step`` gives: with a stride of fields all steps share the
+    words."""
     return step * bits if field_stride > 1 else 0
 
 
@@ -274,7 +276,7 @@ def words_of_step(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The words that hold the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
+    """Return the words that hold the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
 
     Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``).
     All other bits are unspecified.

@@ -67,7 +67,7 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def tile(packing: Columns) -> tuple[int, int]:
-    """Tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
+    """Return tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 
@@ -79,7 +79,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> N
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """``rows`` of integers on ``device``, int64. The host does not wait for work under way there."""
+    """Return ``rows`` of integers on ``device``, int64. The host does not wait for work under way there."""
     table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
@@ -102,7 +102,7 @@ def launch(
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def constant_at(constants: Any, *indices: int) -> Any:
-    """The constant at ``indices`` of nested tuples; Triton itself takes one index at a time and, in 3.6, drops names."""
+    """Return the constant at ``indices`` of nested tuples; Triton itself takes one index at a time and, in 3.6, drops names."""
     for index in indices:
         constants = constants[index]
     return constants
@@ -110,7 +110,7 @@ def constant_at(constants: Any, *indices: int) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_origin(heads: tl.tensor, tokens: tl.tensor, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """The batch, the head and the first token, int64, of this program's tile in a one-dimensional grid."""
+    """Return the batch, the head and the first token, int64, of this program's tile in a one-dimensional grid."""
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     row = program // blocks
@@ -130,7 +130,7 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
+    """Return word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
 
     ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``token`` is ``[:, 1]``, ``column`` ``[1, :]``.
     """
@@ -159,7 +159,7 @@ def load_bit_fields(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Symbols of ``BITS`` bits (at most 16), int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
+    """Return symbols of ``BITS`` bits (at most 16), int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
     column = symbol % WIDTH
     position = FIRST_BIT + symbol // WIDTH * BITS
     word = position // 16
@@ -185,7 +185,7 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """The columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
+    """Return the columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):

@@ -65,7 +65,7 @@ SCRAMBLE, LAST, LOW, HIGH, BEGIN = (tl.constexpr(at) for at in (16, 24, 32, 40, 
 
 @lru_cache(maxsize=16)
 def _constants(device: str) -> torch.Tensor:
-    """The secret's 24 words, its words at three odd places, and the accumulators at the start, int64."""
+    """Return the secret's 24 words, its words at three odd places, and the accumulators at the start, int64."""
     words = b"".join(_SECRET[at : at + size] for at, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
     values = numpy.concatenate([numpy.frombuffer(words, "<u8"), numpy.array(_ACCUMULATORS, numpy.uint64)])
     with torch.inference_mode(False):
@@ -73,7 +73,7 @@ def _constants(device: str) -> torch.Tensor:
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    """The digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: the high half and the low half.
+    """Return the digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: the high half and the low half.
 
     The memory is uint8 and dense; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
     """
@@ -119,7 +119,8 @@ def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContext
 
 @lru_cache(maxsize=16)
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """The streams of groups. Memory freed on a stream is reused on it alone: the sums of all groups take that of ``STREAMS`` of them."""
+    """Return the streams of groups. Memory freed on a stream is reused on it alone: the sums of all groups take that of ``STREAMS`` of
+    them."""
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 

@@ -17,7 +17,7 @@ from .bitfields import straddling
 
 @triton.jit
 def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
+    """Return ``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
     if FAST:
         value = tl.inline_asm_elementwise(_code(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -35,7 +35,7 @@ def _code(position: int, bits: int) -> str:
 
 @triton.jit
 def product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The product of binary16 tiles."""
+    """Return the product of binary16 tiles."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -60,7 +60,7 @@ def _negate(position: int) -> str:
 
 @triton.jit
 def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The binary16 ``value`` with its sign flipped where bit ``POSITION`` of ``word`` is set."""
+    """Return the binary16 ``value`` with its sign flipped where bit ``POSITION`` of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -92,13 +92,13 @@ FRACTION_BITS = 10
 
 @triton.constexpr_function
 def middle_code(bits: int) -> float:
-    """The midpoint of all codes of ``bits`` bits."""
+    """Return the midpoint of all codes of ``bits`` bits."""
     return ((1 << bits) - 1) / 2
 
 
 @triton.constexpr_function
 def binary16_bits(value: float) -> int:
-    """The bits of a binary16."""
+    """Return the bits of a binary16."""
     import struct
 
     return int.from_bytes(struct.pack("<e", value), "little")
@@ -106,7 +106,8 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine(position: int, bits: int, middle: float) -> str:
-    """(code - ``middle``) * scale + center on two words: the code becomes bits of a binary16's fraction that leave one for a half."""
+    """Return (code - ``middle``) * scale + center on two words: the code becomes bits of a binary16's fraction that leave one for a
+    half."""
     spare = int(middle % 1 > 0)
     shared = (FRACTION_BITS - spare) // bits * bits
     # The same shift for as many fields as can share it: the assembler then does it once.
@@ -138,7 +139,7 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """(code - ``MIDDLE``) * scale + center in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
+    """Return (code - ``MIDDLE``) * scale + center in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
 
     ``MIDDLE`` is the middle code, or the whole one above it, which saves a shift of codes that begin at bit 0.
     """
@@ -162,7 +163,7 @@ def affine_bits(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """``affine`` of ``BITS`` bits of each column from ``BIT`` up."""
+    """Return ``affine`` of ``BITS`` bits of each column from ``BIT`` up."""
     if BIT % 16 + BITS > 16:
         value = affine(straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, MIDDLE, FAST)
     else:
@@ -172,7 +173,7 @@ def affine_bits(
 
 @triton.jit
 def code_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits of each column from ``BIT`` up, binary16."""
+    """Return ``BITS`` bits of each column from ``BIT`` up, binary16."""
     if BIT % 16 + BITS > 16:
         value = code_as_f16(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:

@@ -17,7 +17,7 @@ from .thread_digits import pieces_of_bits
 
 @triton.jit
 def joined(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The f16x2 of one half of ``low`` and one half of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
+    """Return the f16x2 of one half of ``low`` and one half of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
     if FAST:
         SELECT: tl.constexpr = (0x7600 if HIGH else 0x5400) + (0x32 if LOW else 0x10)
         value = tl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
@@ -57,7 +57,7 @@ def negated_f16x2(
 
 @triton.jit
 def product_f16x2(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The products of two f16x2, half by half."""
+    """Return the products of two f16x2, half by half."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -76,7 +76,8 @@ def _scaled_by_half(which: int) -> str:
 
 @triton.jit
 def scaled_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Both halves of ``values`` times the lower (0) or the upper (1) half of ``scales``; no instruction builds that operand first."""
+    """Return both halves of ``values`` times the lower (0) or the upper (1) half of ``scales``; no instruction builds that operand
+    first."""
     if FAST:
         value = tl.inline_asm_elementwise(_scaled_by_half(WHICH), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -86,7 +87,7 @@ def scaled_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST
 
 @triton.jit
 def both_halves(value: tl.tensor) -> tl.tensor:
-    """A float32 rounded to binary16, in both halves."""
+    """Return a float32 rounded to binary16, in both halves."""
     return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
@@ -103,7 +104,8 @@ def _affine(bits: int) -> str:
 
 @triton.jit
 def affine_f16x2(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """(code - 2^BITS / 2) * scale + center of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in layout."""
+    """Return (code - 2^BITS / 2) * scale + center of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in
+    layout."""
     if FAST:
         value = tl.inline_asm_elementwise(_affine(BITS), "=r,r,r,r", [codes, scale, centre], dtype=tl.uint32, is_pure=True, pack=1)
     else:

@@ -19,7 +19,7 @@ E2M1_EXPONENT = tl.constexpr(14)
 
 @triton.constexpr_function
 def _two_elements(element: str, position: int, converts: bool) -> str:
-    """The f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT, and 0 of either sign.
+    """Return the f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT, and 0 of either sign.
 
     ``converts``: the device converts two e4m3 at once. What several fields share is written out for each, and done once: of e2m1 the
     words without every other field.
@@ -46,7 +46,8 @@ def _two_elements(element: str, position: int, converts: bool) -> str:
 
 @triton.jit
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT, and ``FAST`` 0 of either sign."""
+    """Return the elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT, and ``FAST`` 0 of either
+    sign."""
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
         value = tl.inline_asm_elementwise(
@@ -83,7 +84,7 @@ FOUR_E4M3 = tl.constexpr(
 
 @triton.jit
 def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The four e4m3 without signs of each word, int32, binary16."""
+    """Return the four e4m3 without signs of each word, int32, binary16."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
         result = tl.inline_asm_elementwise(
@@ -126,7 +127,7 @@ def _four_powers(lowered: int) -> str:
 
 @triton.jit
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The four e8m0 of each word, int32, over the largest of them, times 2^``LOWERED``: binary16."""
+    """Return the four e8m0 of each word, int32, over the largest of them, times 2^``LOWERED``: binary16."""
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(

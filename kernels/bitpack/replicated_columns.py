@@ -47,7 +47,7 @@ class ReplicatedPacking(NamedTuple):
 
 
 def common_width(packings: Sequence[Columns]) -> int | None:
-    """Columns of a tile of all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
+    """Return columns of a tile of all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
     widths = {packing.width for packing in packings}
     if not all(map(takes_whole_words, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
         return None
@@ -55,7 +55,7 @@ def common_width(packings: Sequence[Columns]) -> int | None:
 
 
 def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """The symbol of each column of each step, -1 for none."""
+    """Return the symbol of each column of each step, -1 for none."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [
@@ -65,7 +65,7 @@ def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[in
 
 
 def replicated_packings(packings: Sequence[Columns], columns: int) -> list[ReplicatedPacking]:
-    """The packing of each stream in tiles of ``columns``."""
+    """Return the packing of each stream in tiles of ``columns``."""
     pointer = 0
     result = []
     for packing in packings:
@@ -86,7 +86,7 @@ def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[
 
 @triton.constexpr_function
 def bit_of_step(packing: ReplicatedPacking, step: int, at: int) -> int:
-    """The bit at which the digits of ``step`` begin in the words of ``words_of_stream``."""
+    """Return the bit at which the digits of ``step`` begin in the words of ``words_of_stream``."""
     return step * packing.bits if packing.fields_per_tile == 1 else at
 
 
@@ -104,7 +104,7 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """One word in each column, of rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
+    """Return one word in each column, of rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
 
     ``word``, ``[1, column]``, is its number in the row, and ``second`` as in ``tile_layout.token_of_columns``. ``COPIED``: the tile will
     be replicated in registers.
@@ -139,7 +139,7 @@ def load_stream(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """``bitfields.load_planes`` of a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
+    """Return ``bitfields.load_planes`` of a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
     if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
@@ -156,7 +156,7 @@ def load_stream(
 
 @triton.constexpr_function
 def words_of_plane(packing: ReplicatedPacking, plane: int) -> int:
-    """Words of a row of one plane; the last plane may be one of bytes."""
+    """Return words of a row of one plane; the last plane may be one of bytes."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
@@ -171,7 +171,7 @@ def words_of_stream(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The words that hold the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
+    """Return the words that hold the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
     words = whole_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.fields_per_tile > 1:
         words = (_side_by_side(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
@@ -195,7 +195,7 @@ def _side_by_side(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Each copy's own field, moved to bit ``AT``, as one int16 tile: words of several fields, which each copy shifts to its own."""
+    """Return each copy's own field, moved to bit ``AT``, as one int16 tile: words of several fields, which each copy shifts to its own."""
     SIZE: tl.constexpr = PACKING.bits
     FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
@@ -240,7 +240,7 @@ def _halves_of(position: int) -> str:
 
 @triton.jit
 def _window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``SIZE`` bits of each column from ``BEGIN`` up, as far as it has them, an int16 tile; higher bits are unspecified."""
+    """Return ``SIZE`` bits of each column from ``BEGIN`` up, as far as it has them, an int16 tile; higher bits are unspecified."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:

@@ -82,7 +82,7 @@ class Words(NamedTuple):
     first: tuple[int, ...]
 
     def place(self, column: int, byte: int) -> Place:
-        """The place of a byte of a column."""
+        """Return the place of a byte of a column."""
         plane, high = divmod(byte, 2)
         word = column
         if plane == self.packing.column_bytes // 2:
@@ -94,7 +94,7 @@ class Words(NamedTuple):
 
 
 def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> list[list[int]]:
-    """The selectors of ``permuted`` that join ``registers``, one after another: for each after the first, one per column.
+    """Return the selectors of ``permuted`` that join ``registers``, one after another: for each after the first, one per column.
 
     ``places`` are the bytes of each column, which are the lowest of the result; the others are free.
     """
@@ -113,7 +113,7 @@ def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> li
 
 
 def of_upper_half(step: Sequence[int], number: int, half: int) -> list[int]:
-    """The selectors of step ``number`` of ``selectors`` where the upper half of register ``half`` has the bytes of the lower."""
+    """Return the selectors of step ``number`` of ``selectors`` where the upper half of register ``half`` has the bytes of the lower."""
     if half != number and not (half == 0 and number == 1):
         return list(step)
     # Numbers of bytes are those of ``permuted``: from 4 on of the register that is joined.
@@ -161,7 +161,7 @@ def _load(
 
 @triton.jit
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """For each load of 16 bits, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
+    """Return, for each load of 16 bits, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
 
     Without ``TOKENS`` it is that of the first token alone.
     ``halves`` points at 0, 16, 0, 16, ... Tiles begin an even number of rows after row ``first``, and rows have an odd number of halves.
@@ -183,7 +183,7 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """A register of ``load_registers``, uint32 ``[warp, token]``; of one of 16 bits the upper half is unspecified."""
+    """Return a register of ``load_registers``, uint32 ``[warp, token]``; of one of 16 bits the upper half is unspecified."""
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
         value = value >> 32

@@ -36,7 +36,8 @@ TABLE_INTEGERS = tl.constexpr(3)
 
 @lru_cache(maxsize=256)
 def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """The rule of each stream that has one, for floats the name of their dtype: all that ``Codec.check`` asks, or None if it asks more.
+    """Return the rule of each stream that has one, for floats the name of their dtype: all that ``Codec.check`` asks, or None if it asks
+    more.
 
     A class with a check of its own may ask more.
     """

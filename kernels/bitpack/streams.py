@@ -31,7 +31,7 @@ class Stream:
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """The planes of one code stream."""
+    """Return the planes of one code stream."""
     return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
 
 

@@ -24,7 +24,7 @@ MAX_BITS = tl.constexpr(16)
 
 
 def steps_of(symbols: int) -> list[tuple[int, ...]]:
-    """The symbol of each column of each step, -1 for none."""
+    """Return the symbol of each column of each step, -1 for none."""
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)
@@ -41,7 +41,7 @@ def symbol_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
+    """Return the symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
 
     ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
     """
@@ -58,7 +58,7 @@ def symbol_tile(
 
 @triton.jit
 def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``tile``, which the compiler lays out as the other operand of an operation, a product that nothing needs."""
+    """Return ``tile``, which the compiler lays out as the other operand of an operation, a product that nothing needs."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

@@ -57,7 +57,7 @@ class TwoDigitPiece(NamedTuple):
 
 
 def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
-    """The columns of stream ``number`` of a row that contains all ``packings``."""
+    """Return the columns of stream ``number`` of a row that contains all ``packings``."""
     first_word = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
     packing = packings[number]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
@@ -65,7 +65,7 @@ def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
 
 @triton.constexpr_function
 def pieces_at(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """The pieces of ``bits`` bits of a column from ``position`` up."""
+    """Return the pieces of ``bits`` bits of a column from ``position`` up."""
     pieces = []
     done = 0
     while done < bits:
@@ -82,7 +82,7 @@ def pieces_at(first: int, column_bytes: int, width: int, column: int, position: 
 
 @triton.constexpr_function
 def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """``pieces_at`` in the columns of ``packing``, whose names Triton 3.6 would drop if it were passed on."""
+    """Return ``pieces_at`` in the columns of ``packing``, whose names Triton 3.6 would drop if it were passed on."""
     return tuple(BitPiece(*piece) for piece in pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
 
@@ -93,7 +93,7 @@ def _bits_of_base(base: int) -> int:
 
 @triton.jit
 def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
+    """Return ``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
     value = _piece(words, constant_at(PIECES, 0))
     for number in tl.static_range(1, len(PIECES)):
@@ -111,7 +111,7 @@ def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def most_fields(packing: RowPacking) -> int:
-    """Maximum number of fields that a column of as many bytes could have."""
+    """Return the maximum number of fields that a column of as many bytes could have."""
     fields = 1
     while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1
@@ -127,7 +127,7 @@ def _reciprocal(divisor: int, below: int) -> int:
 
 @triton.jit
 def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> tl.tensor:
-    """``value``, uint32 less than ``BELOW``, over a constant, rounded down."""
+    """Return ``value``, uint32 less than ``BELOW``, over a constant, rounded down."""
     RECIPROCAL: tl.constexpr = _reciprocal(DIVISOR, BELOW)
     if RECIPROCAL > 0:
         value = tl.umulhi(value, tl.full(value.shape, RECIPROCAL, tl.uint32))
@@ -138,7 +138,7 @@ def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> t
 
 @triton.jit
 def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Digit ``FIELD`` of ``value``, uint32 of ``FIELDS`` digits."""
+    """Return digit ``FIELD`` of ``value``, uint32 of ``FIELDS`` digits."""
     BELOW: tl.constexpr = BASE**FIELDS
     result = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
@@ -149,7 +149,7 @@ def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS:
 
 @triton.jit
 def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The digit of one symbol, uint32, below its base."""
+    """Return the digit of one symbol, uint32, below its base."""
     COLUMN: tl.constexpr = SYMBOL % PACKING.width
     FIELD: tl.constexpr = SYMBOL // PACKING.width
     BASE: tl.constexpr = PACKING.base
@@ -183,7 +183,7 @@ def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl
 
 @triton.jit
 def low_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The low 32 bits of a column of at least as many."""
+    """Return the low 32 bits of a column of at least as many."""
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, 0, 32)
     if FAST and len(PIECES) == 2:
         SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
@@ -203,7 +203,8 @@ def _twos(base: int) -> int:
 
 @triton.constexpr_function
 def first_of_upper(packing: RowPacking) -> int:
-    """The fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0: none."""
+    """Return the fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0:
+    none."""
     column_bytes, base = packing.column_bytes, packing.base
     twos = _twos(base)
     if column_bytes <= 4 or not twos:
@@ -214,7 +215,7 @@ def first_of_upper(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...]:
-    """The pieces of a symbol and of the next one together; none if they are not in the same words."""
+    """Return the pieces of a symbol and of the next one together; none if they are not in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
@@ -231,7 +232,7 @@ def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...
 
 @triton.jit
 def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``low``, and from ``BIT`` up, where it has no bits, ``high``."""
+    """Return ``low``, and from ``BIT`` up, where it has no bits, ``high``."""
     if FAST:
         # The compiler makes two instructions of it.
         value = tl.inline_asm_elementwise(
@@ -244,7 +245,7 @@ def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr
 
 @triton.jit
 def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The low two bytes of a word, 16 bits apart."""
+    """Return the low two bytes of a word, 16 bits apart."""
     if FAST:
         value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -254,7 +255,7 @@ def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The digits of an even symbol (low 16 bits) and of the next one (high 16 bits); their columns mostly share words."""
+    """Return the digits of an even symbol (low 16 bits) and of the next one (high 16 bits); their columns mostly share words."""
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
     PIECES: tl.constexpr = _pieces_of_two(PACKING, EVEN)

@@ -30,12 +30,12 @@ MAX_TOGETHER = 8
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """The planes of one code stream, in the widest elements of at most 128 bits of which a row has whole ones."""
+    """Return the planes of one code stream, in the widest elements of at most 128 bits of which a row has whole ones."""
     return tuple(stream_of_words(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
 
 
 def stream_of_words(name: str, words: int) -> Stream:
-    """A stream of rows of ``words`` words of 16 bits."""
+    """Return a stream of rows of ``words`` words of 16 bits."""
     together = math.gcd(words, MAX_TOGETHER)
     return Stream(name, 16 * together, words // together)
 
@@ -47,7 +47,7 @@ def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def words_of_row(rows: tuple[int, ...]) -> int:
-    """The words of 32 bits that ``load_rows`` gives for a token."""
+    """Return the words of 32 bits that ``load_rows`` gives for a token."""
     return sum((stored_words + 1) // 2 for stored_words in rows)
 
 
@@ -55,7 +55,7 @@ def words_of_row(rows: tuple[int, ...]) -> int:
 def load_rows(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The words of a token's row, plane after plane: for the first half of every warp's tokens, then for the second half.
+    """Return the words of a token's row, plane after plane: for the first half of every warp's tokens, then for the second half.
 
     Each word is uint32 ``[warp * token / 2]`` and holds two 16-bit words, the first in its low half.
 
@@ -74,7 +74,7 @@ def load_rows(
 
 @triton.jit
 def _by_halves(values: tl.tensor) -> tl.tuple:
-    """``[warp, token]`` as two ``[warp * token / 2]``: with two axes the compiler would spread a warp over both."""
+    """Return ``[warp, token]`` as two ``[warp * token / 2]``: with two axes the compiler would spread a warp over both."""
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2
     return tl.split(tl.reshape(tl.trans(tl.reshape(values, (WARPS, 2, HALF)), 0, 2, 1), (WARPS * HALF, 2)))
@@ -91,7 +91,7 @@ def load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The words of one plane's row of each token, uint32 of the shape and layout of ``like``, which the compiler sees loaded."""
+    """Return the words of one plane's row of each token, uint32 of the shape and layout of ``like``, which the compiler sees loaded."""
     words = ()
     if FAST and (MASKED or STORED_WORDS % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)
@@ -121,7 +121,7 @@ def load_row(
 
 @triton.constexpr_function
 def _together(stored_words: int) -> int:
-    """The 16-bit words of a row of ``stored_words`` that one load takes, an aligned element of ``stream_of_words``."""
+    """Return the 16-bit words of a row of ``stored_words`` that one load takes, an aligned element of ``stream_of_words``."""
     return math.gcd(stored_words, MAX_TOGETHER)
 
 
@@ -156,7 +156,7 @@ def _registers(words: int, masked: bool) -> str:
 def _loaded(
     address: tl.tensor, like: tl.tensor, valid: tl.tensor, STORED_WORDS: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Loads that the compiler does not see: each would cost it seconds, because it follows what is loaded to all its uses.
+    """Return loads that the compiler does not see: each would cost it seconds, because it follows what is loaded to all its uses.
 
     They are laid out as ``like``, which it sees loaded.
     """
@@ -186,7 +186,8 @@ def _load_one(bits: int, masked: bool) -> str:
 def load_unseen(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """One number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler sees only loads of bytes."""
+    """Return one number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler sees only loads of
+    bytes."""
     if FAST and BITS > 8:
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_one(BITS, MASKED)

@@ -32,7 +32,7 @@ SymbolValue = tuple[int, int]
 
 
 def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """All values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
+    """Return all values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
     registers: list[tuple[SymbolValue, SymbolValue]] = []
     single: SymbolValue | None = None
     for symbol in range(symbols):
@@ -48,7 +48,7 @@ def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolVa
 
 
 def tiles_of(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The registers of whole tiles, four integers each (two ``SymbolValue``), and the channel of each column of each tile.
+    """Return the registers of whole tiles, four integers each (two ``SymbolValue``), and the channel of each column of each tile.
 
     The first register is repeated to fill the last tile; the columns of a repeated value have channel -1.
     """
@@ -72,7 +72,7 @@ def _halvings(count: int) -> int:
 
 @triton.jit
 def _joined_by_halves(values: tl.tuple) -> tl.tuple:
-    """Value k joined with value k + n / 2 of n along a new last axis."""
+    """Return value k joined with value k + n / 2 of n along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for number in tl.static_range(HALF):
@@ -82,7 +82,7 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def tile_of_f16x2(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``, of registers of a warp's tokens.
+    """Return the binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``, of registers of a warp's tokens.
 
     ``first`` and ``second`` are those of the first and of the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
     """
@@ -121,7 +121,7 @@ def load_rows_and_factor(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
+    """Return the rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
 
     ``CONSTANTS`` have ``rows`` and ``factor_bits``.
     """
@@ -132,7 +132,7 @@ def load_rows_and_factor(
 
 @triton.jit
 def factor_beside_rows(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The factor that ``load_rows_and_factor`` loaded, float32 ``[warp, token]``."""
+    """Return the factor that ``load_rows_and_factor`` loaded, float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     value = loaded[2 * words_of_row(ROWS)]
     if CONSTANTS.factor_bits == 16:
@@ -152,7 +152,7 @@ def decode_rows(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the registers of one symbol."""
+    """Return the tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the registers of one symbol."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
@@ -195,7 +195,7 @@ def _register(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
+    """Return value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]

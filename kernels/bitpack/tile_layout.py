@@ -19,7 +19,7 @@ from triton import language as tl
 
 @triton.jit
 def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``value``, ``[warp, token]``, as ``[warp, token, 1]`` or transposed ``[warp, 1, token]``: it broadcasts to a tile."""
+    """Return ``value``, ``[warp, token]``, as ``[warp, token, 1]`` or transposed ``[warp, 1, token]``: it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, None, :]
     else:
@@ -29,7 +29,7 @@ def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``value``, ``[warp, column]``, as ``[warp, 1, column]`` or transposed ``[warp, column, 1]``: it broadcasts to a tile."""
+    """Return ``value``, ``[warp, column]``, as ``[warp, 1, column]`` or transposed ``[warp, column, 1]``: it broadcasts to a tile."""
     if TRANSPOSED:
         value = value[:, :, None]
     else:
@@ -45,7 +45,8 @@ def second_token_offset(dual: int, tokens: int) -> int:
 
 @triton.jit
 def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``[warp, token, n]``, or transposed, ``[warp, n, token]``, as a tile of n * ``COPIES`` columns: each column repeated in place."""
+    """Return ``[warp, token, n]``, or transposed, ``[warp, n, token]``, as a tile of n * ``COPIES`` columns: each column repeated in
+    place."""
     WARPS: tl.constexpr = value.shape[0]
     COUNT: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
     TOKENS: tl.constexpr = value.shape[2 if TRANSPOSED else 1]
@@ -58,7 +59,7 @@ def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -
 
 @triton.jit
 def parts_of(value: tl.tensor) -> tl.tuple:
-    """One tensor per element of the last axis, whose length is a power of two."""
+    """Return one tensor per element of the last axis, whose length is a power of two."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -74,7 +75,7 @@ def parts_of(value: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``value``, a tile, ``COPIES`` times side by side."""
+    """Return ``value``, a tile, ``COPIES`` times side by side."""
     if COPIES > 1:
         WARPS: tl.constexpr = value.shape[0]
         WIDTH: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
@@ -90,7 +91,7 @@ def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> 
 
 @triton.jit
 def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """The token of each column, broadcast to a tile.
+    """Return the token of each column, broadcast to a tile.
 
     ``token`` is ``[warp, token]``; ``second``, ``[1, column]``, is 1 if a column belongs to the second token of a row, else 0.
     """

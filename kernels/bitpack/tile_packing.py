@@ -17,7 +17,7 @@ WIDEST_DIGIT = 14
 
 
 def tile_width(packing: Columns) -> int:
-    """Columns of a tile of whole rows of words."""
+    """Return columns of a tile of whole rows of words."""
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
@@ -46,5 +46,5 @@ class TilePacking(NamedTuple):
 
 
 def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
-    """The columns of a code stream whose plane 0 is stream number ``stream``."""
+    """Return the columns of a code stream whose plane 0 is stream number ``stream``."""
     return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)

@@ -28,7 +28,7 @@ LARGEST_FACTOR = tl.constexpr(2.0**127)
 
 @triton.jit
 def finite_factor(factor: tl.tensor) -> tl.tensor:
-    """``factor``, float32, within ``LARGEST_FACTOR``: an infinite one would make NaN of zeros."""
+    """Return ``factor``, float32, within ``LARGEST_FACTOR``: an infinite one would make NaN of zeros."""
     return tl.minimum(tl.maximum(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
 
 
@@ -36,7 +36,8 @@ def finite_factor(factor: tl.tensor) -> tl.tensor:
 def load_factor(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """One factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where nothing is gained by more.
+    """Return one factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where nothing is gained by
+    more.
 
     A binary16 is loaded as the aligned 32-bit word that holds it and the bit where it begins there, because only loads of 32 bits are
     fetched ahead of time. A tile that is not masked never ends a stream in the middle of such a word (``attend``'s plan).
@@ -81,7 +82,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``load_factor``, and in dual tiles that of the second tokens of all rows; ``valid`` is then one ``[warp, token]`` for each."""
+    """Return ``load_factor``, and in dual tiles that of the second tokens of all rows; ``valid`` is then one ``[warp, token]`` for each."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)

@@ -123,7 +123,7 @@ def _visible(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> Integers:
-    """The tokens [begin, end) that each query sees, int64 ``[batch, q_len, 2]`` within 0 to tokens."""
+    """Return the tokens [begin, end) that each query sees, int64 ``[batch, q_len, 2]`` within 0 to tokens."""
     # By NumPy, whose calls take a fraction of torch's: a decode step makes them for every layer.
     held = tokens if lengths is None else lengths.numpy()[:, None]
     after = held - q_len + numpy.arange(1, q_len + 1)

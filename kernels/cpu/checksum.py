@@ -8,7 +8,7 @@ from . import library
 
 
 def added(data: memoryview, sum_: int) -> int:
-    """``sum_`` after the words of ``data``, whose length is a multiple of 4."""
+    """Return ``sum_`` after the words of ``data``, whose length is a multiple of 4."""
     compiled = library.library()
     assert compiled is not None
     address = numpy.frombuffer(data, numpy.uint8).ctypes.data

@@ -78,7 +78,7 @@ def described(codec: Codec) -> Described | None:
 
 
 def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
-    """The parts that all families share; ``values`` gives the numbers per token and dtype of each stream of numbers."""
+    """Return the parts that all families share; ``values`` gives the numbers per token and dtype of each stream of numbers."""
     result = library.Codec()
     packings = codec.packings()
     if len(packings) > library.MAX_PACKINGS or any(len(packing.bases) > library.MAX_DIGITS for packing in packings.values()):
@@ -305,7 +305,7 @@ def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
 
 
 def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
-    """The mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
+    """Return the mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
     places, matrix = _basis_places(codec)
     result = torch.zeros(*rows.rows.shape[:2], matrix + codec.dim**2, dtype=torch.float32, device="cpu")
     result[..., : codec.dim], result[..., matrix:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
@@ -350,7 +350,8 @@ def _trellis(codec: Trellis) -> Described | None:
 
 
 def _completed(codec: WithSideCars) -> Described | None:
-    """``described``, for a codec with at most one side-car of each kind that stores something in the coded frame, and any raw tokens."""
+    """Return ``described``, for a codec with at most one side-car of each kind that stores something in the coded frame, and any raw
+    tokens."""
     plain = described(codec.codec)
     if plain is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None

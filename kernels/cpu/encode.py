@@ -98,7 +98,7 @@ def encode(
     level: int = 0,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """The streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
+    """Return the streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
 
     ``before`` contains the streams of the run that it continues; ``level`` is a place in ``library.levels()``. ``coded``, float32 and
     contiguous, ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms. Raises MemoryError.
@@ -128,7 +128,7 @@ def _encode(
     level: int,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
+    """Return ``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
     batch, heads, tokens, _ = x.shape
     streams = {}
     for name, layout in codec.run_layouts(batch, heads).items():
@@ -146,7 +146,7 @@ def _encode(
 
 
 def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """``call_of`` with the values ``x`` and the threads that they are worth."""
+    """Return ``call_of`` with the values ``x`` and the threads that they are worth."""
     call, names, kept = call_of(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
     call.x = library.Stream.of(x)
     call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
@@ -167,7 +167,7 @@ def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: i
 
 
 def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int) -> torch.Tensor | None:
-    """The scale of a run (``Minifloat.begin``); None for values that are not finite, or too large for it."""
+    """Return the scale of a run (``Minifloat.begin``); None for values that are not finite, or too large for it."""
     if not x.shape[2]:
         return None
     largest = _measured(codec, x, _PAGE_TOKENS, 1, threads, level).amax(2)
@@ -182,7 +182,7 @@ def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, thr
 def _encode_centered(
     codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """The streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""
+    """Return the streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""
     (key_mean,) = codec.side_cars
     assert isinstance(key_mean, KeyMean)
     mean = _measured(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
@@ -195,7 +195,8 @@ def _encode_centered(
 
 
 def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """A call for ``shape`` (batch, heads, tokens) of ``dtype`` without values and streams, the streams' names, and what must outlive it."""
+    """Return a call for ``shape`` (batch, heads, tokens) of ``dtype`` without values and streams, the streams' names, and what must outlive
+    it."""
     described = codecs.described(codec)
     assert described is not None
     candidates = _candidates(codec) if isinstance(codec, Octahedral) else 0
@@ -223,7 +224,8 @@ def run(call: library.Encode) -> bool:
 
 @lru_cache(_KEPT)
 def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
-    """The tables that only the encoder needs, as ``interface.h`` lists them; codecs that differ in ``candidates`` alone are equal."""
+    """Return the tables that only the encoder needs, as ``interface.h`` lists them; codecs that differ in ``candidates`` alone are
+    equal."""
     if isinstance(codec, Scalar):
         return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
     if isinstance(codec, Octahedral):
@@ -240,7 +242,8 @@ def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
 
 
 def _candidates(codec: Octahedral) -> int:
-    """The candidates per coordinate, 0 for all. Two are those on either side of it: where ``formats/`` tries one, it is the nearer."""
+    """Return the candidates per coordinate, 0 for all. Two are those on either side of it: where ``formats/`` tries one, it is the
+    nearer."""
     levels = 1 << codec.b_dir - 1
     settled = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     alone = levels == 1 and codec.rounding != "scalar"
@@ -250,7 +253,7 @@ def _candidates(codec: Octahedral) -> int:
 
 
 def line(magnitudes: torch.Tensor) -> list[float]:
-    """Slope and offset of the line nearest to the numbers of ascending magnitudes: from a coordinate to steps between levels."""
+    """Return the slope and offset of the line nearest to the numbers of ascending magnitudes: from a coordinate to steps between levels."""
     x, level = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64, device=magnitudes.device)
     slope = float(((x - x.mean()) * level).sum() / (x - x.mean()).square().sum())
     return [slope, float(level.mean()) - slope * float(x.mean())]
@@ -275,7 +278,7 @@ def measures(x: torch.Tensor) -> bool:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """``formats.head_norms.norms_of``. Raises MemoryError."""
+    """Return ``formats.head_norms.norms_of``. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
     if x.numel():

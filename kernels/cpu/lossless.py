@@ -47,7 +47,7 @@ def _takes(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The streams of ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``: those of ``formats/``.
+    """Return the streams of ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``: those of ``formats/``.
 
     ``level`` is a place in ``library.levels()``. Raises MemoryError.
     """

@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def places(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, Place]:
-    """The place of every stream of a page's side, whose streams begin at ``offsets``."""
+    """Return the place of every stream of a page's side, whose streams begin at ``offsets``."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
@@ -148,7 +148,7 @@ class Chooser:
         self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: Values, threads: int) -> tuple[Chosen, Chosen]:
-        """The raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and counts of ``[layer, 2]``.
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and counts of ``[layer, 2]``.
 
         They count tokens without a slot, as ``tokens_of_slots``. Raises MemoryError.
         """

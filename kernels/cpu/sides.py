@@ -49,10 +49,10 @@ class Frame(Protocol):
     """The coded frame of some tokens."""
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries ``[batch, kv_head, row, dim]`` for products with keys in the coded frame."""
+        """Return queries ``[batch, kv_head, row, dim]`` for products with keys in the coded frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums ``[batch, kv_head, row, dim]`` of values in the coded frame, in the original frame."""
+        """Return sums ``[batch, kv_head, row, dim]`` of values in the coded frame, in the original frame."""
 
 
 class Pages(Protocol):
@@ -95,7 +95,7 @@ class SidePart(NamedTuple):
     frame: Frame | None
 
     def struct(self, described: Described) -> library.SideArgument:
-        """The part for C; it refers to memory of this object and of ``described``."""
+        """Return the part for C; it refers to memory of this object and of ``described``."""
         return library.SideArgument(ctypes.pointer(described.struct), self.address, len(self.segments))
 
     def described(self) -> Described:
@@ -112,7 +112,7 @@ _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDiction
 
 
 def parts_of(side: Side) -> list[SidePart] | None:
-    """The parts of a side: its pages, then its tail; None if C does not support its codec, side-cars or strides."""
+    """Return the parts of a side: its pages, then its tail; None if C does not support its codec, side-cars or strides."""
     parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:
@@ -179,7 +179,7 @@ def _keeps_frame(codec: Codec) -> bool:
 
 
 def _segments(stretch: Stretch, described: Described, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """The table of a stretch's runs, from its first token, and the tensors made for it."""
+    """Return the table of a stretch's runs, from its first token, and the tensors made for it."""
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
     if codecs.ENTRY in described.streams:
@@ -239,7 +239,7 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
-    """The stream ``codecs.BASIS``: of each run, or the same for all."""
+    """Return the stream ``codecs.BASIS``: of each run, or the same for all."""
     codec = codec.family
     assert isinstance(codec, Klt)
     if "rows" not in streams:
@@ -249,7 +249,7 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
 
 
 def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The stream ``codecs.PLACES``: words are by chunk, then sequence, then head."""
+    """Return the stream ``codecs.PLACES``: words are by chunk, then sequence, then head."""
     counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
     firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
     words = torch.full_like(firsts, streams["words"].shape[2])
@@ -257,7 +257,7 @@ def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
-    """The streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None if C cannot use them, or flags and raw tokens disagree."""
+    """Return the streams ``codecs.ENTRY`` and ``codecs.ENTRIES``; None if C cannot use them, or flags and raw tokens disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
     if len(stretch.ends) > 1 and _framed(codec):
@@ -277,7 +277,7 @@ def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
 
 
 def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:
-    """The streams ``codecs.FIRST`` and ``codecs.CHUNKS``; None if flags and outliers disagree."""
+    """Return the streams ``codecs.FIRST`` and ``codecs.CHUNKS``; None if flags and outliers disagree."""
     codec = stretch.codec
     assert isinstance(codec, WithSideCars)
     (outliers,) = codec.frame_parts
@@ -298,7 +298,7 @@ def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Address, and bytes from batch to batch, head to head and row to row; None unless what follows these axes is contiguous."""
+    """Return address, and bytes from batch to batch, head to head and row to row; None unless what follows these axes is contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:
@@ -309,7 +309,7 @@ def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
 
 
 def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
-    """The binary16 pair of each byte, for every run's range: ``[batch, kv_head, run, 256, 2]``."""
+    """Return the binary16 pair of each byte, for every run's range: ``[batch, kv_head, run, 256, 2]``."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
     batch, heads, runs, _ = ranges.shape
     every = codes.expand(batch, heads, 1, 256, 2)

@@ -86,7 +86,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
-    """The factors of a page, float32 ``[batch, kv_head, 1, dim]``, if it has any."""
+    """Return the factors of a page, float32 ``[batch, kv_head, 1, dim]``, if it has any."""
     if codec.side_car(ChannelScale) is None:
         return None
     return factors(page.streams).contiguous()

@@ -39,7 +39,7 @@ class CodeStream(NamedTuple):
 
 @lru_cache(maxsize=64)
 def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
-    """The code streams of ``codec``, in stored order."""
+    """Return the code streams of ``codec``, in stored order."""
     streams, planes = [], 0
     for packing in codec.packings().values():
         first, bases = tuple(places[0] for places in packing.place_values), packing.bases
@@ -54,7 +54,7 @@ def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
 def load_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, DIGIT: tl.constexpr
 ) -> tl.tensor:
-    """Digit ``DIGIT`` of each symbol of a code stream, int32 ``[token, symbol]``.
+    """Return digit ``DIGIT`` of each symbol of a code stream, int32 ``[token, symbol]``.
 
     ``streams`` are pointers to the row of token 0; ``token`` is ``[:, 1]``, ``symbol`` ``[1, :]``, both int32.
     """
@@ -124,7 +124,7 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """``BITS`` bits of each symbol's field of columns of several words: those of the word that it begins in, and of the next."""
+    """Return ``BITS`` bits of each symbol's field of columns of several words: those of the word that it begins in, and of the next."""
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_word_of(streams, token, symbol, mask, position // 16, CODE) >> position % 16
     if 16 % BITS or FIRST_BIT % BITS:
@@ -137,7 +137,7 @@ def _load_bits(
 def _load_word_of(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word``'s: the plane is chosen per symbol, not per value."""
+    """Return word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word``'s: the plane is chosen per symbol, not per value."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2

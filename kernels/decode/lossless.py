@@ -70,11 +70,11 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
 
 
 def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[numpy.ndarray, list[torch.Tensor]]:
-    """The work table, int64 ``[token group, integer]``, and the tensors that its addresses refer to."""
+    """Return the work table, int64 ``[token group, integer]``, and the tensors that its addresses refer to."""
     held: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> list[int]:
-        """The address, and the strides of batch, head and row in bytes."""
+        """Return the address, and the strides of batch, head and row in bytes."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         held.append(tensor)
         return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
@@ -96,7 +96,7 @@ def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[nu
 
 
 def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Signs and fractions: words of two channels each, or, of other packings, a digit per channel."""
+    """Return signs and fractions: words of two channels each, or, of other packings, a digit per channel."""
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]
@@ -105,7 +105,7 @@ def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool
 
 
 def _slots(frequencies: torch.Tensor) -> torch.Tensor:
-    """For every slot of every table its symbol, frequency - 1 and first slot (``rans.slots_of``), int32 ``[table, slot]``.
+    """Return, for every slot of every table its symbol, frequency - 1 and first slot (``rans.slots_of``), int32 ``[table, slot]``.
 
     Tables that do not sum to ``TOTAL``, which no reader lets through, have some symbol in every slot.
     """

@@ -60,7 +60,7 @@ def _power(exponent: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Elements times their scales."""
+    """Return elements times their scales."""
     CODE: tl.constexpr = CONSTANTS.code
     ELEMENT: tl.constexpr = CONSTANTS.element
     SIZE: tl.constexpr = CONSTANTS.size

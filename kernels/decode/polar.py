@@ -72,7 +72,7 @@ def _levels(codec: Polar) -> tuple[LevelSymbols, ...] | None:
 
 @triton.jit
 def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Radii times their directions; ``table`` is ``[level, MAX_ANGLES, 2]``."""
+    """Return radii times their directions; ``table`` is ``[level, MAX_ANGLES, 2]``."""
     CODES: tl.constexpr = CONSTANTS.codes
     LEVELS: tl.constexpr = CONSTANTS.levels
     mask = (tile.token < tile.count) & (tile.channel < SHAPE.dim)

@@ -21,7 +21,7 @@ _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)
 
 @triton.jit
 def lanes_of(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """The lanes whose ``flags`` are set, as the bits of an integer."""
+    """Return the lanes whose ``flags`` are set, as the bits of an integer."""
     # A sum over a warp is one instruction, and the bits are distinct.
     return tl.sum(tl.where(flags, 1 << lane, 0), 0).to(tl.uint32, bitcast=True)
 
@@ -43,7 +43,7 @@ def before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def first_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """The first state of every lane, uint32, at ``states``, int16: the low half of each before the high one."""
+    """Return the first state of every lane, uint32, at ``states``, int16: the low half of each before the high one."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 
@@ -58,7 +58,7 @@ def entry_of(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
 def advance(
     state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, at: tl.tensor, end: tl.tensor
 ) -> tl.tuple:
-    """The states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on are 0."""
+    """Return the states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on are 0."""
     after = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
     low = active & (after < _MIN_STATE)
     taking = lanes_of(low, lane)

@@ -119,7 +119,7 @@ def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> Non
 
 
 def tile_tokens(channels: int, rotated: bool) -> int:
-    """The tokens of a tile of ``channels`` channels, a power of two."""
+    """Return the tokens of a tile of ``channels`` channels, a power of two."""
     if rotated:
         return ROTATED_TOKENS if channels <= MANY_CHANNELS else WIDE_ROTATED_TOKENS
     return max(1, TILE_VALUES // channels)
@@ -133,7 +133,7 @@ def work_of(
     device: torch.device,
     pages: Pages | None = None,
 ) -> Work:
-    """The work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
+    """Return the work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
 
     With ``pages`` it is the one page that all are like.
 
@@ -172,12 +172,12 @@ def work_of(
 
 
 def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
-    """The largest power of two, at most 16, that divides all of ``values``."""
+    """Return the largest power of two, at most 16, that divides all of ``values``."""
     return math.gcd(16, int(numpy.bitwise_or.reduce(values, axis=None)))
 
 
 def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """A table of the host on ``device``, for which the host does not wait: the driver would, for large ones in ordinary memory."""
+    """Return a table of the host on ``device``, for which the host does not wait: the driver would, for large ones in ordinary memory."""
     made = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED:
         made = made.pin_memory()
@@ -187,7 +187,7 @@ def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch
 def _of_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """``rows`` of a work table for every page, each with two integers more: its place in the output and its status'."""
+    """Return ``rows`` of a work table for every page, each with two integers more: its place in the output and its status'."""
     blocks, integers = rows.shape
     found = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     found[:, :, :integers] = rows
@@ -197,7 +197,7 @@ def _of_pages(
 
 
 def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
-    """Address, batch stride and head stride in bytes."""
+    """Return address, batch stride and head stride in bytes."""
     size = tensor.element_size()
     if tensor.data_ptr() % size or not (tensor.is_contiguous() or dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -209,7 +209,8 @@ def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
 def prepared(
     kernel: Any, work: Work, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, lasting: bool = True, **constants: Any
 ) -> Prepared:
-    """``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``, whose channels are dense.
+    """Return ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``, whose channels are
+    dense.
 
     ``tables`` follow the work table and the status. ``threads``: times as many as usual, of which none then takes more than
     ``MAX_REGISTERS`` registers. ``lasting``: the streams are those of the rows, and no copies of them.
@@ -252,7 +253,7 @@ def _launch(
     dtype: torch.dtype,
     device: str,
 ) -> CachedLaunch:
-    """The launch for outputs of ``dtype`` on ``device``, the same for all layers of a model."""
+    """Return the launch for outputs of ``dtype`` on ``device``, the same for all layers of a model."""
     given = dict(constants)
     options = {
         "num_warps": threads * (ROTATED_WARPS if given["ROTATED"] else WARPS),
@@ -264,7 +265,7 @@ def _launch(
 
 
 def channels_of(dim: int, rotated: bool) -> int:
-    """The channels of a tile, a power of two: those of a matrix product are 16 at least."""
+    """Return the channels of a tile, a power of two: those of a matrix product are 16 at least."""
     return max(16 if rotated else 1, next_power_of_two(dim))
 
 
@@ -291,7 +292,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """The ``RowBlock`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
+    """Return the ``RowBlock`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -323,7 +324,7 @@ def _first_row(at: tl.tensor, batch: tl.tensor, head: tl.tensor, begin: tl.tenso
 
 @triton.jit
 def rows_from(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Pointers to the rows of token ``begin`` of a block, the first token of a row of every stream."""
+    """Return pointers to the rows of token ``begin`` of a block, the first token of a row of every stream."""
     pointers = ()
     for number in tl.static_range(len(STREAMS)):
         pointers = pointers + (_row_of(streams[number], begin, constant_at(STREAMS, number)),)
@@ -340,14 +341,14 @@ def _row_of(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.te
 
 @triton.jit
 def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
+    """Return element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
     token = tl.arange(0, TILE)
     return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
 
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Elements of 16 bits as binary16, and those of 32 bits as float32, in float32."""
+    """Return elements of 16 bits as binary16, and those of 32 bits as float32, in float32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

@@ -32,7 +32,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> Packed:
-        """Its rows, for an output whose first token is token ``start`` of the side."""
+        """Return its rows, for an output whose first token is token ``start`` of the side."""
         # Cutting a page takes longer than all else here.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -135,12 +135,13 @@ def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
 
 
 def _beside_raw(codec: Codec) -> Codec:
-    """The codec that decodes all but raw tokens, if it has no other side-cars."""
+    """Return the codec that decodes all but raw tokens, if it has no other side-cars."""
     return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw is codec.family else codec
 
 
 def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
-    """The raw tokens of ``parts``, whose codec has no other side-cars, in an output whose first token is token ``start`` of the side."""
+    """Return the raw tokens of ``parts``, whose codec has no other side-cars, in an output whose first token is token ``start`` of the
+    side."""
     if not parts:
         return None
     codec = parts[0].page.codec

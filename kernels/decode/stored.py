@@ -37,7 +37,7 @@ def turns_back(rotation: Rotation) -> bool:
 
 @lru_cache(maxsize=64)
 def signs_of(rotation: Rotation, size: int, device: torch.device) -> torch.Tensor:
-    """The signs of a Hadamard rotation's matrix, float16 ``[size, size]``, zero beyond its head dim.
+    """Return the signs of a Hadamard rotation's matrix, float16 ``[size, size]``, zero beyond its head dim.
 
     Above ``LARGEST_MATRIX`` it is the Kronecker product of Sylvester's matrix and that of ``FACTOR`` channels, times the signs of its
     columns: ``[FACTOR, FACTOR]`` and then the signs, ``[size / FACTOR, FACTOR]``.
@@ -55,7 +55,7 @@ def signs_of(rotation: Rotation, size: int, device: torch.device) -> torch.Tenso
 
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
-    """The matrix of ``signs_of``, and the signs of its columns where they are apart."""
+    """Return the matrix of ``signs_of``, and the signs of its columns where they are apart."""
     SIZE: tl.constexpr = CHANNELS if CHANNELS <= _LARGEST_MATRIX else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])
@@ -68,7 +68,7 @@ def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def original(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
-    """Float32 ``[token, channel]`` rotated back, with products of binary16: each row is brought below 1 first, so none is too large.
+    """Return float32 ``[token, channel]`` rotated back, with products of binary16: each row is brought below 1 first, so none is too large.
 
     The error is below 2^-11 of the row's values in the 2-norm: about an eighth of what rounding to bfloat16 adds.
     """
@@ -82,7 +82,7 @@ def original(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _turned(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """The product with the Kronecker product of Sylvester's matrix and ``signs``: sums and differences of halves come first."""
+    """Return the product with the Kronecker product of Sylvester's matrix and ``signs``: sums and differences of halves come first."""
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:

@@ -68,13 +68,13 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 @triton.jit
 def _piece(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr) -> tl.tensor:
-    """One piece of a digit, int32 ``[token, symbol]``, at its bits of the digit."""
+    """Return one piece of a digit, int32 ``[token, symbol]``, at its bits of the digit."""
     return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 
 @triton.jit
 def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODES: tl.constexpr, PIECES: tl.constexpr) -> tl.tensor:
-    """One digit of each symbol, int32 ``[token, symbol]``: its pieces together."""
+    """Return one digit of each symbol, int32 ``[token, symbol]``: its pieces together."""
     value = tl.full(mask.shape, 0, tl.int32)
     for piece in tl.static_range(len(PIECES)):
         value |= _piece(streams, token, symbol, mask, constant_at(CODES, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece))
@@ -83,7 +83,8 @@ def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tens
 
 @triton.jit
 def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """The entries of the tile's ``table``, ``[entry, value]``, times norms, of which octahedral's second ones are in ``norm_table``."""
+    """Return the entries of the tile's ``table``, ``[entry, value]``, times norms, of which octahedral's second ones are in
+    ``norm_table``."""
     CODES: tl.constexpr = CONSTANTS.codes
     FORM: tl.constexpr = CONSTANTS.form
     JOINED: tl.constexpr = CONSTANTS.joined

@@ -57,7 +57,7 @@ def _scalar(codec: Scalar) -> Form | None:
 
 
 def _octahedral(codec: Octahedral) -> Form | None:
-    """One digit: the direction, then the signs above the index and its norm, or the norm above the signs."""
+    """Return one digit: the direction, then the signs above the index and its norm, or the norm above the signs."""
     if codec.norm == LOG8:
         return None
     packings, numbers = codec.packings(), _numbers(codec)
@@ -86,7 +86,7 @@ def _quaternion(codec: Quaternion) -> Form:
 
 
 def _numbers(codec: Codec) -> dict[str, int]:
-    """The number of each code stream."""
+    """Return the number of each code stream."""
     return {name: number for number, name in enumerate(codec.packings())}
 
 
@@ -100,7 +100,7 @@ def _pieces(codec: Codec, name: str) -> tuple[Piece, ...]:
 
 
 def _two_digits(codec: Codec, first: str, second: str) -> tuple[tuple[Piece, ...], ...]:
-    """The two digits of a symbol in the direct arrangement, or those of streams ``first`` and ``second`` in the dense one."""
+    """Return the two digits of a symbol in the direct arrangement, or those of streams ``first`` and ``second`` in the dense one."""
     if "symbol" in codec.packings():
         return (Piece(0),), (Piece(0, digit=1),)
     return _pieces(codec, first), _pieces(codec, second)
@@ -121,6 +121,6 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
 
 @lru_cache(maxsize=64)
 def form_of(codec: Codec) -> Form | None:
-    """The form of ``codec``; None for a codec without a row, and for options that it does not take."""
+    """Return the form of ``codec``; None for a codec without a row, and for options that it does not take."""
     row = TABLE_CODECS.get(type(codec))
     return row.form(codec) if row else None

@@ -73,14 +73,14 @@ class Work(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """The first token of ``block``; ``end`` behind the last."""
+        """Return the first token of ``block``; ``end`` behind the last."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Blocks of about ``tokens`` tokens at once, at least one, their first token and the one behind them."""
+        """Yield blocks of about ``tokens`` tokens at once, at least one, their first token and the one behind them."""
         at_once = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, at_once):
             blocks = range(first, min(first + at_once, self.blocks))
@@ -99,7 +99,7 @@ def loader_of(codec: Codec) -> Tiles | None:
 
 
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> Work:
-    """The work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
+    """Return the work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
 
     Programs are of ``warps``. Raises InvalidParameter unless all streams are as the codec lays them out.
     """
@@ -180,7 +180,7 @@ def prepare(
 
 
 def tile_tokens(tiles: Tiles) -> int:
-    """The tokens of a warp's tile."""
+    """Return the tokens of a warp's tile."""
     return max(TOKENS, tiles.tokens)
 
 
@@ -195,7 +195,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """The launch for an output of ``dtype``, the same for all layers of a model, and the loader's table."""
+    """Return the launch for an output of ``dtype``, the same for all layers of a model, and the loader's table."""
     tiles = loader_of(codec)
     assert tiles is not None
     tokens = tile_tokens(tiles)
@@ -305,7 +305,7 @@ def block_of(
     SIDE: tl.constexpr,
     WORK_ROW: tl.constexpr,
 ) -> tl.tuple:
-    """The ``PageBlock`` of this ``number`` of ``sequence``."""
+    """Return the ``PageBlock`` of this ``number`` of ``sequence``."""
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
     page = _page_of(number, work_table, pages, WORK_ROW)
@@ -317,7 +317,7 @@ def block_of(
 
 @triton.jit
 def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
-    """The page that contains ``block``: the last one whose first block is not behind it."""
+    """Return the page that contains ``block``: the last one whose first block is not behind it."""
     page = block * 0
     end = page + pages
     while end - page > 1:

@@ -107,7 +107,7 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
 
 
 def _groups(chunk: int, packed: Sequence[Packed]) -> numpy.ndarray:
-    """For each token group its first token of the output and its tokens there, int64 ``[row, 2]``."""
+    """Return, for each token group its first token of the output and its tokens there, int64 ``[row, 2]``."""
     found = []
     for part in packed:
         done = numpy.arange(0, part.tokens, chunk, dtype=numpy.int64)

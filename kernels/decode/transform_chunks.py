@@ -93,7 +93,7 @@ def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
 
 
 def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
-    """The chunks of ``parts``, each of which has its own words."""
+    """Return the chunks of ``parts``, each of which has its own words."""
     counts = [_in_order(joined(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(one.numel() for one in words)])
@@ -120,17 +120,17 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_order(stream: torch.Tensor) -> torch.Tensor:
-    """Rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
+    """Return rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
     return stream.movedim(2, 0).flatten(0, 2)
 
 
 def _wide(stream: torch.Tensor) -> torch.Tensor:
-    """Numbers of 16 bits as int64."""
+    """Return numbers of 16 bits as int64."""
     return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
 
 
 def joined(stream: torch.Tensor) -> torch.Tensor:
-    """Numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    """Return numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
     halves = _wide(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
@@ -141,7 +141,7 @@ _of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice |
 
 
 def on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
-    """``source`` on ``device``; None for tables that do not sum, whose slots are not all there."""
+    """Return ``source`` on ``device``; None for tables that do not sum, whose slots are not all there."""
     kept = _of_frames.setdefault(source, {})
     key = codec.step, codec.chunk, heads, str(device)
     if key not in kept:
@@ -173,12 +173,12 @@ def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) 
 
 
 def tile_of(dim: int) -> int:
-    """The channels of a tile: heads have whole tiles."""
+    """Return the channels of a tile: heads have whole tiles."""
     return min(MAX_CHANNELS, max(16, next_power_of_two(dim)))
 
 
 def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
-    """``rows`` ``[frame, row, channel]`` with the channels of ``OnDevice``."""
+    """Return ``rows`` ``[frame, row, channel]`` with the channels of ``OnDevice``."""
     order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)

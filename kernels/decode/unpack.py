@@ -118,7 +118,7 @@ def _without_scales(codec: Codec) -> Codec:
 
 
 def _scales(packed: Sequence[Packed], shape: tuple[int, ...], channels: int) -> torch.Tensor:
-    """The scales of the channels of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
+    """Return the scales of the channels of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
     for part in packed:
         check_shape(STREAM, part.streams[STREAM], shape)
     every = torch.stack([part.streams[STREAM][:, :, 0] for part in packed])
@@ -139,7 +139,8 @@ def _shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _shape_of(codec: Codec, device: str) -> UnpackShape | None:
-    """The first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables next to them; None if none does."""
+    """Return the first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables next to them; None if none
+    does."""
     loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
     tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -165,7 +166,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
-    """The launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
+    """Return the launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
     loader, shape = _loader(codec), _shape(codec, device)
     tokens, (blocks, heads) = tiles.tile_tokens(loader), arguments[4:6]
     # The compiler's own shared memory is before larger tables, and here it has no room there.
@@ -190,7 +191,7 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """The signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size.
+    """Return the signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size.
 
     Columns are in the order of tiles, or of ``joined``.
     """
@@ -300,7 +301,7 @@ def unpack_tiles(
 
 @triton.jit
 def joined(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
-    """``COUNT`` parts, a power of two of them, with an axis of two for each bit of a part's number, the lowest first."""
+    """Return ``COUNT`` parts, a power of two of them, with an axis of two for each bit of a part's number, the lowest first."""
     if COUNT == 1:
         found = parts[0]
     else:

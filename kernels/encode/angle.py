@@ -83,7 +83,7 @@ def _terms(codec: Angle) -> dict[str, list[Term]]:
 
 @triton.jit
 def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
-    """The angle of (first, second) in turns, in [0, 1], and its norm; (0, 0) has both 0."""
+    """Return the angle of (first, second) in turns, in [0, 1], and its norm; (0, 0) has both 0."""
     a = tl.abs(first)
     b = tl.abs(second)
     longer = tl.maximum(a, b)
@@ -116,7 +116,7 @@ def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The bins of a token's pairs, and the codes of their norms unless these are stored as float32."""
+    """Return the bins of a token's pairs, and the codes of their norms unless these are stored as float32."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins

@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> Plan | None:
-    """The plan on ``device`` for a kernel of ``symbols`` symbols per token, padding included; None if sums would not be exact."""
+    """Return the plan on ``device`` for a kernel of ``symbols`` symbols per token, padding included; None if sums would not be exact."""
     streams: list[Stream] = []
     matrices: list[torch.Tensor] = []
     accumulators = planes = elements = 0
@@ -118,7 +118,7 @@ def _pieces(term: Term) -> list[Term]:
 
 
 def _places(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """The place of each of the kernel's ``symbols`` in each column of its tile, 0 if it has none."""
+    """Return the place of each of the kernel's ``symbols`` in each column of its tile, 0 if it has none."""
     width = max(SMALLEST_AXIS, next_power_of_two(packing.width))
     places = [[0] * width for _ in range(symbols)]
     for number, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):
@@ -145,7 +145,7 @@ def _piece_of(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """The accumulators of all streams, float32 ``[token, column]``, one per limb."""
+    """Return the accumulators of all streams, float32 ``[token, column]``, one per limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
         for _ in tl.static_range(_limbs(STREAMS, stream)):
@@ -163,7 +163,7 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """``sums`` plus ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
+    """Return ``sums`` plus ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
     added = ()
     for stream in tl.static_range(len(STREAMS)):
         for limb in tl.static_range(_limbs(STREAMS, stream)):

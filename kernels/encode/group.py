@@ -234,7 +234,7 @@ def _unbiased_scales(
 
 @triton.jit
 def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """The binary16 nearest to each value; flagged, and zero, if there is none."""
+    """Return the binary16 nearest to each value; flagged, and zero, if there is none."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -242,7 +242,7 @@ def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _key(value: tl.tensor) -> tl.tensor:
-    """Bits of float32 in the order of their values, int32; the same function turns them back into bits."""
+    """Return bits of float32 in the order of their values, int32; the same function turns them back into bits."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -259,13 +259,13 @@ def _root(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
-    """An extreme that the measuring launch found, float32 ``[1, 1]``."""
+    """Return an extreme that the measuring launch found, float32 ``[1, 1]``."""
     return _key(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
-    """``scale_range.chosen`` of a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
+    """Return ``scale_range.chosen`` of a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
     high = _root(_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
     last = _root(_extreme(extremes, 1))
@@ -324,7 +324,7 @@ def _begin_measuring(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """The first state; the range of scales of 8 bits is chosen and stored."""
+    """Return the first state; the range of scales of 8 bits is chosen and stored."""
     state = _begin_measuring(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
@@ -339,7 +339,7 @@ def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
 
 @triton.jit
 def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """``[token, channel]`` as ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
+    """Return ``[token, channel]`` as ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
     SIZE: tl.constexpr = CONSTANTS.size
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
@@ -367,7 +367,7 @@ class Extent(NamedTuple):
 def _extent(
     value: tl.tensor, inside: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The ``Extent`` of values, ``[token, channel]``, of which those ``inside`` are the tensor's."""
+    """Return the ``Extent`` of values, ``[token, channel]``, of which those ``inside`` are the tensor's."""
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     if SHAPE.scale != 1.0:
         value = value * SHAPE.scale
@@ -412,7 +412,7 @@ def _measure(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The codes of a block of channels, whose scales are stored."""
+    """Return the codes of a block of channels, whose scales are stored."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim

@@ -45,7 +45,7 @@ class Output(NamedTuple):
 
 
 def output_of(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Tensor, origins: Origins | None = None) -> Output:
-    """The output with these ``streams`` of ``codec``."""
+    """Return the output with these ``streams`` of ``codec``."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -244,7 +244,7 @@ def _encode(
 def _values(
     rows: tl.tensor, valid: tl.tensor, matrix: tl.tensor | None, channel_stride: tl.tensor, number: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The coordinates of block ``number``, float32 ``[token, symbol]`` each."""
+    """Return the coordinates of block ``number``, float32 ``[token, symbol]`` each."""
     BLOCK: tl.constexpr = SHAPE.block
     COORDINATES: tl.constexpr = SHAPE.coordinates
     PADDED_DIM: tl.constexpr = SHAPE.padded_dim

@@ -163,7 +163,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
 
 
 def _coded(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
-    """``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros behind the last column."""
+    """Return ``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros behind the last column."""
     dim = rows.shape[-1]
     runs = [rows[..., run_slice(run, dim)] for run, width in enumerate(widths) if width]
     return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
@@ -269,7 +269,7 @@ def _encode(
 
 @triton.jit
 def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
-    """``COUNT`` tiles of bfloat16 whose sum is ``rows``, float32."""
+    """Return ``COUNT`` tiles of bfloat16 whose sum is ``rows``, float32."""
     parts = ()
     for _ in tl.static_range(COUNT):
         part = rows.to(tl.bfloat16)
@@ -280,7 +280,7 @@ def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def gain_of(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """The factors of tokens, as ``formats/klt.py`` finds them: 1 if there is none."""
+    """Return the factors of tokens, as ``formats/klt.py`` finds them: 1 if there is none."""
     near = (common > 0) & (own * decoded <= 2 * common * common)
     above = tl.where(near, own, tl.maximum(common, 0.0))
     below = tl.where(near, common, decoded)

@@ -89,7 +89,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
 
 
 def _in_tiles(rows: torch.Tensor, tiles: int) -> torch.Tensor:
-    """``[head, row, column]`` as ``[head, tile, row, COLUMNS]``, with zeros behind the last column."""
+    """Return ``[head, row, column]`` as ``[head, tile, row, COLUMNS]``, with zeros behind the last column."""
     padded = torch.nn.functional.pad(rows, (0, COLUMNS.value * tiles - rows.shape[-1]))
     return padded.view(*rows.shape[:2], tiles, COLUMNS.value).transpose(1, 2)
 

@@ -104,7 +104,7 @@ def _terms(codec: Minifloat) -> dict[str, list[Term]]:
 
 
 def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of the run that ``x`` is in, like those of the run ``before``, and whether each is a number.
+    """Return the scales of the run that ``x`` is in, like those of the run ``before``, and whether each is a number.
 
     Computed by torch: one pass over the input, and no wait for the device.
     """
@@ -118,7 +118,7 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
 
 @triton.jit
 def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """The codes, int32, of the elements nearest to finite float32 values, ties to even: ``formats.minifloat.encoded``."""
+    """Return the codes, int32, of the elements nearest to finite float32 values, ties to even: ``formats.minifloat.encoded``."""
     FRACTION: tl.constexpr = FORM.fraction
     BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION
@@ -181,7 +181,7 @@ def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The codes of a token's channels; scales that are not given are stored."""
+    """Return the codes of a token's channels; scales that are not given are stored."""
     KIND: tl.constexpr = CONSTANTS.kind
     FORM: tl.constexpr = CONSTANTS.form
     E4M3: tl.constexpr = CONSTANTS.scale_form

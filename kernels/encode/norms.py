@@ -38,7 +38,7 @@ class NormState(NamedTuple):
 
 
 def norms_for(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> Norms:
-    """The constants of ``codec``, whose table is added to ``tables`` if it has one."""
+    """Return the constants of ``codec``, whose table is added to ``tables`` if it has one."""
     bounds = log8_bounds_of(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
@@ -48,7 +48,7 @@ def norms_for(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: to
 
 @triton.jit
 def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """The ``NormState`` of tokens of which nothing is decoded."""
+    """Return the ``NormState`` of tokens of which nothing is decoded."""
     norm = norms_of(block.rows, block.flag, CONSTANTS.norms.limit, _SMALLEST_SQUARE, _LARGEST_SQUARE)
     factor = SHAPE.scale / tl.maximum(norm, 1e-37)
     return NormState(norm, factor, tl.zeros(norm.shape, tl.float32), tl.zeros(norm.shape, tl.float32))
@@ -56,7 +56,7 @@ def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -
 
 @triton.jit
 def with_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """``state`` with the values of a block, within the unit vector, and what they decode to."""
+    """Return ``state`` with the values of a block, within the unit vector, and what they decode to."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 

@@ -86,7 +86,7 @@ def _terms(codec: Octahedral) -> dict[str, list[Term]]:
 
 @triton.jit
 def _projection(xi: tl.tensor, eta: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """The scalar product of (x, y, z) and the unit direction of octahedral coordinates (OCTOPUS Eq. 6)."""
+    """Return the scalar product of (x, y, z) and the unit direction of octahedral coordinates (OCTOPUS Eq. 6)."""
     third = 1.0 - xi - eta
     first = tl.where(third < 0, 1.0 - eta, xi)
     second = tl.where(third < 0, 1.0 - xi, eta)
@@ -97,7 +97,7 @@ def _projection(xi: tl.tensor, eta: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The directions, signs and norms of a block of triplets."""
+    """Return the directions, signs and norms of a block of triplets."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     NORM_LEVELS: tl.constexpr = CONSTANTS.norm_levels
     BLOCK: tl.constexpr = SHAPE.block

@@ -95,7 +95,8 @@ def _terms(codec: Polar) -> dict[str, list[Term]]:
 
 @kept_on_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """The bounds between neighbors in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above all."""
+    """Return the bounds between neighbors in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above
+    all."""
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
         between = midpoints(table)
@@ -105,7 +106,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @kept_on_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """(cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centers."""
+    """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, found, strict=True):
@@ -121,7 +122,8 @@ def _width(pairs: int) -> int:
 
 @triton.jit
 def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
-    """``values``, which the compiler does not compute again for every layout that they are wanted in: each level would double that."""
+    """Return ``values``, which the compiler does not compute again for every layout that they are wanted in: each level would double
+    that."""
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
     return values
@@ -129,7 +131,7 @@ def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """``codes`` of tokens of ``PAIRS`` pairs each as a tile, in the first of every few columns where it has more."""
+    """Return ``codes`` of tokens of ``PAIRS`` pairs each as a tile, in the first of every few columns where it has more."""
     WIDTH: tl.constexpr = _width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
@@ -140,7 +142,7 @@ def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _projected(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
-    """The products of pairs with the directions of their codes."""
+    """Return the products of pairs with the directions of their codes."""
     return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
 
 
@@ -158,7 +160,7 @@ class PolarState(NamedTuple):
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The bins of a token's pairs of values."""
+    """Return the bins of a token's pairs of values."""
     BINS: tl.constexpr = 1 << CONSTANTS.bits[0]
     SCALE: tl.constexpr = SHAPE.scale
     found = turns(values[0], values[1])
@@ -174,7 +176,7 @@ def _quantize(
 
 @triton.jit
 def _above(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """The codes of a level's pairs of radii."""
+    """Return the codes of a level's pairs of radii."""
     PAIRS: tl.constexpr = SHAPE.block >> LEVEL
     ANGLES: tl.constexpr = 1 << CONSTANTS.bits[LEVEL]
     COMPILED: tl.constexpr = CONSTANTS.compiled

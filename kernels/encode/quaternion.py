@@ -81,7 +81,7 @@ def _terms(codec: Quaternion) -> dict[str, list[Term]]:
 def _rotated_back(
     w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor
 ) -> tl.tuple:
-    """The Hamilton product of (w, x, y, z) with the conjugate of (a, b, c, d)."""
+    """Return the Hamilton product of (w, x, y, z) with the conjugate of (a, b, c, d)."""
     return (
         w * a + x * b + y * c + z * d,
         x * a - w * b + z * c - y * d,
@@ -98,7 +98,7 @@ def _sign_bit(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """The number of the nearest Hurwitz unit: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
+    """Return the number of the nearest Hurwitz unit: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
     best = tl.abs(w)
     number = _sign_bit(w)
     number = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), number)
@@ -116,7 +116,7 @@ def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The codewords and radii of a token's chunks; the scale is stored."""
+    """Return the codewords and radii of a token's chunks; the scale is stored."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LIMIT: tl.constexpr = CONSTANTS.limit
     RULE: tl.constexpr = CONSTANTS.rule

@@ -47,7 +47,7 @@ _PARTS = 3
 
 
 def block_tokens(x: torch.Tensor, most: int) -> int:
-    """The tokens of a tile of rows of ``x``, ``most`` or fewer: more of the longest rows would fill the registers."""
+    """Return the tokens of a tile of rows of ``x``, ``most`` or fewer: more of the longest rows would fill the registers."""
     return most if x.shape[3] <= MAX_PRODUCTS else max(SMALLEST_AXIS, most // 2)
 
 
@@ -70,7 +70,7 @@ class Origins(NamedTuple):
 
 
 def operand_of(x: torch.Tensor) -> Any:
-    """The type in which rows of ``x`` are multiplied: Triton's interpreter has no products of bfloat16."""
+    """Return the type in which rows of ``x`` are multiplied: Triton's interpreter has no products of bfloat16."""
     return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
 
 
@@ -112,13 +112,13 @@ def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype:
 
 @kept_on_device
 def values_of(table: bytes) -> torch.Tensor:
-    """A table of little-endian float32, as float32."""
+    """Return a table of little-endian float32, as float32."""
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
 
 
 @kept_on_device
 def bounds_of(table: bytes) -> torch.Tensor:
-    """The bounds between neighbors in a table within [0, 1], and one above all: a kernel supports no tensor without elements."""
+    """Return the bounds between neighbors in a table within [0, 1], and one above all: a kernel supports no tensor without elements."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
@@ -128,7 +128,7 @@ def scale_of(rotation: Rotation) -> float:
 
 
 def limit_of(dtype: str) -> float:
-    """The least norm that does not fit a stored ``dtype``."""
+    """Return the least norm that does not fit a stored ``dtype``."""
     return LIMITS[dtype]
 
 
@@ -159,7 +159,7 @@ def origin_of(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl
 
 @triton.jit
 def moved(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
-    """``pointer`` to a stream, ``shift`` bytes further."""
+    """Return ``pointer`` to a stream, ``shift`` bytes further."""
     SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = _STREAMS_ALIGNED // SIZE
     return pointer + tl.multiple_of(shift // SIZE, ALIGNED)
@@ -167,7 +167,7 @@ def moved(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def all_moved(pointers: tl.tuple, shift: tl.tensor) -> tl.tuple:
-    """Each of ``pointers`` to streams, ``shift`` bytes further."""
+    """Return each of ``pointers`` to streams, ``shift`` bytes further."""
     found = ()
     for number in tl.static_range(len(pointers)):
         found = found + (moved(pointers[number], shift),)  # noqa: RUF005
@@ -204,7 +204,7 @@ def component(
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> tl.tensor:
-    """``rows``, ``[token, PADDED_DIM]``, times matrix ``number`` of ``components``: float32 ``[token, BLOCK]``."""
+    """Return ``rows``, ``[token, PADDED_DIM]``, times matrix ``number`` of ``components``: float32 ``[token, BLOCK]``."""
     place = matrix + number * PADDED_DIM * BLOCK + tl.arange(0, PADDED_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     factor = tl.load(place).to(OPERAND)
     if PARTS == 1:
@@ -227,7 +227,7 @@ def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
 
 @triton.jit
 def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
-    """The norm of each row, float32 ``[token, 1]``; flagged where it is not below ``LIMIT`` or its square is out of range.
+    """Return the norm of each row, float32 ``[token, 1]``; flagged where it is not below ``LIMIT`` or its square is out of range.
 
     A row of zeros is in range, and a NaN in none.
     """
@@ -268,7 +268,7 @@ def unbiased_factor(
 
 @triton.jit
 def entry_of(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """The entry of a ``table`` of ``LEVELS`` entries for each level; a few are compared one by one, as in ``level_of``."""
+    """Return the entry of a ``table`` of ``LEVELS`` entries for each level; a few are compared one by one, as in ``level_of``."""
     if LEVELS <= 16:
         entry = tl.zeros(level.shape, tl.float32) + tl.load(table)
         for number in tl.static_range(1, LEVELS):
@@ -298,7 +298,7 @@ def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.t
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """The number of the first of two neighbors in an ascending table that enclose each value, and both; the outermost beyond."""
+    """Return the number of the first of two neighbors in an ascending table that enclose each value, and both; the outermost beyond."""
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)
@@ -317,7 +317,7 @@ def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) 
 
 @triton.jit
 def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """The integer in [0, LARGEST] that is nearest to each value, ties going to the even one; int32."""
+    """Return the integer in [0, LARGEST] that is nearest to each value, ties going to the even one; int32."""
     limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
     # Where binary32 has no fractions its fraction bits are the integer.
     return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

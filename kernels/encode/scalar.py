@@ -70,7 +70,7 @@ def _high(parts: tuple[ScalarPart, ...], symbols: int) -> torch.Tensor:
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """The codes of a block of channels; with two widths, as if all had the first, and as if all had the second."""
+    """Return the codes of a block of channels; with two widths, as if all had the first, and as if all had the second."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block

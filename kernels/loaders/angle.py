@@ -49,7 +49,7 @@ class AngleConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
+    """Return the loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
@@ -72,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def table(codec: Angle) -> torch.Tensor:
-    """Cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
+    """Return cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries
@@ -90,7 +90,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
+    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
@@ -100,7 +100,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """The range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
+    """Return the range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -109,13 +109,13 @@ def load_range(
 
 @triton.jit
 def _half(bits: tl.tensor) -> tl.tensor:
-    """The low 16 bits as a binary16, widened to float32."""
+    """Return the low 16 bits as a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _range(words: tl.tuple) -> tl.tuple:
-    """(step, minimum) of each token, float32 of the shape of ``words``."""
+    """Return (step, minimum) of each token, float32 of the shape of ``words``."""
     if len(words) == 1:
         step = _half(words[0])
         minimum = _half(words[0] >> 16)
@@ -127,7 +127,7 @@ def _range(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """The exponent field of the float32 power of two that a linear range is decoded over.
+    """Return the exponent field of the float32 power of two that a linear range is decoded over.
 
     That of binary16 is at most the largest step's or 1/256 of the largest minimum's, so that norms over it are below 2^11. That
     of float32 is above all norms in size, but the largest binary32s.
@@ -145,7 +145,7 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``factor_of_range`` of each token, float32 ``[warp, token]``."""
+    """Return ``factor_of_range`` of each token, float32 ``[warp, token]``."""
     return factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
@@ -163,13 +163,13 @@ def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def middle_norm(bits: int) -> int:
-    """The code that is subtracted from norm codes of ``bits`` bits: the integer above the midpoint."""
+    """Return the code that is subtracted from norm codes of ``bits`` bits: the integer above the midpoint."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """(scale, center) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + center, float32.
+    """Return (scale, center) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + center, float32.
 
     ``words`` are the token's range.
     """
@@ -188,7 +188,8 @@ def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _line(bits: int) -> str:
-    """``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16 do."""
+    """Return ``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16
+    do."""
     middle = binary16_bits(middle_norm(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
         prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
@@ -201,7 +202,7 @@ def _line(bits: int) -> str:
 
 @triton.jit
 def norm_line_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """``norm_line`` in binary16."""
+    """Return ``norm_line`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
             _line(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -224,7 +225,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two channels of the pairs of ``STEP``, over the token's factor: two binary16 tiles laid out like the planes."""
+    """Return the two channels of the pairs of ``STEP``, over the token's factor: two binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
@@ -245,7 +246,7 @@ def decode(
 
 @triton.jit
 def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
+    """Return ``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
     scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 

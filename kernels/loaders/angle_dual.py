@@ -56,7 +56,7 @@ class AngleDualConstants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """The loader of ``codec``, or None if bins or norm codes are no bit fields or have rows of other lengths."""
+    """Return the loader of ``codec``, or None if bins or norm codes are no bit fields or have rows of other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
@@ -116,7 +116,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
+    """Return the planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
     - Norm codes: one int16 tile of as many columns as the replicated bins per slice.
@@ -166,7 +166,7 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """One plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
+    """Return one plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
@@ -186,7 +186,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The two channels of the pairs of ``STEP``, over the tokens' factors: binary16 tiles ``[warp, token, column]`` or transposed."""
+    """Return the two channels of the pairs of ``STEP``, over the tokens' factors: binary16 tiles ``[warp, token, column]`` or
+    transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
@@ -201,7 +202,7 @@ def decode(
 
 @triton.jit
 def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """``value``, ``[warp, token, 2]`` of both tokens, as a tile."""
+    """Return ``value``, ``[warp, token, 2]`` of both tokens, as a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)

@@ -41,7 +41,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """The loader of ``codec``, or None if there are too many bins or norms are no codes."""
+    """Return the loader of ``codec``, or None if there are too many bins or norms are no codes."""
     if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
         return None
     packings = codec.packings()
@@ -82,7 +82,8 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp, token]``."""
+    """Return rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp,
+    token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -100,7 +101,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Both channels of the pairs of ``STEP``, over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return both channels of the pairs of ``STEP``, over the token's factor: one binary16 tile, ``[warp, token, column]`` or
+    transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
@@ -109,7 +111,7 @@ def decode(
 def coordinates(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The f16x2 of one pair: cosine and sine times its norm."""
+    """Return the f16x2 of one pair: cosine and sine times its norm."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms

@@ -75,7 +75,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """The loader of ``codec``, or None if its fields are no bit fields of at most two words. ``dual`` is that of the result."""
+    """Return the loader of ``codec``, or None if its fields are no bit fields of at most two words. ``dual`` is that of the result."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -235,7 +235,7 @@ def _load_scale_rows(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """The scales of each step, cut from whole rows: ``[warp, column]`` where a warp's tokens share a row, else ``[warp, token]`` or
+    """Return the scales of each step, cut from whole rows: ``[warp, column]`` where a warp's tokens share a row, else ``[warp, token]`` or
     ``[warp, token, scale]`` (transposed ``[warp, scale, token]``).
     """
     SIZE: tl.constexpr = CONSTANTS.size
@@ -281,7 +281,7 @@ def _any(valid: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
-    """The channel of each column of a step (``tiles.step_symbols``)."""
+    """Return the channel of each column of a step (``tiles.step_symbols``)."""
     if FIELD_STRIDE > 1:
         channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:
@@ -300,7 +300,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """(code - middle) * scale + center of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return (code - middle) * scale + center of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
@@ -330,6 +330,6 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The token scale, float32 ``[warp, token]``."""
+    """Return the token scale, float32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

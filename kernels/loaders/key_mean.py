@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
-    """The loader ``tiles`` of a codec of keys with their means."""
+    """Return the loader ``tiles`` of a codec of keys with their means."""
     means = Means(key_mean.tokens)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
 
@@ -43,7 +43,8 @@ def load_products(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tensor:
-    """The products of each query row with the mean of each token's page, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` if whole.
+    """Return the products of each query row with the mean of each token's page, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` if
+    whole.
 
     ``products`` are pointers ``[1, 1, row]`` to those of page 0, ``padded`` rows for each of the ``pages``. ``first`` is the token of the
     first warp's first tile, counted from page 0; warps have ``TILES`` tiles, of which this is ``TILE``. ``second`` as in ``Queries``.

@@ -67,7 +67,8 @@ class KltConstants(NamedTuple):
 
 
 def unit_of(codec: Klt) -> float:
-    """The power of two that the matrix is divided by and tables are multiplied by, so that queries in the coded frame are at most about 1.
+    """Return the power of two that the matrix is divided by and tables are multiplied by, so that queries in the coded frame are at most
+    about 1.
 
     Raises MissingBasis.
     """
@@ -77,7 +78,7 @@ def unit_of(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """The loader of ``codec``, which has its basis; None if binary16 does not hold its tables, or queries in its frame.
+    """Return the loader of ``codec``, which has its basis; None if binary16 does not hold its tables, or queries in its frame.
 
     Raises MissingBasis.
     """
@@ -92,7 +93,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """The loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
+    """Return the loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
     row = Row()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
@@ -129,7 +130,7 @@ def _source(codec: Klt) -> BasisRows:
 
 
 def _kept(codec: Klt) -> list[int]:
-    """The columns that have codes, in any head."""
+    """Return the columns that have codes, in any head."""
     if codec.fixed_heads is None:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
     runs = {run for part in codec.runs for run in part.runs}
@@ -138,8 +139,8 @@ def _kept(codec: Klt) -> list[int]:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """The constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of ``load_parities``, of
-    all tokens and of the first.
+    """Return the constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of
+    ``load_parities``, of all tokens and of the first.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -166,7 +167,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
+    """Return the rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
     LOADS: tl.constexpr = CONSTANTS.loads
     loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, FAST)
     if CONSTANTS.gain_stream >= 0:
@@ -185,7 +186,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers
@@ -215,7 +216,7 @@ def _as_loaded(register: Register, tile: Tile) -> Register:
 
 @triton.jit
 def _of_halves(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """``lower`` for tokens whose half is the lower one of its word, else ``upper``, both ``[1, column, 1]``: ``[1, column, token]``.
+    """Return ``lower`` for tokens whose half is the lower one of its word, else ``upper``, both ``[1, column, 1]``: ``[1, column, token]``.
 
     Registers hold tokens in pairs, so that this takes no more than two for a column.
     """
@@ -235,7 +236,7 @@ def _selected(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Entry 0 or 1 of each column, by one bit of the register."""
+    """Return entry 0 or 1 of each column, by one bit of the register."""
     word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     ENTRIES: tl.constexpr = TILE.entries
     position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
@@ -264,7 +265,7 @@ def _looked_up(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The entry of each column, by a code that is anywhere in the registers."""
+    """Return the entry of each column, by a code that is anywhere in the registers."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
@@ -292,7 +293,7 @@ def _pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The entries of two columns at a time, whose codes are neighboring fields of a word: ``[warp, token, column]``."""
+    """Return the entries of two columns at a time, whose codes are neighboring fields of a word: ``[warp, token, column]``."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
@@ -320,7 +321,7 @@ def _pairs(
 
 @triton.constexpr_function
 def stride_of(shared: SharedTable, fast: bool) -> int:
-    """The binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 if tables are not there."""
+    """Return the binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 if tables are not there."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
@@ -341,7 +342,7 @@ def _code(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The word that holds the code of each of ``COUNT`` columns, the bit at which it begins there, and the first entry of its table.
+    """Return the word that holds the code of each of ``COUNT`` columns, the bit at which it begins there, and the first entry of its table.
 
     With a ``STRIDE`` the bit is how far the word is to be rotated right, or what it is to be multiplied by.
     """
@@ -369,11 +370,11 @@ def _code(
 
 @triton.jit
 def _constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """A constant of ``COUNT`` columns, int32 that broadcasts to a tile."""
+    """Return a constant of ``COUNT`` columns, int32 that broadcasts to a tile."""
     return of_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The gain, float32 ``[warp, token]``."""
+    """Return the gain, float32 ``[warp, token]``."""
     return read_factor(loaded, len(CONSTANTS.loads), 16, FAST)

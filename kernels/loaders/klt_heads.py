@@ -50,7 +50,7 @@ class KltHeadsConstants(NamedTuple):
 
 
 def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
-    """The loader of ``codec``, whose tables, of ``source``, are multiplied by ``unit``."""
+    """Return the loader of ``codec``, whose tables, of ``source``, are multiplied by ``unit``."""
     tables, numbers, steps = _tables(codec, source, unit)
     entries = tables.shape[1]
     constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")
@@ -64,7 +64,8 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The entries of each sequence's heads, then the numbers of their columns, int32 ``[head, number]`` each; the tiles with codes."""
+    """Return the entries of each sequence's heads, then the numbers of their columns, int32 ``[head, number]`` each; the tiles with
+    codes."""
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
@@ -116,7 +117,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Pointers to tokens' rows ``[warp, token]``, those of a token that there is for others; then the gains (``token_factors``)."""
+    """Return pointers to tokens' rows ``[warp, token]``, those of a token that there is for others; then the gains (``token_factors``)."""
     row = token
     if MASKED:
         row = tl.where(valid, token, 0)
@@ -137,7 +138,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
     begin = of_columns(column_fields[STEP], TRANSPOSED)
@@ -153,5 +154,5 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The gain, float32 ``[warp, token]``."""
+    """Return the gain, float32 ``[warp, token]``."""
     return read_factor(loaded, 1, 16, FAST)

@@ -127,7 +127,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
 
     def _number(self, values: torch.Tensor) -> int:
-        """The number of a constant, int32 ``[head or 1, column]``; those of every second column are each there twice."""
+        """Return the number of a constant, int32 ``[head or 1, column]``; those of every second column are each there twice."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -145,12 +145,12 @@ class Plan:
 
 
 def _places(words: Words, word: int, first: int, bits: int) -> list[Place]:
-    """The bytes of ``bits`` bits of a column from bit ``first`` up."""
+    """Return the bytes of ``bits`` bits of a column from bit ``first`` up."""
     return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of values rounded to binary16, int32."""
+    """Return the bits of values rounded to binary16, int32."""
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

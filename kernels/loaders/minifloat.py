@@ -75,7 +75,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def tiles(codec: Minifloat) -> Tiles | None:
-    """The loader of ``codec``; None if a column has more than one word for a field."""
+    """Return the loader of ``codec``; None if a column has more than one word for a field."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -178,7 +178,7 @@ def load(
 
 @triton.jit
 def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The number of a run, float32 ``[warp, 1]``."""
+    """Return the number of a run, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -186,7 +186,7 @@ def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """The scales of a token's blocks, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
+    """Return the scales of a token's blocks, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
@@ -219,7 +219,7 @@ def _load_own_scales(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """The scale of the block of each value of a step's tile, int32."""
+    """Return the scale of the block of each value of a step's tile, int32."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     column = tl.arange(0, PACKING.tile_width)
@@ -234,7 +234,7 @@ def _load_own_scales(
 
 @triton.jit
 def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """The scale of a block among what was ``loaded`` from number ``AT`` on, int32 ``[warp, token]``."""
+    """Return the scale of a block among what was ``loaded`` from number ``AT`` on, int32 ``[warp, token]``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -244,7 +244,7 @@ def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CON
 
 @triton.jit
 def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """The largest of a token's scales of blocks, int32 ``[warp, token]``."""
+    """Return the largest of a token's scales of blocks, int32 ``[warp, token]``."""
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     largest = _scale_of_block(loaded, AT, 0, CONSTANTS)
     for block in tl.static_range(1, BLOCKS):
@@ -276,7 +276,7 @@ def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.conste
 def _factors_of_tile(
     loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """``_factor_of_block`` of the values of ``STEP``, binary16 that broadcasts to a tile."""
+    """Return ``_factor_of_block`` of the values of ``STEP``, binary16 that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -320,7 +320,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The elements of ``STEP`` times what ``factor`` leaves of their scales: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the elements of ``STEP`` times what ``factor`` leaves of their scales: one binary16 tile, ``[warp, token, column]`` or
+    transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -354,7 +355,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale of the block that is ``STEP``, float32 ``[warp, token]``."""
+    """Return the scale of the block that is ``STEP``, float32 ``[warp, token]``."""
     return power_as_f32(_scale_of_block(loaded, CONSTANTS.planes, STEP, CONSTANTS))
 
 

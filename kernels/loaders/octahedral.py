@@ -53,7 +53,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """The loader of ``codec`` in the direct arrangement, None if a digit is too wide. ``dual`` is that of the result."""
+    """Return the loader of ``codec`` in the direct arrangement, None if a digit is too wide. ``dual`` is that of the result."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
@@ -77,7 +77,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """The table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0) by the first digit of a symbol.
+    """Return the table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0) by the first digit of a symbol.
 
     They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries
     are by whole symbol, signs included.
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
@@ -126,7 +126,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The three coordinates of the triplets of ``STEP`` within a unit vector: three binary16 tiles laid out like the planes."""
+    """Return the three coordinates of the triplets of ``STEP`` within a unit vector: three binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -156,7 +156,7 @@ def _triplet(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
+    """Return the triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
@@ -172,6 +172,6 @@ def _triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the norm, float32 ``[warp, token]``; two of these in dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

@@ -50,7 +50,7 @@ class OctahedralDenseConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """The loader of ``codec``, None if a digit is too wide."""
+    """Return the loader of ``codec``, None if a digit is too wide."""
     packings = codec.packings()
     if "index" not in packings:
         return None
@@ -102,7 +102,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile, ``[warp, token, column]`` or
+    transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
@@ -111,7 +112,7 @@ def decode(
 def coordinates(
     words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The f16x2 (x, y) and (z, 0) of one triplet."""
+    """Return the f16x2 (x, y) and (z, 0) of one triplet."""
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits

@@ -117,7 +117,7 @@ def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> st
 
 @triton.jit
 def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """The token of each place, counted from the first of a warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
+    """Return the token of each place, counted from the first of a warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
     return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
 
 
@@ -196,7 +196,7 @@ def _wait(entries: tl.tuple) -> tl.tensor:
 
 @triton.constexpr_function
 def _read(offset: int) -> str:
-    """Two values side by side; what the second one's address and the zeros of ``put_all`` are does not matter."""
+    """Return two values side by side; what the second one's address and the zeros of ``put_all`` are does not matter."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
@@ -204,7 +204,7 @@ def _read(offset: int) -> str:
 def _patch_tile(
     entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """``outlier_tile`` from shared memory."""
+    """Return ``outlier_tile`` from shared memory."""
     ASSEMBLY: tl.constexpr = _read(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # A load from there comes after what gave ``after``.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
@@ -222,7 +222,7 @@ def _slow_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 if one is of a token."""
+    """Return ``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 if one is of a token."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _row_of_tile(place, entries, TILE, TOKENS)
@@ -248,7 +248,7 @@ def in_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_together(constants: Outliers) -> int:
-    """Tiles of a patch, and all if there is none."""
+    """Return tiles of a patch, and all if there is none."""
     return constants.together or constants.tiles
 
 
@@ -266,7 +266,7 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """The codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
+    """Return the codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
     if FAST and CONSTANTS.together > 0:
         tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:

@@ -28,7 +28,8 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 
 
 def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places, int32 ``[entry]``; values ``[entry, 4]`` over a power of two, binary16 in int32 ``[entry, 2]``; and that power, float32.
+    """Return places, int32 ``[entry]``; values ``[entry, 4]`` over a power of two, binary16 in int32 ``[entry, 2]``; and that power,
+    float32.
 
     The power is about the square root of the largest value. Attention weights are multiplied by it, so that neither overflows binary16.
     """
@@ -40,7 +41,7 @@ def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> t
 
 
 def with_outliers(tiles: Tiles) -> Tiles:
-    """The loader ``tiles`` of a codec with its outliers."""
+    """Return the loader ``tiles`` of a codec with its outliers."""
     (width,) = {len(part) for part in tiles.channels}
     components = tuple(tuple(sorted({channel % CHUNK for channel in part if channel >= 0})) for part in tiles.channels)
     in_order = _columns(tiles) == list(range(len(_columns(tiles))))
@@ -56,14 +57,14 @@ def with_outliers(tiles: Tiles) -> Tiles:
 
 
 def _columns(tiles: Tiles) -> list[int]:
-    """The column of each channel, counted across all tiles."""
+    """Return the column of each channel, counted across all tiles."""
     channels = [channel for part in tiles.channels for channel in part]
     return [channels.index(channel) for channel in range(max(channels) + 1)]
 
 
 @lru_cache(maxsize=256)
 def columns_of(tiles: Tiles, device: str) -> torch.Tensor:
-    """The stream ``COLUMNS`` of the tiles of a codec alone: ``_columns`` as int16 ``[1, 1, channels]``."""
+    """Return the stream ``COLUMNS`` of the tiles of a codec alone: ``_columns`` as int16 ``[1, 1, channels]``."""
     return torch.tensor(_columns(tiles), dtype=torch.int16, device=device)[None, None]
 
 
@@ -105,7 +106,8 @@ def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKEN
 
 @triton.jit
 def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """For each warp's ``TOKENS`` tokens from row ``first`` on, the first outlier entry of their granules and the one after the last."""
+    """Return, for each warp's ``TOKENS`` tokens from row ``first`` on, the first outlier entry of their granules and the one after the
+    last."""
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
     # Scalar loads, because tensor loads make compilation slow.
@@ -118,7 +120,7 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
 
 @triton.jit
 def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 if there are none, and values, four
+    """Return ``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 if there are none, and values, four
     binary16 per int64, both ``[warp, entry]``. ``begins`` and ``counts`` are ``[warp, 1]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
@@ -130,8 +132,8 @@ def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.const
 
 @triton.jit
 def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """The outlier entries within ``bounds``: as many as threads easily hold (``_load``); where the rest of each warp begins and how many
-    they are, int32 ``[warp, 1]``; and the most entries of any warp.
+    """Return the outlier entries within ``bounds``: as many as threads easily hold (``_load``); where the rest of each warp begins and how
+    many they are, int32 ``[warp, 1]``; and the most entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -154,7 +156,7 @@ def first_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """The bounds of the outlier entries of each warp's ``TOKENS`` tokens from row ``first`` on.
+    """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens from row ``first`` on.
 
     With ``AHEAD``, the bounds for the tokens that follow these, and these tokens' entries.
     """
@@ -227,7 +229,7 @@ def _patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """``products`` plus those of the patch that begins with the codec's tile ``FIRST``."""
+    """Return ``products`` plus those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -241,7 +243,7 @@ def _patch_scores(
 
 @triton.jit
 def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """The outlier entries that follow those loaded from ``at`` on."""
+    """Return the outlier entries that follow those loaded from ``at`` on."""
     return _load(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
@@ -249,7 +251,7 @@ def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` plus the products of its outliers with the query."""
+    """Return ``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` plus the products of its outliers with the query."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
@@ -280,7 +282,7 @@ def _patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``sums`` plus those of the patch that begins with the codec's tile ``FIRST``."""
+    """Return ``sums`` plus those of the patch that begins with the codec's tile ``FIRST``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -297,7 +299,7 @@ def _patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """``sums``, ``[warp, column, row]``, plus those of the outliers of a warp's tile ``TILE``.
+    """Return ``sums``, ``[warp, column, row]``, plus those of the outliers of a warp's tile ``TILE``.
 
     ``weights``, ``[warp, token, row]``, are at most 2^7.
     """

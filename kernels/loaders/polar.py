@@ -67,7 +67,7 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """The loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
+    """Return the loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
@@ -120,7 +120,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The rows (``thread_rows.load_rows``), several radii included; then, for ``factor``, the radii of each token.
+    """Return the rows (``thread_rows.load_rows``), several radii included; then, for ``factor``, the radii of each token.
 
     These are int32 ``[warp, token]``, or uint32 words of two radii each.
     """
@@ -137,7 +137,7 @@ def load(
 
 @triton.jit
 def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """The largest exponent field in f16x2 ``words``, int32, at most 29."""
+    """Return the largest exponent field in f16x2 ``words``, int32, at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
         largest = _larger(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
@@ -146,7 +146,7 @@ def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """The larger of two numbers of 15 bits in each half; non-negative binary16 are ordered like these."""
+    """Return the larger of two numbers of 15 bits in each half; non-negative binary16 are ordered like these."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -156,7 +156,7 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The radius, or the power of two that several are divided by, over the scales of the tables: float32 ``[warp, token]``."""
+    """Return the radius, or the power of two that several are divided by, over the scales of the tables: float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     if CONSTANTS.radii > 1:
@@ -177,7 +177,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The channels of ``STEP`` over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the channels of ``STEP`` over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
@@ -190,7 +190,7 @@ def decode(
 def _pairs(
     words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """The pairs of channels of ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
+    """Return the pairs of channels of ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
     LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
     if CONSTANTS.radii > 1:
@@ -202,7 +202,7 @@ def _pairs(
 
 @triton.jit
 def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """The radii that the step begins with, two per f16x2, over the token's power of two."""
+    """Return the radii that the step begins with, two per f16x2, over the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
     PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
@@ -224,7 +224,7 @@ def _below(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
+    """Return the radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
 
     ``radii`` are those of ``LEVEL``, two per f16x2 as well; none stands for a single radius of 1.
     """
@@ -257,7 +257,7 @@ def _directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2 that of the next field of its column."""
+    """Return the f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2 that of the next field of its column."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

@@ -28,7 +28,7 @@ SCALES = 1 << 12
 
 
 def blocks_of_step(angles: int, width: int) -> int:
-    """Blocks of neighboring angles of the first level in a step: one per field of ``width`` columns, or one."""
+    """Return blocks of neighboring angles of the first level in a step: one per field of ``width`` columns, or one."""
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
     return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
@@ -36,7 +36,8 @@ def blocks_of_step(angles: int, width: int) -> int:
 
 @triton.constexpr_function
 def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
-    """The angles of ``level`` with channels in ``step``, ascending; ``tree`` are the angles of the first level and the blocks of a step."""
+    """Return the angles of ``level`` with channels in ``step``, ascending; ``tree`` are the angles of the first level and the blocks of a
+    step."""
     angles, blocks = tree
     each = F16X2_PER_TILE.value // blocks
     firsts = range(step * each, angles, angles // blocks)
@@ -74,7 +75,8 @@ def place_in(numbers: tuple[int, ...], number: int) -> int:
 
 @lru_cache(maxsize=256)
 def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Cosines and sines, binary16 ``[entry, 4]``; per level the first entries of single and of double angles; and the product of scales.
+    """Return cosines and sines, binary16 ``[entry, 4]``; per level the first entries of single and of double angles; and the product of
+    scales.
 
     Each level has entries of one angle (given twice) and of two angles (the first changes faster), as far as ``counts`` names them. The
     cosines and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles

@@ -53,7 +53,8 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """The loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None if their packing has none."""
+    """Return the loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None if their packing has
+    none."""
     packing = qjl.packing
     if not takes_whole_words(packing):
         return None
@@ -95,7 +96,7 @@ def load_signs(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
     planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
@@ -104,7 +105,7 @@ def load_signs(
 
 @triton.constexpr_function
 def _one(position: int) -> str:
-    """The bit of each word at ``position`` becomes the sign of a binary16 1."""
+    """Return the bit of each word at ``position`` becomes the sign of a binary16 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
@@ -116,14 +117,14 @@ def _shift(position: int) -> int:
 
 @triton.constexpr_function
 def _power(position: int) -> float:
-    """The binary16 that a bit moved by ``_shift`` is."""
+    """Return the binary16 that a bit moved by ``_shift`` is."""
     position += _shift(position)
     return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
 
 
 @triton.constexpr_function
 def _alone(position: int) -> str:
-    """The bit of each word at ``position``, moved by ``_shift``, and no other."""
+    """Return the bit of each word at ``position``, moved by ``_shift``, and no other."""
     shift = _shift(position)
     moved = f"shl.b32 a, $1, {shift};" if shift > 0 else f"shr.b32 a, $1, {-shift};" if shift else "mov.b32 a, $1;"
     return f"{{ .reg .b32 a; {moved} and.b32 $0, a, {0x10001 << position + shift}; }}"
@@ -179,7 +180,8 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """The tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in these."""
+    """Return the tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in
+    these."""
     tiles = ()
     EACH: tl.constexpr = len(q) // SETS
     FIRST: tl.constexpr = EACH - CONSTANTS.steps
@@ -199,7 +201,7 @@ def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
+    """Return half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
     # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
     columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
@@ -217,11 +219,11 @@ def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 @triton.jit
 def factor_of_bits(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``factor_of_signs`` for half their products times ``QUERY``."""
+    """Return ``factor_of_signs`` for half their products times ``QUERY``."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
 
 
 @triton.jit
 def factor_of_signs(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
+    """Return the norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit

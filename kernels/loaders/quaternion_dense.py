@@ -51,7 +51,7 @@ class QuaternionDenseConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """The loader of ``codec``, None if there are too many codewords."""
+    """Return the loader of ``codec``, None if there are too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
     if codeword_bits > WIDEST_DIGIT:
@@ -102,8 +102,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles, ``[warp, token, chunk]`` or
-    transposed ``[warp, chunk, token]``.
+    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles, ``[warp, token, chunk]``
+    or transposed ``[warp, chunk, token]``.
     """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
@@ -127,19 +127,19 @@ def decode(
 
 @triton.jit
 def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
+    """Return the radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
     return _codewords_from(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
 
 
 @triton.jit
 def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The codewords of an even chunk and of the next one."""
+    """Return the codewords of an even chunk and of the next one."""
     return _codewords_from(words, CHUNK, 0, CONSTANTS, FAST)
 
 
 @triton.jit
 def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """``two_codewords``, each from bit ``POSITION`` of its 16 bits up."""
+    """Return ``two_codewords``, each from bit ``POSITION`` of its 16 bits up."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
     both = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
@@ -150,12 +150,12 @@ def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr
 
 @triton.jit
 def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The radius codes of an even chunk and of the next one."""
+    """Return the radius codes of an even chunk and of the next one."""
     RADII: tl.constexpr = CONSTANTS.radii
     return two_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The scale over the largest radius code, float32 ``[warp, token]``."""
+    """Return the scale over the largest radius code, float32 ``[warp, token]``."""
     return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -36,7 +36,7 @@ class RawConstants(NamedTuple):
 
 
 def tiles(codec: Raw) -> Tiles:
-    """The loader of ``codec``."""
+    """Return the loader of ``codec``."""
     width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
@@ -56,7 +56,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
+    """Return the stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
     WIDTH: tl.constexpr = CONSTANTS.width
@@ -101,7 +101,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The bits of ``STEP`` in their dtype, one tile; without inline PTX, bf16 is widened to float32."""
+    """Return the bits of ``STEP`` in their dtype, one tile; without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:

@@ -56,7 +56,7 @@ class ScalarConstants(NamedTuple):
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """The loader of ``codec``: one code stream for each width of its channels. ``dual`` is that of the result."""
+    """Return the loader of ``codec``: one code stream for each width of its channels. ``dual`` is that of the result."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -130,7 +130,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Return the planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
@@ -150,7 +150,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index, laid out like the planes."""
+    """Return the values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index, laid out like the
+    planes."""
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
     LOW: tl.constexpr = CONSTANTS.low_part
@@ -197,6 +198,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the norm, float32 ``[warp, token]``; two of these in dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -131,7 +131,7 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """The symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
+    """Return the symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
 
     A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
     """
@@ -152,5 +152,5 @@ def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dua
 
 
 def channels_of(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
-    """Channel ``value`` of each symbol, which has ``values`` of them."""
+    """Return channel ``value`` of each symbol, which has ``values`` of them."""
     return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

@@ -48,7 +48,7 @@ class TrellisConstants(NamedTuple):
 
 
 def tiles(codec: Trellis) -> Tiles:
-    """The loader of ``codec``."""
+    """Return the loader of ``codec``."""
     (packing,) = codec.packings().values()
     width = tile_width(packing)
     shifts, steps, used = _shifts(codec, packing.width, width, tile_fields(packing))
@@ -72,7 +72,7 @@ def tiles(codec: Trellis) -> Tiles:
 
 
 def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
-    """The bit of its word at which the first window of each column begins, the windows of a column, and the columns in use."""
+    """Return the bit of its word at which the first window of each column begins, the windows of a column, and the columns in use."""
     firsts = [(-WORD_BITS * (column % words) - codec.state_bits) % codec.bits for column in range(width)]
     if side_by_side == 1 or WORD_BITS % codec.bits:
         return firsts, -(-WORD_BITS // codec.bits), words
@@ -83,7 +83,7 @@ def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[
 
 
 def _channel(codec: Trellis, word: int, bit: int) -> int:
-    """The channel whose window begins at ``bit`` of ``word``; -1 beyond the word."""
+    """Return the channel whose window begins at ``bit`` of ``word``; -1 beyond the word."""
     if bit >= WORD_BITS:
         return -1
     after = (WORD_BITS * word + bit + codec.state_bits) % (codec.dim * codec.bits)
@@ -92,7 +92,7 @@ def _channel(codec: Trellis, word: int, bit: int) -> int:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """The shift of each column, int16 ``[1, column]``."""
+    """Return the shift of each column, int16 ``[1, column]``."""
     begin = table.to(tl.pointer_type(tl.int16)) + 2 * CONSTANTS.entries
     return (tl.load(begin + tl.arange(0, CONSTANTS.width))[None, :],)
 
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The words and those after them, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Return the words and those after them, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     WORDS: tl.constexpr = CONSTANTS.words
     column = tl.arange(0, CONSTANTS.width)[None, :]
     words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
@@ -129,7 +129,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The value of window ``STEP`` of each column within a unit vector, one binary16 tile laid out like the words."""
+    """Return the value of window ``STEP`` of each column within a unit vector, one binary16 tile laid out like the words."""
     planes = (loaded[0], loaded[1])
     if CONSTANTS.shifted:
         planes = _shifted_down(loaded[0], loaded[1], of_columns(column_fields[0], TRANSPOSED), FAST)
@@ -139,7 +139,8 @@ def decode(
 
 @triton.constexpr_function
 def _shifting() -> str:
-    """Both 32-bit strings of a register's two columns, each shifted by its own number, and put back as words and those after them."""
+    """Return both 32-bit strings of a register's two columns, each shifted by its own number, and put back as words and those after
+    them."""
     return """{ .reg .b32 p, q, s, t;
         and.b32 s, $4, 0xFFFF; shr.b32 t, $4, 16;
         prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $2, $3, 0x7632;
@@ -149,7 +150,7 @@ def _shifting() -> str:
 
 @triton.jit
 def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """The strings of 32 bits of each column, ``shift`` bits down, as int16 tiles of their low and high halves."""
+    """Return the strings of 32 bits of each column, ``shift`` bits down, as int16 tiles of their low and high halves."""
     if FAST:
         types: tl.constexpr = (tl.int16, tl.int16)
         halves = tl.inline_asm_elementwise(_shifting(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)
@@ -163,5 +164,5 @@ def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The norm, float32 ``[warp, token]``."""
+    """Return the norm, float32 ``[warp, token]``."""
     return read_factors(loaded, 2, CONSTANTS.norm_bits, 0, FAST)

@@ -76,7 +76,7 @@ def _launch(
 
 @lru_cache(maxsize=64)
 def powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Powers of the multiplier, int64: for each lane, then for each part of a row, then for a step."""
+    """Return powers of the multiplier, int64: for each lane, then for each part of a row, then for a step."""
     lanes = _descending(multiplier, LANES)
     found = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):

@@ -42,7 +42,7 @@ class Layers:
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
     def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
-        """For each page and layer: values from the first layer's first slot, bytes from the first page's, and the page, int64.
+        """Return, for each page and layer, values from the first layer's first slot, bytes from the first page's, and the page, int64.
 
         The bytes of pages are ``page`` apart, and those of their layers ``layer``. None for tensors whose places are not whole numbers of
         values apart, or whose strides differ.
@@ -76,7 +76,7 @@ class Lane:
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def places(self, job: Job) -> Places | None:
-        """``Layers.places`` of a job."""
+        """Return ``Layers.places`` of a job."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 
@@ -166,7 +166,7 @@ def _origins(moves: Places, x: torch.Tensor) -> Origins:
 
 
 def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
-    """The streams of the first layer in the first row."""
+    """Return the streams of the first layer in the first row."""
     row = job.rows[0, : job.rows.shape[1] // STREAMS_ALIGNED * STREAMS_ALIGNED]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}

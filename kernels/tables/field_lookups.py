@@ -34,7 +34,8 @@ def look_up_field(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The first ``WORDS`` (1 or 2) f16x2 of an entry: that whose number after ``FIRST`` is ``BITS`` bits of a column from ``POSITION`` up.
+    """Return the first ``WORDS`` (1 or 2) f16x2 of an entry: that whose number after ``FIRST`` is ``BITS`` bits of a column from
+    ``POSITION`` up.
 
     Entries of which one f16x2 is asked for hold it twice. ``SHARED`` is the table's ``SharedTable``.
     """

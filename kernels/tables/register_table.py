@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
-    """At most 8 binary16 values for ``select_of_four``: their low bytes as two integers, then the high ones."""
+    """Return at most 8 binary16 values for ``select_of_four``: their low bytes as two integers, then the high ones."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -46,7 +46,7 @@ def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance:
 
 @triton.constexpr_function
 def _select_f16x2(table: tuple[int, ...]) -> str:
-    """The low bytes of four values, and their high ones; then the four, each twice."""
+    """Return the low bytes of four values, and their high ones; then the four, each twice."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
         shr.b32 select, $4, 12; or.b32 select, select, $4;
@@ -63,7 +63,7 @@ def select_of_four(
     DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ) -> tl.tuple:
-    """The values of four symbols from ``SYMBOL`` on, one f16x2 of equal halves each, from a table in registers.
+    """Return the values of four symbols from ``SYMBOL`` on, one f16x2 of equal halves each, from a table in registers.
 
     ``TABLE`` is what ``table_of_bytes`` gives; an index is ``BITS`` bits from ``FIRST`` up in a field of ``DISTANCE`` bits.
     """

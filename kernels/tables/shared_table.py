@@ -53,7 +53,7 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """The entries of a table in global memory, ``VALUES`` (2 or 4) binary16 each as one integer, for ``fill``."""
+    """Return the entries of a table in global memory, ``VALUES`` (2 or 4) binary16 each as one integer, for ``fill``."""
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
         entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
@@ -90,7 +90,7 @@ def look_up(
     ENTRIES: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``VALUES`` (2 or 4) binary16 tiles: the entry whose index is ``BITS`` bits of each int16 ``word`` from ``POSITION`` up.
+    """Return ``VALUES`` (2 or 4) binary16 tiles: the entry whose index is ``BITS`` bits of each int16 ``word`` from ``POSITION`` up.
 
     ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory; copies of its first ``ENTRIES`` are at ``OFFSET`` when ``FAST`` and not 0.
     """
@@ -129,7 +129,7 @@ def look_up_bits(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``look_up`` by ``BITS`` bits of each column from ``BIT`` up, in the part of the table that begins at entry ``FIRST``.
+    """Return ``look_up`` by ``BITS`` bits of each column from ``BIT`` up, in the part of the table that begins at entry ``FIRST``.
 
     ``SHARED`` is the table's ``SharedTable``.
     """
@@ -153,7 +153,7 @@ def look_up_repeated(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """``look_up_bits`` of entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
+    """Return ``look_up_bits`` of entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = in_halves(SHARED, FIRST, 4)
         found = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)

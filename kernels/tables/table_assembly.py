@@ -62,7 +62,7 @@ def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
 
 @triton.constexpr_function
 def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Two 16-bit words a register; the index is ``bits`` bits of each from ``position`` up; ``values`` is 2 or 4 halves an entry.
+    """Return two 16-bit words a register; the index is ``bits`` bits of each from ``position`` up; ``values`` is 2 or 4 halves an entry.
 
     An index beyond ``entries`` gives the last one.
     """
@@ -94,7 +94,7 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
 
 @triton.constexpr_function
 def lookup_of_columns(bits: int, offset: int, copies: int, multiplied: bool) -> str:
-    """Two 32-bit words, each with a code of its own: entries of two equal halves.
+    """Return two 32-bit words, each with a code of its own: entries of two equal halves.
 
     Inputs are the words, how far each is rotated right, or what it is ``multiplied`` by, so that its code begins at the bit of the size of
     an entry's copies, and the byte of each table's first entry, a multiple of the table's size.
@@ -119,7 +119,7 @@ def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
 
 @triton.constexpr_function
 def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
-    """Two entries of 16 bits by neighboring codes of a word: one entry of both (``joint``), or the low halves of two entries.
+    """Return two entries of 16 bits by neighboring codes of a word: one entry of both (``joint``), or the low halves of two entries.
 
     Inputs are those of ``lookup_of_columns``, of one word.
     """
@@ -150,7 +150,8 @@ Inputs are the words, how far each is rotated right, so that its bit is the high
 
 @triton.constexpr_function
 def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """The first ``words`` (1 or 2) of an entry, from the copy of the thread's own banks; the input is where the first copy begins."""
+    """Return the first ``words`` (1 or 2) of an entry, from the copy of the thread's own banks; the input is where the first copy
+    begins."""
     own = (entry_bytes - 1).bit_length()
     load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
     return f"""{{
@@ -163,7 +164,7 @@ def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> s
 
 @triton.constexpr_function
 def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
-    """The first ``words`` pairs of an entry, ``stride`` bytes from the next one; the inputs are the words that have the pieces."""
+    """Return the first ``words`` pairs of an entry, ``stride`` bytes from the next one; the inputs are the words that have the pieces."""
     own = 2 + words // 2
     copies = stride >> own
     text = f"mov.u32 place, %laneid; and.b32 place, place, {copies - 1}; shl.b32 place, place, {own};"
@@ -181,5 +182,5 @@ def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, p
 
 @triton.constexpr_function
 def registers(outputs: int, inputs: int) -> str:
-    """Constraints of as many words."""
+    """Return constraints of as many words."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)

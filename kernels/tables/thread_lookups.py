@@ -33,7 +33,8 @@ def look_up_words(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """The first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``, in a table of ``VALUES`` (2 or 4) binary16 each.
+    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``, in a table of ``VALUES`` (2 or 4) binary16
+    each.
 
     ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
     """

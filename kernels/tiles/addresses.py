@@ -28,7 +28,8 @@ def uses_assembly(device: torch.device) -> bool:
 
 
 def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], held: list[torch.Tensor]) -> list[int]:
-    """Address, batch stride and head stride in bytes of each stream ``wanted``; one whose rows are not dense and aligned is copied."""
+    """Return address, batch stride and head stride in bytes of each stream ``wanted``; one whose rows are not dense and aligned is
+    copied."""
     result: list[int] = []
     for stream in wanted:
         tensor = streams[stream.name]
@@ -42,7 +43,7 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
 
 
 def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
-    """The streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
+    """Return the streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number

@@ -70,7 +70,7 @@ def bind(
     fast: bool,
     whole_means: bool = False,
 ) -> BoundLoader:
-    """The loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened.
+    """Return the loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened.
 
     ``whole_means``: the tokens of a warp's tile always are in one page of means.
     """

@@ -43,7 +43,7 @@ def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
+    """Return channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
     tiles = loader(codec, False)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
@@ -89,7 +89,7 @@ def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """The signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
+    """Return the signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
 
     What is not 0 has one size in a Hadamard rotation, and in an order of channels.
     """
@@ -126,7 +126,7 @@ def _coded_of(codec: Codec) -> torch.Tensor:
 
 
 def _originals_of(codec: Codec) -> torch.Tensor:
-    """The rows of the coded frame, float32 ``[matrix, frame dim, dim]``; of klt, in units of its tables, then the mean token."""
+    """Return the rows of the coded frame, float32 ``[matrix, frame dim, dim]``; of klt, in units of its tables, then the mean token."""
     if isinstance(codec, Klt):
         assert codec.source is not None
         source = codec.source.on(torch.device("cpu"))

@@ -23,19 +23,19 @@ class PackedRun(Protocol):
     def streams(self) -> Mapping[str, torch.Tensor]: ...
 
     def rows(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+        """Return the streams of tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        """Return sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
 
 
 class Side(Protocol):

@@ -30,7 +30,7 @@ SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
 
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
-    """The loader of ``codec``."""
+    """Return the loader of ``codec``."""
     return _with_side_cars(codec) if isinstance(codec, WithSideCars) else codecs.of_codec(codec).tiles(codec)
 
 
@@ -44,7 +44,7 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """The loader of tiles that contain two tokens per row, which are as ``dual`` says; None if rows have another number of words."""
+    """Return the loader of tiles that contain two tokens per row, which are as ``dual`` says; None if rows have another number of words."""
     if isinstance(codec, WithSideCars):
         found = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.

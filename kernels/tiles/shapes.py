@@ -106,7 +106,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:
-    """Bytes of shared memory that the tables of both sides may take together."""
+    """Return bytes of shared memory that the tables of both sides may take together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
     if len(tables) == 2 and MIN_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
@@ -115,7 +115,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 
 
 def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
-    """The constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
+    """Return the constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
 
     A patch contains as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor; 0 if not
     even one does: it is then made without.
@@ -133,6 +133,6 @@ def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tupl
 
 
 def _bytes(stream: Stream, aligned: int) -> int:
-    """Bytes per token in a tile of 32 or more tokens, which contains one row for all tokens that share it, or one row per token."""
+    """Return bytes per token in a tile of 32 or more tokens, which contains one row for all tokens that share it, or one row per token."""
     shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

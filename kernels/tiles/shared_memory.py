@@ -12,7 +12,7 @@ INTERPRETED_BYTES = 227 << 10
 
 @lru_cache(maxsize=16)
 def shared_memory(device: str) -> int:
-    """Maximum number of bytes of shared memory that a program may have on ``device``."""
+    """Return the maximum number of bytes of shared memory that a program may have on ``device``."""
     if torch.device(device).type != "cuda":
         return INTERPRETED_BYTES
     properties = torch.cuda.get_device_properties(device)

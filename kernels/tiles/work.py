@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
 @triton.jit
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
-    """The ``Work`` of a row, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides, for one sequence and KV head."""
+    """Return the ``Work`` of a row, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides, for one sequence and KV head."""
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     whole = tl.load(row + 2).to(tl.int32)
@@ -92,7 +92,7 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """The work of a sequence of ``length`` tokens, whose first query is at ``position``, and the tokens before its window.
+    """Return the work of a sequence of ``length`` tokens, whose first query is at ``position``, and the tokens before its window.
 
     Both are in whole tiles of ``SPAN`` tokens, ``whole`` in ``TILES`` of them.
     """
@@ -105,7 +105,7 @@ def within_length(
 
 @triton.jit
 def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """The work counted from the first tile that every query sees, and the number of tokens before it that only some queries see.
+    """Return the work counted from the first tile that every query sees, and the number of tokens before it that only some queries see.
 
     Some query sees token ``first`` of the layer and none sees an earlier one; those of ``whole`` from token ``last`` on are seen by every
     query. The tokens before are at negative places, in whole tiles of ``SPAN`` tokens; whole ones are attended ``TILES`` at once.
@@ -169,7 +169,7 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows contain of each, and the signs next to it, if any.
+    """Return ``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows contain of each, and the signs next to it, if any.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
     those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.

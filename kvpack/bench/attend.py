@@ -111,7 +111,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
 
 
 def _read_speed() -> float:
-    """Bytes per second that one thread reads from memory, when it adds up integers."""
+    """Return bytes per second that one thread reads from memory, when it adds up integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0].process
 

@@ -27,7 +27,7 @@ Q_HEADS, HEADS, DIM = 32, 8, 128
 
 
 def run(repeats: int) -> list[dict[str, Any]]:
-    """One row per recipe, as JSON values: process time over many pages and over one, wall time with busy and with idle cores."""
+    """Return one row per recipe, as JSON values: process time over many pages and over one, wall time with busy and with idle cores."""
     return [{"recipe": recipe, **_pages(recipe, repeats, PAGES), **_busy(recipe, repeats, BUSY_TOKENS)} for recipe in RECIPES]
 
 

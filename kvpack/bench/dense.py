@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
+    """Return attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
     batch, heads, _, dim = k.shape
     scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
@@ -79,7 +79,7 @@ WAYS = (
 
 
 def stored_bytes(path: str) -> int:
-    """The size of a file, or of the files of a folder."""
+    """Return the size of a file, or of the files of a folder."""
     if os.path.isdir(path):
         return sum(entry.stat().st_size for entry in os.scandir(path))
     return os.path.getsize(path)

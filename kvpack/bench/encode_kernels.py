@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """The sides of ``recipe``, which may name a synthetic basis of klt, and their codecs, without duplicates and raw codecs."""
+    """Yield the sides of ``recipe``, which may name a synthetic basis of klt, and their codecs, without duplicates and raw codecs."""
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     found: list[Codec] = []

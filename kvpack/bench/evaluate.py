@@ -187,7 +187,7 @@ def _places(
 
 
 def _size(name: str, value: int, least: int, largest: int, why: str) -> int:
-    """``value`` as an int. Raises InvalidParameter."""
+    """Return ``value`` as an int. Raises InvalidParameter."""
     result = integer(value, name)
     if not least <= result <= largest:
         raise InvalidParameter(f"{name} is {shown(value)}, expected an integer from {least} to {largest} {why}")

@@ -40,7 +40,7 @@ class Along:
 
 
 def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
-    """The ``tokens`` that the model draws after ``prompt`` ``[1, token]``, one after another, and its predictions of them."""
+    """Return the ``tokens`` that the model draws after ``prompt`` ``[1, token]``, one after another, and its predictions of them."""
     pairs = prefill(model, prompt[:, :-1])
     # Copies: the cache that grows may write behind the tokens that it holds.
     cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])

@@ -70,7 +70,7 @@ class Source:
 
 
 def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
-    """The KV cache that the options of ``kvpack bench io`` ask for.
+    """Return the KV cache that the options of ``kvpack bench io`` ask for.
 
     Raises InvalidParameter for a wrong shape or more tokens than the text has, and MissingFile for an unreadable text.
     """
@@ -229,7 +229,7 @@ def _remove(path: str) -> None:
 
 
 def _queries(k: torch.Tensor) -> torch.Tensor:
-    """One query per head, ``[batch, q_head, 1, dim]``."""
+    """Return one query per head, ``[batch, q_head, 1, dim]``."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(k.shape[0], Q_HEADS * k.shape[1], 1, k.shape[3], generator=generator).to(k.dtype)
 

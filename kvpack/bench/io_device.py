@@ -28,7 +28,7 @@ def run(
     folder: str | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """``device``, its ``device_name`` and ``device_rows``, one row per recipe and direction.
+    """Return ``device``, its ``device_name`` and ``device_rows``, one row per recipe and direction.
 
     A row has ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus alone: for a load a pinned copy of the file's bytes,
     for a save a pinned copy and then a write of them (medians, each until the device is done), their ratio ``of_bus`` (above 1 is
@@ -82,7 +82,7 @@ def _rows(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """The seconds of ``1 + repeats`` calls, each until the device is done."""
+    """Return the seconds of ``1 + repeats`` calls, each until the device is done."""
     seconds = []
     for _ in range(1 + repeats):
         torch.cuda.synchronize(device)

@@ -84,7 +84,7 @@ _COPIED_BYTES = 1 << 30
 
 
 def parse_shape(text: str) -> QueryShape:
-    """A shape by its letter, or batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
+    """Return a shape by its letter, or batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
@@ -142,7 +142,7 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that a kernel reads and writes when it inverts all bits."""
+    """Return bytes per second that a kernel reads and writes when it inverts all bits."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # In a graph a plain copy of this size was two thirds as fast on an H200.
@@ -219,7 +219,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
 
 
 def _copies(size: int) -> int:
-    """The number of buffers that together exceed the L2 cache."""
+    """Return the number of buffers that together exceed the L2 cache."""
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 
@@ -232,7 +232,7 @@ def _copied(layer: Layer) -> Layer:
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
-    """The relative 2-norm error of ``kvpack.attend`` against fp64 attention over the decoded values."""
+    """Return the relative 2-norm error of ``kvpack.attend`` against fp64 attention over the decoded values."""
     k, v = layer.unpack(torch.float32)
     assert k is not None
     assert v is not None

@@ -52,7 +52,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """One color and marker per codec, and one shade and line style per recipe of it."""
+    """Return one color and marker per codec, and one shade and line style per recipe of it."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):

@@ -48,7 +48,7 @@ class Prompt:
 
 
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
-    """``ids`` of ``text``, which are bytes, with LINES key lines at random places and the end cut off to keep the length.
+    """Return ``ids`` of ``text``, which are bytes, with LINES key lines at random places and the end cut off to keep the length.
 
     ``ids`` must be longer than all lines together.
     """
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """``ids`` of ``text`` with one pass key at ``depth``, a share of the prompt, and the end cut off to keep the length.
+    """Return ``ids`` of ``text`` with one pass key at ``depth``, a share of the prompt, and the end cut off to keep the length.
 
     ``ids`` must be longer than the lines about the key.
     """

@@ -52,7 +52,7 @@ _SMALLEST = 1e-8
 
 
 def library() -> Any:
-    """The module matplotlib.figure. Raises KvpackError if it is not installed."""
+    """Return the module matplotlib.figure. Raises KvpackError if it is not installed."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -71,7 +71,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def figure(report: dict[str, Any]) -> Any:
-    """The picture as a matplotlib figure."""
+    """Return the picture as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     result = library().Figure(figsize=SIZE, dpi=200, layout="constrained")

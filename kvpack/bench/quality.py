@@ -202,7 +202,7 @@ def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str
 
 
 def _token_id(text: Text, token: str) -> int:
-    """The id of the token with the text ``token``. Raises InvalidParameter if it is not one token."""
+    """Return the id of the token with the text ``token``. Raises InvalidParameter if it is not one token."""
     ids = text.encode(token)
     if len(ids) != 1:
         raise InvalidParameter(f"--insert is {token!r}, which the model reads as {len(ids)} tokens: give the text of one token")
@@ -236,7 +236,7 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
 
 
 def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
-    """Tokens of the prompts with needles: those of a window for a model of bytes, or else some lengths, as far as they fit."""
+    """Return tokens of the prompts with needles: those of a window for a model of bytes, or else some lengths, as far as they fit."""
     if text.of_bytes:
         return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), most_positions or len(text.ids))
@@ -323,7 +323,7 @@ class _Measurement:
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
-        """The prompts with needles, of every length and depth; their texts overlap only between lengths."""
+        """Yield the prompts with needles, of every length and depth; their texts overlap only between lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
         for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():

@@ -52,7 +52,7 @@ class PeerMeasured:
 
 
 def installed() -> list[Peer]:
-    """The peers whose libraries are installed. Raises InvalidParameter if there are none."""
+    """Return the peers whose libraries are installed. Raises InvalidParameter if there are none."""
     result = [Peer(backend, bits) for backend, module in LIBRARIES.items() if _is_installed(module) for bits in BITS]
     if not result:
         raise InvalidParameter("--peers measures quanto and HQQ, and neither is installed: pip install optimum-quanto hqq")

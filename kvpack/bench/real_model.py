@@ -49,7 +49,7 @@ def place() -> Path:
 
 
 def folder() -> Path:
-    """The model's folder. Raises MissingFile, with the command that downloads it."""
+    """Return the model's folder. Raises MissingFile, with the command that downloads it."""
     found = place()
     if (found / "config.json").is_file():
         return found

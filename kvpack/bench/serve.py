@@ -138,7 +138,7 @@ def _measured(
 
 
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, drawn: bool = True) -> Any:
-    """A model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
+    """Return a model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
 
     With ``drawn``, its keys and values will be random, so all layers must have full or sliding attention.
     """
@@ -211,7 +211,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _with_dropped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """The states of all layers, as ``kvpack.pack`` takes them: with how many of ``tokens`` each has dropped."""
+    """Return the states of all layers, as ``kvpack.pack`` takes them: with how many of ``tokens`` each has dropped."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 
@@ -248,7 +248,8 @@ def _decode_rows(
 
 
 def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool) -> list[dict[str, Any]]:
-    """Rows of transformers' own caches: a DynamicCache with the attention that PyTorch chooses and with flash attention, and the others."""
+    """Return rows of transformers' own caches: a DynamicCache with the attention that PyTorch chooses and with flash attention, and the
+    others."""
     try:
         states = _states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
@@ -297,7 +298,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
 
 
 def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Seconds of steps by cache: a DynamicCache, also with flash attention, ``recipe``, also without graphs, and none."""
+    """Return seconds of steps by cache: a DynamicCache, also with flash attention, ``recipe``, also without graphs, and none."""
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
@@ -309,7 +310,7 @@ def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> 
 
 
 def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
-    """Random keys and values of all layers, of which one is dense at a time."""
+    """Return random keys and values of all layers, of which one is dense at a time."""
     layers = []
     for kept in _kept(model.config, tokens):
         pair = _layer_states(model, batch, kept, device)
@@ -348,7 +349,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
 
 def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
-    """Seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
+    """Return seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -360,7 +361,7 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
 
 
 def _steps(model: Any, past: Any, batch: int, device: str) -> float:
-    """Seconds of one decode step, the mean of several after those that compile."""
+    """Return seconds of one decode step, the mean of several after those that compile."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.over(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
@@ -375,7 +376,7 @@ def _steps(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
+    """Return seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache

@@ -26,12 +26,12 @@ STEPS, ROUNDS = 16, 16
 
 
 def with_plain_attention(model: Any) -> Any:
-    """A copy of ``model`` with the same weights: neither hooks nor attention of a KvpackCache slow it down."""
+    """Return a copy of ``model`` with the same weights: neither hooks nor attention of a KvpackCache slow it down."""
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
 def room() -> int:
-    """Tokens that are added to each cache."""
+    """Return tokens that are added to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 

@@ -104,7 +104,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
+    """Return seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

@@ -49,7 +49,8 @@ def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row of cache ``name`` that ``measure`` gives, or one with the ``error`` that it ends with: other caches are still measured."""
+    """Return the row of cache ``name`` that ``measure`` gives, or one with the ``error`` that it ends with: other caches are still
+    measured."""
     found, error = outcome(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(found or {})}
     return row if error is None else {**row, "error": error}

@@ -63,7 +63,7 @@ def without_graphs(past: Any) -> Iterator[None]:
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Seconds of one step of each of ``runs`` by its name: the median of its turns, each a mean after steps to warm up."""
+    """Return seconds of one step of each of ``runs`` by its name: the median of its turns, each a mean after steps to warm up."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     found: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):

@@ -138,7 +138,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """A cache of Gaussian values, every chunk the same: the measured operations do not depend on values."""
+    """Return a cache of Gaussian values, every chunk the same: the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     one = kvpack.pack([(x, x)] * layers, recipe)
@@ -146,7 +146,7 @@ def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpa
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
-    """The median seconds of ``repeats`` runs after a warm-up run."""
+    """Return the median seconds of ``repeats`` runs after a warm-up run."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -214,7 +214,7 @@ def _path(store: Store, key: bytes) -> str:
 
 
 def _read(path: str, memory: memoryview) -> memoryview:
-    """The bytes of a file, in ``memory`` that is in use already."""
+    """Return the bytes of a file, in ``memory`` that is in use already."""
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memory[done:]):
@@ -279,7 +279,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """The cost of a chunk among ``count`` entries: the existing ones, and small ones added up to that number."""
+    """Return the cost of a chunk among ``count`` entries: the existing ones, and small ones added up to that number."""
     backend = Directory(folder, Counters())
     there = backend.size()[0]
     now = time.time_ns()
@@ -294,7 +294,7 @@ def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
 
 
 def _each(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
-    """The median seconds of ``run`` per prompt."""
+    """Return the median seconds of ``run`` per prompt."""
     seconds = []
     for ids in prompts:
         started = time.perf_counter()

@@ -129,7 +129,7 @@ class _Scale:
         return put
 
     def _entries(self, like: Sequence[_Like], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
-        """The keys and the pieces of the entries of one prefix."""
+        """Yield the keys and the pieces of the entries of one prefix."""
         links = chained(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, like[at].pieces(key, parent, ids)
@@ -195,7 +195,8 @@ class _Scale:
         return found | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
 
     def processes(self) -> dict[str, float]:
-        """The CPU of a save at the budget with several processes, of that with one, and how long one waits for the rounds of others."""
+        """Return the CPU of a save at the budget with several processes, of that with one, and how long one waits for the rounds of
+        others."""
         (one, *_), (many, waited, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
         several = f"save with {PROCESSES} processes"
         return {
@@ -241,7 +242,7 @@ class _Scale:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """The ms of each save, and the chunks that were not stored, which cost nothing."""
+        """Return the ms of each save, and the chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
@@ -252,7 +253,8 @@ class _Scale:
         return taken, refused
 
     def _cpu_of(self, processes: int) -> tuple[float, list[float], int]:
-        """The CPU of a save, in ms; for each entry how long it waited for the rounds of others; and the chunks that were not stored."""
+        """Return the CPU of a save, in ms; for each entry how long it waited for the rounds of others; and the chunks that were not
+        stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
@@ -319,7 +321,7 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
 
 
 def _ids(number: int) -> list[int]:
-    """The token ids of a prefix."""
+    """Return the token ids of a prefix."""
     return [number % 2**31, number // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 

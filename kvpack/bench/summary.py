@@ -38,7 +38,7 @@ class Asked:
 
     @classmethod
     def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[Asked]:
-        """The questions of one prompt."""
+        """Return the questions of one prompt."""
         return [cls(tokens, depth, right) for depth, right in zip(depths, answers, strict=True)]
 
 
@@ -51,7 +51,7 @@ def summary(
     reference: str | None = None,
     peers: Sequence[tuple[str, Sequence[PeerMeasured]]] = (),
 ) -> dict[str, Any]:
-    """The report's results as JSON values, the recipes and ``peers`` from most bits to fewest.
+    """Return the report's results as JSON values, the recipes and ``peers`` from most bits to fewest.
 
     Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows.
     """
@@ -180,7 +180,7 @@ def _row(
 
 
 def family(recipe: str) -> str:
-    """The codec of the keys in most of the layers."""
+    """Return the codec of the keys in most of the layers."""
     rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
     return rule.codec_id
 
@@ -205,7 +205,7 @@ def _counts(answers: Sequence[bool]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """The title, the columns and the rows of the report's table, without the columns that are empty."""
+    """Return the title, the columns and the rows of the report's table, without the columns that are empty."""
     exact, reference = report["uncompressed"], report["reference"]
     columns = [
         "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
@@ -272,7 +272,7 @@ def named(report: dict[str, Any]) -> str:
 
 
 def sizes_text(settings: dict[str, Any]) -> str:
-    """The windows of a measurement in words."""
+    """Return the windows of a measurement in words."""
     return f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 

@@ -73,7 +73,7 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
-    """``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
+    """Return ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
     named, basis = named_by(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
@@ -93,7 +93,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """The basis of ``recipe`` for one layer, and the bits per value at which its runs have their widths.
+    """Return the basis of ``recipe`` for one layer, and the bits per value at which its runs have their widths.
 
     A head of fewer runs has the first of the widths, and one of more has runs without codes behind them.
     """
@@ -107,7 +107,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
-    """Rows of one head: a random rotation, a small mean, tables of a normal distribution."""
+    """Return rows of one head: a random rotation, a small mean, tables of a normal distribution."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
     mean = torch.randn(1, dim, generator=generator, dtype=torch.float64) / 256
@@ -127,7 +127,7 @@ def _weight(width: int) -> float:
 
 
 def _rate(recipe: str) -> tuple[str, str]:
-    """Bits per value, and the scope of frames."""
+    """Return bits per value, and the scope of frames."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
         raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
@@ -136,7 +136,7 @@ def _rate(recipe: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """A basis of one layer with frames that are rotations, and keys that RoPE turns."""
+    """Return a basis of one layer with frames that are rotations, and keys that RoPE turns."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * runs_of(dim), dim, seed) for seed in range(heads)])
@@ -149,14 +149,14 @@ def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
 
 
 def _frame(channels: int, seed: int) -> torch.Tensor:
-    """A small mean and the rows of a random rotation."""
+    """Return a small mean and the rows of a random rotation."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(channels, channels, generator=generator, dtype=torch.float64)).Q
     return torch.cat([torch.randn(1, channels, generator=generator, dtype=torch.float64) / 256, matrix]).to(torch.float32)
 
 
 def _normal_tables() -> Tables:
-    """Tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the least one, in steps."""
+    """Return tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the least one, in steps."""
     # Level l, above 0, begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])

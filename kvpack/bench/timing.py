@@ -20,7 +20,7 @@ _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
+    """Return seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one call as a program makes it, of many in turn: the longer of the host's time and the device's."""
+    """Return seconds of one call as a program makes it, of many in turn: the longer of the host's time and the device's."""
     rounds = max(1, _EAGER_CALLS // len(calls))
     seconds = []
     for _ in range(_REPLAYS + 1):
@@ -58,7 +58,7 @@ def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _elapsed(call: Callable[[], object]) -> float:
-    """Seconds that the device works on ``call``."""
+    """Return seconds that the device works on ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     call()
@@ -68,12 +68,13 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 
 def median_seconds(call: Callable[[], object]) -> float:
-    """The median of three times after a warm-up call."""
+    """Return the median of three times after a warm-up call."""
     return statistics.median([_elapsed(call) for _ in range(4)][1:])
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Seconds of one of several calls in a row, of the device or, if it is slower, the host: the median of three runs after a warm-up."""
+    """Return seconds of one of several calls in a row, of the device or, if it is slower, the host: the median of three runs after a
+    warm-up."""
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):

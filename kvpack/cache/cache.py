@@ -306,7 +306,7 @@ class Cache:
 
 
 def without_states(cache: Cache) -> Cache:
-    """``cache`` without any states."""
+    """Return ``cache`` without any states."""
     return replace(cache, layers=with_states(cache.layers, ({},) * len(cache)), states_at=MappingProxyType({}))
 
 
@@ -372,7 +372,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
 
 
 def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
-    """Layer ``number`` of consecutive caches. Raises NotConsecutive."""
+    """Return layer ``number`` of consecutive caches. Raises NotConsecutive."""
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")

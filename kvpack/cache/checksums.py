@@ -25,7 +25,7 @@ def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
 
 
 def checksums(x: torch.Tensor) -> torch.Tensor:
-    """Sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
+    """Return sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
     batch, heads, tokens, dim = x.shape
     whole = dim * x.element_size() % _WORD_BYTES == 0
     integers = torch.int64 if whole else _INTEGERS[x.element_size()]

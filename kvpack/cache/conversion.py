@@ -66,7 +66,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
 
 
 def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """The norms of a layer's keys, computed once, for codecs that choose raw tokens by them."""
+    """Return the norms of a layer's keys, computed once, for codecs that choose raw tokens by them."""
     found = cache(lambda: None if layer.k is None else layer.k.norms())
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -106,7 +106,7 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
 
 
 def _exact_dtype(side: Side) -> str:
-    """The narrowest raw dtype that holds every decoded value of a side exactly."""
+    """Return the narrowest raw dtype that holds every decoded value of a side exactly."""
     dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.runs else set()
     if side.runs:
         dtypes.add(side.codec.exact_dtype or "fp32")
@@ -114,13 +114,13 @@ def _exact_dtype(side: Side) -> str:
 
 
 def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tail in ``dtype``, or unchanged if ``dtype`` would round it."""
+    """Return a tail in ``dtype``, or unchanged if ``dtype`` would round it."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """The side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
+    """Return the side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
     if window == side.window:
         return side
     tokens = side.tail.shape[2]

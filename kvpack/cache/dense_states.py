@@ -57,7 +57,7 @@ class DenseLayer(NamedTuple):
 
 
 def layers_of_cache(past: Any) -> list[DenseLayer]:
-    """The layers of a transformers cache, or of an object that resembles one. Raises as ``packing.dense_states``."""
+    """Return the layers of a transformers cache, or of an object that resembles one. Raises as ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} holds two caches, one for the decoder's tokens and one for the "
@@ -121,7 +121,8 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """The keys and values that a layer of a transformers cache holds. Raises InvalidParameter if they are not all that it has seen."""
+    """Return the keys and values that a layer of a transformers cache holds. Raises InvalidParameter if they are not all that it has
+    seen."""
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values
@@ -143,7 +144,7 @@ def _is_dense(x: Any) -> bool:
 
 
 def _classes(value: Any) -> set[str]:
-    """The names of transformers' own cache classes among the classes of ``value``."""
+    """Return the names of transformers' own cache classes among the classes of ``value``."""
     return {one.__name__ for one in type(value).__mro__ if one.__module__ == _MODULE}
 
 

@@ -23,7 +23,7 @@ class Bus(Protocol):
     device: torch.device
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8 ``[nbytes]``, that copies begin or end in. Its content is undefined."""
+        """Return host memory, uint8 ``[nbytes]``, that copies begin or end in. Its content is undefined."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class Bus(Protocol):
         ...
 
     def mark(self) -> Any:
-        """The end of the copies begun so far."""
+        """Return the end of the copies begun so far."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -47,7 +47,7 @@ class Bus(Protocol):
         ...
 
     def work(self) -> AbstractContextManager[Any]:
-        """Context in which device work runs in order with the copies."""
+        """Return a context in which device work runs in order with the copies."""
         ...
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ def load(
 
 
 def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """``cache``, converted to ``recipe``. Raises as ``Cache.convert`` and ``find``."""
+    """Return ``cache``, converted to ``recipe``. Raises as ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.takes_basis and parsed.basis is None and bases is not None:
         own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -206,7 +206,7 @@ def read_to(
 
 
 def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
-    """The arguments of ``container.write`` for a cache. Raises LimitExceeded."""
+    """Return the arguments of ``container.write`` for a cache. Raises LimitExceeded."""
     arrays = {}
     with float32_no_grad(torch.device("cpu")):
         for number, layer in enumerate(cache.layers):

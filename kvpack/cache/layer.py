@@ -154,7 +154,8 @@ def _one_moment(layer: Layer, request: str) -> str:
 
 
 def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``cache[:, start:stop]``.
+    """Return tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``cache[:,
+    start:stop]``.
 
     Raises OutOfBounds, which names the layer, when it does not hold all of them, and when ``start`` is inside a token group.
     """

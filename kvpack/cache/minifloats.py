@@ -114,7 +114,7 @@ class Minifloats:
         )
 
     def _of_blocks(self) -> tuple[str, str] | None:
-        """The granularity and dtype of scales of blocks; None for other scales."""
+        """Return the granularity and dtype of scales of blocks; None for other scales."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
@@ -217,7 +217,8 @@ class Minifloats:
 
     @classmethod
     def of(cls, side: Side) -> Self:
-        """The elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their shapes.
+        """Return the elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their
+        shapes.
 
         Raises InvalidParameter for another codec, a raw tail, runs with different scales and an odd dim of e2m1, and InvalidType for
         anything but a side.

@@ -60,7 +60,7 @@ class Stretch:
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
-        """The first token of a run, and its end."""
+        """Return the first token of a run, and its end."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
@@ -95,7 +95,8 @@ class Stretch:
         return {name: token.cpu() for name, token in self.codec.ordered(self.streams).items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)`` as views, except for entries that name their tokens; ``start`` is at a token group."""
+        """Return the streams of tokens ``[start, stop)`` as views, except for entries that name their tokens; ``start`` is at a token
+        group."""
         # An empty range after the last token belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
@@ -105,7 +106,7 @@ class Stretch:
         return result | self.codec.shifted(result, -start) if self._entry_tokens and start else result
 
     def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """The rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
+        """Return the rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
         if layout.per == "run":
             return first, last + 1
         if (tokens := self._entry_tokens.get(name)) is not None:
@@ -121,7 +122,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Tokens ``[start, stop)``, at least one; streams are shared, except for what ``Codec.cut`` encodes again.
+        """Return tokens ``[start, stop)``, at least one; streams are shared, except for what ``Codec.cut`` encodes again.
 
         Raises OutOfBounds if ``start`` is inside a token group.
         """
@@ -142,7 +143,7 @@ class Stretch:
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
     def page(self, number: int) -> PackedRun:
-        """One run as a page; a stretch of one run always returns the same object."""
+        """Return one run as a page; a stretch of one run always returns the same object."""
         if len(self.ends) == 1:
             return self._only_page
         start, stop = self.run(number)
@@ -184,31 +185,32 @@ class PackedRun:
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """The streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
+        """Return the streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
         return self.stretch.rows(start, stop)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
         aligned = start - start % self.codec.token_group
         # Of a group that is coded together, more tokens than those of the rows may be decoded.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
         return self.stretch.slice(start, stop).page(0)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``[start, stop)`` decoded to the original frame: ``[batch, kv_head, token, dim]`` in the exact dtype, or float32."""
+        """Return tokens ``[start, stop)`` decoded to the original frame: ``[batch, kv_head, token, dim]`` in the exact dtype, or
+        float32."""
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries ``[batch, kv_head, row, dim]`` in the coded frame, for products with the keys of ``frame``."""
+        """Return queries ``[batch, kv_head, row, dim]`` in the coded frame, for products with the keys of ``frame``."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        """Return sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
         return self.codec.original(sums, self.streams)
 
     def continued_by(self, other: PackedRun) -> bool:
@@ -219,7 +221,7 @@ class PackedRun:
         return all(torch.equal(self.streams[name], other.streams[name]) for name in of_runs)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
-        """The sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
+        """Return the sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
         return replace(self, streams=select(self.codec, self.streams, indices))
 
     @staticmethod
@@ -238,7 +240,8 @@ class PackedRun:
 
 
 def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
-    """The streams of consecutive ``parts``, each of some tokens, ready to be joined: entries name tokens counted from the first part's."""
+    """Return the streams of consecutive ``parts``, each of some tokens, ready to be joined: entries name tokens counted from the first
+    part's."""
     firsts = accumulate((tokens for tokens, _ in parts), initial=0)
     return [{**streams, **codec.shifted(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
@@ -307,7 +310,7 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
     def slice(self, start: int, stop: int) -> PackedRuns:
-        """Tokens ``[start, stop)``; streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
+        """Return tokens ``[start, stop)``; streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
         found = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
@@ -316,7 +319,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(found)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """The runs with ``change`` applied to the streams of each stretch; the result has ``codec``."""
+        """Return the runs with ``change`` applied to the streams of each stretch; the result has ``codec``."""
         return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
@@ -330,14 +333,14 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, bool), *parts])
 
     def merged_runs(self) -> tuple[int, ...]:
-        """The tokens of each page of ``merged()``."""
+        """Return the tokens of each page of ``merged()``."""
         if len(self) == 1:
             return (self.tokens,)
         last = numpy.append(~self._continues, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
-        """The same tokens in the fewest runs and one stretch; several stretches are copied."""
+        """Return the same tokens in the fewest runs and one stretch; several stretches are copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
@@ -352,7 +355,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns([Stretch(one.codec, self.ends[last], streams)])
 
     def added(self, page: PackedRun) -> PackedRuns:
-        """These runs and ``page``, joined with the last runs as long as those are no longer than it.
+        """Return these runs and ``page``, joined with the last runs as long as those are no longer than it.
 
         Adding n pages this way copies n log n of them and leaves log n runs.
         """

@@ -152,7 +152,7 @@ def pack(
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """The layers of a cache in any form that callers use.
+    """Return the layers of a cache in any form that callers use.
 
     Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and
     InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
@@ -205,7 +205,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """The inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for those that were recorded for other tokens."""
+    """Return the inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for those that were recorded for other tokens."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
@@ -289,7 +289,7 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
-    """The largest channel of keys ``[batch, kv_head, token, dim]`` if it is out of the range of ``codec``.
+    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it is out of the range of ``codec``.
 
     A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and
     with side-cars that map values first, have no such range.

@@ -108,7 +108,7 @@ class Side:
         return [0, *self._runs.ends.tolist(), self.tokens]
 
     def place(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """The page that contains tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
+        """Return the page that contains tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
         if start >= self.packed_tokens:
             return None, self.packed_tokens
         number = bisect_right(self.boundaries, start, 0, len(self.runs)) - 1
@@ -120,14 +120,14 @@ class Side:
         return page, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
-        """Tokens ``[start, stop)``, inside one page or the tail, as float32, and the page whose coded frame they are in."""
+        """Return tokens ``[start, stop)``, inside one page or the tail, as float32, and the page whose coded frame they are in."""
         page, first = self.place(start, stop)
         if page is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
         return page.frame(start - first, stop - first), page
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor one of ``edges``."""
+        """Yield token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor one of ``edges``."""
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
@@ -185,7 +185,8 @@ class Side:
         for_each_block(unpack_tile, tiles, self.device)
 
     def norms(self, start: int = 0) -> torch.Tensor:
-        """The norms of the tokens from ``start`` on, in each head, as far as they are decoded: float32 ``[batch, kv_head, token]``."""
+        """Return the norms of the tokens from ``start`` on, in each head, as far as they are decoded: float32 ``[batch, kv_head,
+        token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
@@ -307,33 +308,33 @@ class Side:
         return replace(sides[-1], runs=PackedRuns(stretch for side in sides for stretch in side._runs.stretches))
 
     def merged(self) -> Side:
-        """The same tokens in the fewest runs, with one array per stream, as a file stores them."""
+        """Return the same tokens in the fewest runs, with one array per stream, as a file stores them."""
         merged = self._runs.merged()
         return self if merged is self._runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Number of tokens in each page of ``merged()``."""
+        """Return the number of tokens in each page of ``merged()``."""
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
+        """Return streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
         return [stretch.streams for stretch in self._runs.stretches]
 
     def repacked(self, codec: Codec) -> Side:
-        """The side with the same codes in the packing of ``codec``."""
+        """Return the side with the same codes in the packing of ``codec``."""
         return replace(self, codec=codec, runs=self._runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def followed_by(self, page: PackedRun, tail: torch.Tensor) -> Side:
-        """The side with one more page and with ``tail`` as its tail."""
+        """Return the side with one more page and with ``tail`` as its tail."""
         return replace(self, runs=PackedRuns([*self._runs.stretches, page.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
-        """The side with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return the side with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
         device = checked_device(device)
         return self.moved(lambda tensor: tensor.to(device))
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Side:
-        """The side with ``move`` applied to every buffer."""
+        """Return the side with ``move`` applied to every buffer."""
         runs = self._runs.mapped(self.codec, lambda streams: {name: move(stream) for name, stream in streams.items()})
         return replace(self, runs=runs, tail=move(self.tail))
 
@@ -354,7 +355,7 @@ def sequences_at_once(*sides: Side) -> int:
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """The tokens of a tile, with ``values`` values each: a multiple of ``multiple``, or if too many, whole token groups."""
+    """Return the tokens of a tile, with ``values`` values each: a multiple of ``multiple``, or if too many, whole token groups."""
     tokens = TILE_VALUES * caches_of(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
@@ -375,7 +376,7 @@ def check_tensor(x: Any, where: str) -> None:
 def packed_side(
     x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
 ) -> Side:
-    """A side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves.
+    """Return a side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves.
 
     ``norms`` ``[batch, kv_head, token]`` are those of the layer's keys, if they are known.
     """

@@ -51,7 +51,7 @@ class _Group:
 def load_layers(
     file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """The layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
+    """Return the layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
     Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one buffer,
     and the device checks what its kernels can, once all is there: digests, the codec's rules, and errors visible only after full decoding.
@@ -142,7 +142,8 @@ def _check(
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
-    """The groups of the sides of ``layers``, in order: those that the device checks and the file contains one after another, of a copy."""
+    """Return the groups of the sides of ``layers``, in order: those that the device checks and the file contains one after another, of a
+    copy."""
     groups: list[_Group] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -167,7 +168,7 @@ def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], devi
 
 
 def _copies(number: int, group: _Group) -> Iterator[Copy]:
-    """The copies of a group."""
+    """Yield the copies of a group."""
     if group.span is None:
         for side, start in group.sides:
             yield Copy(number, start, start + side.nbytes, None, side)
@@ -191,7 +192,7 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
-    """The states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
+    """Return the states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
     found = {}
     for state in file.header.states_of(number):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
@@ -204,7 +205,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """The tokens of ``part`` of the side in ``memory``, copied to the device. Raises OutOfBounds."""
+    """Return the tokens of ``part`` of the side in ``memory``, copied to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
     side = sliced(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
@@ -213,7 +214,7 @@ def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart,
 
 
 def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, on the device: a copy for every head at most."""
+    """Return ``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, on the device: a copy for every head at most."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

@@ -135,7 +135,7 @@ def _read_by_library(
 def _read_in_threads(
     copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """``staged`` for any copies, in threads of Python's."""
+    """Return ``staged`` for any copies, in threads of Python's."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]

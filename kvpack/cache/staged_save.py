@@ -47,7 +47,7 @@ def save_from(
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """The pieces of every tensor, in order; each is yielded when its copy is done, and ``_COPIES_AHEAD`` more have begun."""
+    """Return the pieces of every tensor, in order; each is yielded when its copy is done, and ``_COPIES_AHEAD`` more have begun."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -72,7 +72,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
 
 
 def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the file with its name, as its bytes, uint8 ``[byte]``, on the device."""
+    """Yield every tensor of the file with its name, as its bytes, uint8 ``[byte]``, on the device."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
             with bus.work():

@@ -21,7 +21,7 @@ StatesAt = Mapping[int, States]
 
 
 def states_of(layers: Iterable[Layer]) -> States:
-    """The states of each layer."""
+    """Return the states of each layer."""
     return tuple(layer.states for layer in layers)
 
 
@@ -31,7 +31,7 @@ def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
 
 
 def selected(states: States, rows: Sequence[int]) -> States:
-    """These rows of every state."""
+    """Return these rows of every state."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:
-    """A merged side's streams in stored form: the rows of consecutive runs follow one another."""
+    """Return a merged side's streams in stored form: the rows of consecutive runs follow one another."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.runs:
         # Without a run, a stream with one row per run has no rows.
@@ -54,13 +54,13 @@ def side_of(
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
+    """Return layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
-    """The cache of ``layers`` that the header describes."""
+    """Return the cache of ``layers`` that the header describes."""
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)

@@ -83,7 +83,7 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """A safetensors file of ``tensors`` on the CPU, as pieces that share their memory: safetensors' own writer would hold a copy."""
+    """Return a safetensors file of ``tensors`` on the CPU, as pieces that share their memory: safetensors' own writer would hold a copy."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, found = 0, []
     for name, tensor in tensors.items():
@@ -96,7 +96,7 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _Entry], dict[str, str]]:
-    """The tensors by name, in the order of their bytes, and the metadata. Raises InvalidParameter unless they fill the file."""
+    """Return the tensors by name, in the order of their bytes, and the metadata. Raises InvalidParameter unless they fill the file."""
     if source.size < 8:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
@@ -151,7 +151,7 @@ def _header(path: str, data: memoryview) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, described: Any) -> _Entry:
-    """The tensor ``name`` as the header describes it. Raises InvalidParameter."""
+    """Return the tensor ``name`` as the header describes it. Raises InvalidParameter."""
     match described:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **rest} if not rest and all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)

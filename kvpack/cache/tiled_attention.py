@@ -34,7 +34,7 @@ def attend_chunk(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of scaled queries ``[batch, q_head, q_len, dim]``, float32, of which the first is at ``position``.
+    """Return attention of scaled queries ``[batch, q_head, q_len, dim]``, float32, of which the first is at ``position``.
 
     The other arguments are those of ``kvpack.attend``. On the CPU every thread attends parts of the tokens.
     """
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
 
 
 def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The sums of values ``shape``, divided by the total weight; zeros for rows that see no token."""
+    """Return the sums of values ``shape``, divided by the total weight; zeros for rows that see no token."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -192,7 +192,7 @@ def _without_hidden(
 
 
 def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """The range of tokens seen by at least one query of the chunk."""
+    """Return the range of tokens seen by at least one query of the chunk."""
     end = min(tokens, position + q_len) if causal else tokens
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     return begin, end

@@ -194,7 +194,7 @@ class Basis:
         return found[layer]
 
     def framed(self) -> list[tuple[int, str]]:
-        """The layers and sides that have frames, in order."""
+        """Return the layers and sides that have frames, in order."""
         return sorted(self._frames)
 
     def transformed(self, layer: int, side: str, bits: float, raw: bool = False) -> Calibrated:
@@ -205,7 +205,7 @@ class Basis:
         return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
-        """The step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
+        """Return the step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
 
         With ``raw``, the average includes the tokens that are kept raw. Errors of all layers and sides have the same unit, so that one step
         is best for all. Raises InvalidParameter for bits out of range, and for fewer bits than the coarsest step needs.
@@ -227,11 +227,12 @@ class Basis:
         return {}
 
     def least_transform_bits(self, raw: bool = False) -> float:
-        """Minimum bits per value that ``step`` supports: the cost of chunk states, of a file's streams and of raw tokens, no symbols."""
+        """Return the minimum bits per value that ``step`` supports: the cost of chunk states, of a file's streams and of raw tokens, no
+        symbols."""
         return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
-        """Bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees.
+        """Return bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees.
 
         With ``raw``, ``RAW_SHARE`` of the tokens are kept raw.
         """
@@ -267,7 +268,7 @@ class Basis:
         return found
 
     def widths(self, bits: float, gain: str | None = None, own: bool = False) -> Mapping[tuple[int, str], bytes]:
-        """The widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
+        """Return the widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
 
         With ``own``, each head has its own widths of runs of 8 columns; otherwise all heads of a side share the widths of runs of 16. Each
         bit goes where it lowers the weighted error most (Shoham and Gersho 1988). Each side gets at least one bit, and the gains that a
@@ -290,7 +291,7 @@ class Basis:
         return {}
 
     def _at_slope(self, slope: float, own: bool) -> dict[tuple[int, str], bytes]:
-        """The widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
+        """Return the widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
         found = {}
         for place in self._rows:
             weights = self._run_weights[*place, own]
@@ -301,7 +302,8 @@ class Basis:
         return found
 
     def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, own: bool = False) -> float:
-        """The bits per value of files whose runs have ``widths``, of a layer and side each; ``gain`` and ``own`` as for ``widths``."""
+        """Return the bits per value of files whose runs have ``widths``, of a layer and side each; ``gain`` and ``own`` as for
+        ``widths``."""
         bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]
@@ -378,7 +380,8 @@ def basis_bytes(
     frames: Mapping[tuple[int, str], Frames] | None = None,
     balanced: Mapping[int, BalancedKeys] | None = None,
 ) -> bytes:
-    """The basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and side.
+    """Return the basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and
+    side.
 
     All frames have the same tables. ``balanced`` is by layer. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") does not hold a value,
     and LimitExceeded.
@@ -410,7 +413,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """The states that describe ``frames`` and ``balanced`` frames, and their arrays."""
+    """Return the states that describe ``frames`` and ``balanced`` frames, and their arrays."""
     found: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

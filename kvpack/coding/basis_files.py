@@ -41,13 +41,13 @@ class BasisFile:
         self._source, self.where = source, where
 
     def whole(self) -> bytearray:
-        """All bytes. Raises Truncated, MissingFile."""
+        """Return all bytes. Raises Truncated, MissingFile."""
         data = bytearray(self._source.size)
         self._read(0, memoryview(data))
         return data
 
     def digest(self) -> bytes:
-        """The SHA-256 of all bytes, which are read piece by piece. Raises Truncated, MissingFile."""
+        """Return the SHA-256 of all bytes, which are read piece by piece. Raises Truncated, MissingFile."""
         found, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]
@@ -82,7 +82,7 @@ def check_is_basis(file: container.File) -> None:
 
 
 def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:
-    """The frames of all layers and sides of a basis that has any."""
+    """Return the frames of all layers and sides of a basis that has any."""
     places = {(state.layer, state.name): state for state in file.header.states}
 
     def array(layer: int, name: str) -> Any:
@@ -105,13 +105,13 @@ def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:
 
 
 def balanced_of(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
-    """The balanced and centered frames of the keys of all layers that have them."""
+    """Return the balanced and centered frames of the keys of all layers that have them."""
     named = {frame: states_named(file, name) for frame, name in KEY_FRAMES.items()}
     return {(state.layer, frame): BalancedFrames(array) for frame, found in named.items() for state, array in found}
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """The states ``name`` of all layers, and their values, float32 without the axis of sequences."""
+    """Yield the states ``name`` of all layers, and their values, float32 without the axis of sequences."""
     for state in file.header.states:
         if state.name == name:
             array = state.layout.array(file.read_state(state))[0]

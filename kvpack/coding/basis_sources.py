@@ -40,7 +40,7 @@ def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
 
 
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
-    """The basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
+    """Return the basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
 
     Files in a folder are tried from the smallest on; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis,
     which names the digest, and the errors of reading a file or listing a folder.
@@ -74,7 +74,7 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def _files(folder: str) -> list[str]:
-    """The paths in a folder that are named as bases are, the smallest file first. Raises MissingFile."""
+    """Return the paths in a folder that are named as bases are, the smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
             found = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
@@ -121,7 +121,7 @@ def bound(header: Header, source: Any = None) -> Header:
 
 
 def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
-    """The parts of a codec that name a basis: the codec without side-cars, or a side-car."""
+    """Return the parts of a codec that name a basis: the codec without side-cars, or a side-car."""
     parts = (codec.family, codec.side_car(Balanced))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
 

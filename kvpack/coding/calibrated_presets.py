@@ -64,6 +64,6 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
 
 def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
-    """``losses`` with ``ADDED_LOSS`` of their mean added to each."""
+    """Return ``losses`` with ``ADDED_LOSS`` of their mean added to each."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

@@ -29,7 +29,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_item(cls, first: int, last: int) -> Range | None:
-        """The range of a recipe's item; None for all layers."""
+        """Return the range of a recipe's item; None for all layers."""
         if first >= 0 and last >= -1:
             found = cls(FIRST, first, last if last >= 0 else math.inf)
             return None if found.is_all else found
@@ -49,7 +49,7 @@ class Range(NamedTuple):
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """The parts of it that ``other`` does not cover, as far as the number of layers does not matter."""
+        """Return the parts of it that ``other`` does not cover, as far as the number of layers does not matter."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -86,7 +86,8 @@ Items = tuple[tuple[int, int], ...] | None
 
 
 def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], window: int) -> str:
-    """The canonical text of rules (sides, items, codec of each side), of which later ones win, and a raw tail of ``window`` tokens."""
+    """Return the canonical text of rules (sides, items, codec of each side), of which later ones win, and a raw tail of ``window``
+    tokens."""
     found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
@@ -98,7 +99,7 @@ def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], windo
 
 
 def _side(rules: Sequence[tuple[Items, Spelled]]) -> tuple[Spelled, list[Exceptions]]:
-    """The codec of all layers and the exceptions, in order, of one side."""
+    """Return the codec of all layers and the exceptions, in order, of one side."""
     ranges: list[tuple[Range | None, Spelled]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
@@ -141,7 +142,7 @@ def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[E
 
 
 def _grouped(rules: Iterable[tuple[Range, Spelled]]) -> list[Exceptions]:
-    """Neighbors of one codec as one, with ranges that touch joined."""
+    """Return neighbors of one codec as one, with ranges that touch joined."""
     groups: list[tuple[list[Range], Spelled]] = []
     for one, codec in rules:
         if groups and groups[-1][1] == codec:
@@ -162,7 +163,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merged_sides(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
-    """The exceptions of both sides, each with its sides: those that are the same are one if the order of each side allows it."""
+    """Return the exceptions of both sides, each with its sides: those that are the same are one if the order of each side allows it."""
     found: list[tuple[str, Exceptions]] = []
     rest = list(v)
     for one in k:

@@ -26,7 +26,7 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
+    """Return two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
     at = text.find(word, start)
     return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
 

@@ -167,7 +167,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """``head_norms.norms_of``, in C where that runs: their last bits depend on the order of sums."""
+    """Return ``head_norms.norms_of``, in C where that runs: their last bits depend on the order of sums."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
@@ -177,7 +177,7 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def choice() -> tuple[str | None, str | None]:
-    """The environment's choice of kernels, as far as a call depends on it."""
+    """Return the environment's choice of kernels, as far as a call depends on it."""
     return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)
 
 
@@ -206,7 +206,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
-    """``rans.decode`` in C, None if C does not run."""
+    """Return ``rans.decode`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -215,7 +215,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """``rans.encoded`` in C, None if C does not run."""
+    """Return ``rans.encoded`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -227,7 +227,7 @@ rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """``row.checksum`` in C, None if C does not run."""
+    """Return ``row.checksum`` in C, None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import checksum

@@ -145,12 +145,12 @@ def encode(
 
 
 def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises the errors of ``encode``."""
+    """Return ``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises the errors of ``encode``."""
     return misfit(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """``codec.coded_norms`` of ``x``. Raises the errors of ``encode``."""
+    """Return ``codec.coded_norms`` of ``x``. Raises the errors of ``encode``."""
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
@@ -166,7 +166,7 @@ def encode_all(
     position: int | None = None,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``encode`` for a codec that keeps no tokens raw by their positions; no token is warned of.
+    """Return ``encode`` for a codec that keeps no tokens raw by their positions; no token is warned of.
 
     ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms.
     """

@@ -66,12 +66,12 @@ _MIXED_KV = {
 
 
 def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
-    """The clauses of both sides with the norms K8V4-log (TurboAngle Sec. 3.3)."""
+    """Return the clauses of both sides with the norms K8V4-log (TurboAngle Sec. 3.3)."""
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
 def own_codec(side: str, bits: int, trellis: bool) -> str:
-    """The codec of ``side`` of kvpack's own presets, without its raw tokens.
+    """Return the codec of ``side`` of kvpack's own presets, without its raw tokens.
 
     Of keys, the mean of each page is stored apart, and the rest is in channels of about one size.
     """
@@ -79,13 +79,13 @@ def own_codec(side: str, bits: int, trellis: bool) -> str:
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
-    """The codec of ``side`` of kvpack's own presets if a basis has frames for keys, without its raw tokens."""
+    """Return the codec of ``side`` of kvpack's own presets if a basis has frames for keys, without its raw tokens."""
     family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
     return f"{family}:b={bits}{_norm(side, bits)}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """The option for norms in 8 bits, where they cost less precision than the codes do."""
+    """Return the option for norms in 8 bits, where they cost less precision than the codes do."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -96,7 +96,7 @@ def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
 
 
 def _simple() -> dict[str, Preset]:
-    """Presets without loss, kvpack's own, and the formats of engines."""
+    """Return presets without loss, kvpack's own, and the formats of engines."""
     found = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
         found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
@@ -113,7 +113,7 @@ def _simple() -> dict[str, Preset]:
 
 
 def _rotations() -> dict[str, Preset]:
-    """Presets whose keys are rotated."""
+    """Return presets whose keys are rotated."""
     found = {}
     for b in (2, 3, 4):
         found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
@@ -134,7 +134,7 @@ def _rotations() -> dict[str, Preset]:
 
 
 def _groups() -> dict[str, Preset]:
-    """Presets of codes in groups."""
+    """Return presets of codes in groups."""
     found, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
@@ -160,7 +160,7 @@ def _groups() -> dict[str, Preset]:
 
 
 def _directions() -> dict[str, Preset]:
-    """Presets of angles and of quaternions."""
+    """Return presets of angles and of quaternions."""
     found = {}
     found["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
     found["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")

@@ -18,7 +18,7 @@ PREFIX = "raw="
 
 
 def words_of(clause: str) -> dict[str, str]:
-    """The options that ``clause`` gives a codec; none for ``raw=0``. Raises InvalidParameter."""
+    """Return the options that ``clause`` gives a codec; none for ``raw=0``. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -36,7 +36,7 @@ def choice_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
 
 
 def value_of(words: Mapping[str, str]) -> str:
-    """The clause's value, in its canonical spelling, for the options among ``words``; empty if they keep no token raw."""
+    """Return the clause's value, in its canonical spelling, for the options among ``words``; empty if they keep no token raw."""
     chosen = choice_of(words)
     if chosen is None:
         return ""

@@ -219,7 +219,7 @@ class Recipe:
         return window
 
     def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
-        """The codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
+        """Return the codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
 
         ``dtype`` is the dtype of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
         Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
@@ -279,7 +279,7 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """The text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter if it names another."""
+        """Return the text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter if it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
         for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
@@ -297,7 +297,7 @@ class Recipe:
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
-        """The dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
+        """Return the dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
         if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
@@ -332,7 +332,7 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Every clause, with presets and additions expanded, and its spelling in the text."""
+        """Yield every clause, with presets and additions expanded, and its spelling in the text."""
         for text in self._written.split(";"):
             written = text.strip()
             for clause in self._named.get(written, _without_alias(written)).split(";"):
@@ -340,7 +340,7 @@ class Recipe:
 
 
 def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
-    """The text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
+    """Return the text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, given in layers.items():
         sides = given if isinstance(given, Mapping) else {"kv": given}
@@ -363,7 +363,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """The end of a message: presets for any model that take head dim ``dim`` and ``dtype``, the first of each codec."""
+    """Return the end of a message: presets for any model that take head dim ``dim`` and ``dtype``, the first of each codec."""
     found: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -375,7 +375,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 
 
 def recorded_text(text: str) -> str:
-    """The canonical text of the recipe that a file records; the text itself where it is not a recipe."""
+    """Return the canonical text of the recipe that a file records; the text itself where it is not a recipe."""
     try:
         return Recipe.recorded(text).canonical
     except InvalidParameter:
@@ -383,7 +383,7 @@ def recorded_text(text: str) -> str:
 
 
 def basis_named(recipe: Recipe) -> bytes | None:
-    """The SHA-256 of the basis that readers of caches of ``recipe`` need; None if they need none.
+    """Return the SHA-256 of the basis that readers of caches of ``recipe`` need; None if they need none.
 
     Raises InvalidParameter unless all clauses that need a basis name the same one.
     """
@@ -426,5 +426,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, classes: tuple[type, ...]) -> Recipe:
-    """The recipe of a text. Caches of one recipe are often packed one after another, and share its codecs."""
+    """Return the recipe of a text. Caches of one recipe are often packed one after another, and share its codecs."""
     return Recipe(text)

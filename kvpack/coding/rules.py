@@ -91,7 +91,7 @@ class Rule:
         return self._codecs[asked]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """The rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
+        """Return the rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
@@ -102,7 +102,7 @@ class Rule:
         return raw_clause.choice_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
 
     def canonical(self, side: str) -> Spelled:
-        """The codec of ``side`` in its canonical spelling."""
+        """Return the codec of ``side`` in its canonical spelling."""
         words = dict(self.words)
         if self.codec_id in CALIBRATED:
             words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")

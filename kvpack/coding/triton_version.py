@@ -15,7 +15,7 @@ OLDEST = (3, 6)
 
 @cache
 def installed() -> str | None:
-    """The version of the installed Triton, or None."""
+    """Return the version of the installed Triton, or None."""
     if find_spec("triton") is None:
         return None
     import triton
@@ -36,7 +36,7 @@ def _recent(version: str | None) -> bool:
 
 
 def shortfall() -> str:
-    """The required and the installed version, for messages."""
+    """Return the required and the installed version, for messages."""
     version = installed()
     return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {'none' if version is None else f'Triton {version}'} is installed"
 

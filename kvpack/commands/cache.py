@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(path: str) -> str:
-    """The text in the file at ``path``, or of standard input for "-". Raises MissingFile, InvalidParameter."""
+    """Return the text in the file at ``path``, or of standard input for "-". Raises MissingFile, InvalidParameter."""
     from kvpack.file.user_files import read_bytes
     from kvpack.formats.errors import InvalidParameter
 

@@ -18,7 +18,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The model, in the dtype of its weights, and its tokenizer; None is the demo's. Raises the errors of ``kvpack.models.load_model``."""
+    """Return the model, in the dtype of its weights, and its tokenizer; None is the demo's. Raises the errors of
+    ``kvpack.models.load_model``."""
     import torch
 
     from kvpack.models import BOS, ByteTokenizer, load_model, load_tokenizer, model_folder

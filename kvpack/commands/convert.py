@@ -51,7 +51,7 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
-    """The recipe to write, with its basis if it needs one.
+    """Return the recipe to write, with its basis if it needs one.
 
     Raises InvalidParameter for a basis that neither it nor, with ``reads_cache``, the input may need.
     """

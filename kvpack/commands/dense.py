@@ -120,7 +120,7 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
 
 
 def _metadata(cache: Cache) -> dict[str, str]:
-    """The metadata of the dense file: positions, the model, the user's metadata, and inputs that token ids do not determine."""
+    """Return the metadata of the dense file: positions, the model, the user's metadata, and inputs that token ids do not determine."""
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
     note: dict[str, Any] = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
@@ -136,7 +136,7 @@ def _metadata(cache: Cache) -> dict[str, str]:
 
 
 def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
-    """The layers, the metadata and the inputs.
+    """Return the layers, the metadata and the inputs.
 
     Raises MissingFile, or InvalidParameter when the file is not a safetensors file or its names are not those of a dense cache.
     """
@@ -170,7 +170,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
 
 
 def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
-    """The inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[row, token]``."""
+    """Return the inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
     if ids is None and note.undetermined is None:
@@ -186,7 +186,7 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
 
 
 def _check_names(path: str, names: list[str], note: _Note) -> int:
-    """The number of layers that the tensors and the note name. Raises InvalidParameter if the two disagree."""
+    """Return the number of layers that the tensors and the note name. Raises InvalidParameter if the two disagree."""
     names = [name for name in names if name != IDS]
     for name in names:
         if not _NAME.fullmatch(name):
@@ -248,7 +248,7 @@ def _note(path: str, text: str) -> _Note:
 
 
 def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
-    """The position offsets in the metadata. Raises InvalidParameter for anything else."""
+    """Return the position offsets in the metadata. Raises InvalidParameter for anything else."""
     if listed is None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
@@ -257,7 +257,7 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
 
 
 def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
-    """The pairs of text and position in the metadata. Raises InvalidParameter for anything else."""
+    """Return the pairs of text and position in the metadata. Raises InvalidParameter for anything else."""
     if listed is None:
         return None
     pairs = []
@@ -271,7 +271,7 @@ def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
 
 
 def _hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
-    """The stretches of hidden tokens in the metadata. Raises InvalidParameter for anything else."""
+    """Return the stretches of hidden tokens in the metadata. Raises InvalidParameter for anything else."""
     for stretch in listed if isinstance(listed, list) else [listed]:
         match stretch:
             case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in stretch):

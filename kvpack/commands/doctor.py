@@ -209,7 +209,7 @@ def _store() -> str:
 
 
 def _model() -> str:
-    """The demo's model answers a question about a prompt from a file."""
+    """Return the demo's model answers a question about a prompt from a file."""
     from kvpack.integrations.transformers import Chat
     from kvpack.models import ByteTokenizer, demo_text, load_model
 

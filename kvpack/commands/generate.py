@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the model's ``generate``. Raises InvalidParameter."""
+    """Return the options of the model's ``generate``. Raises InvalidParameter."""
     if arguments.max_tokens < 1:
         raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
     if arguments.update and arguments.output is not None:
@@ -95,7 +95,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """The hub's name of the model in the file at ``path``. Raises MissingFile if it names none that has an owner.
+    """Return the hub's name of the model in the file at ``path``. Raises MissingFile if it names none that has an owner.
 
     A name without an owner may be the last part of a folder, and another model on the hub.
     """

@@ -123,7 +123,7 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    """(first layer, last layer, side name, side) for runs of layers that are the same."""
+    """Yield (first layer, last layer, side name, side) for runs of layers that are the same."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
         numbered = list(run)
         for name, side in numbered[0][1].items():
@@ -131,7 +131,7 @@ def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[s
 
 
 def _describe(params: dict[str, Any]) -> str:
-    """A codec's id and parameters in one line, without its tables, its packing and the options that are off."""
+    """Return a codec's id and parameters in one line, without its tables, its packing and the options that are off."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
     # For a side-car whose parameters are a map, the name is enough.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")

@@ -51,12 +51,12 @@ class Opened:
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """The contents of the entries' headers."""
+        """Return the contents of the entries' headers."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: Entry) -> Basis | None:
-        """The basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not hold it.
+        """Return the basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not hold it.
 
         Raises DigestMismatch, and as decrypting and ``Basis`` do: nothing in the store is changed.
         """
@@ -70,7 +70,7 @@ class Opened:
         return next((basis_in(key, data, digest, self.cipher) for key, data in found if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """The worst of ``codes`` and the code of the store's faults; prints the first fault."""
+        """Return the worst of ``codes`` and the code of the store's faults; prints the first fault."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

@@ -144,7 +144,8 @@ def _bits(value: float | None) -> str:
 
 
 def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
-    """``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for another, and for layers that differ."""
+    """Return ``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for another, and for layers that
+    differ."""
     shapes = basis.shapes
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
@@ -157,7 +158,7 @@ def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
 
 
 def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
-    """One recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
+    """Return one recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -191,7 +192,7 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | 
 
 
 def _measured() -> dict[str, float]:
-    """The KL divergence of the recipes of the published measurement."""
+    """Return the KL divergence of the recipes of the published measurement."""
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
     return {row["recipe"]: row["kl_divergence"] for row in report["recipes"]}
 
@@ -222,17 +223,17 @@ def _uniform(layers: int, heads: int, tokens: int, dim: int) -> list[_Priced | N
 
 
 def _tokens_of(layer: LayerShape | None, tokens: int) -> _Priced | None:
-    """A layer of a model after ``tokens`` tokens: a sliding window contains its own."""
+    """Return a layer of a model after ``tokens`` tokens: a sliding window contains its own."""
     return None if layer is None else _Priced(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """The first two of ``prices`` for layers that are the same."""
+    """Return the first two of ``prices`` for layers that are the same."""
     return prices(recipe, _uniform(layers, heads, tokens, dim))[:2]
 
 
 def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, float, int]:
-    """Nominal bits per value, bits per value in a file of one sequence, and its bytes, computed from the layout without encoding.
+    """Return the nominal bits per value, and from the layout the bits per value and bytes of a file of one sequence.
 
     The number of outliers of a cache depends on its values; here it is 0, and so is that of raw tokens of low norm. What `lossless` takes
     depends on them too; here they are normally distributed.

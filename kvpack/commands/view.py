@@ -116,7 +116,7 @@ class Viewer(ThreadingHTTPServer):
 
 
 def _opened(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a regular file, for reading."""
+    """Return a descriptor of a regular file, for reading."""
     try:
         # Opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -82,7 +82,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The (k, v) of every layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
+    """Return the (k, v) of every layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
     transformers = transformers_library()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
@@ -202,7 +202,7 @@ def _read_elsewhere(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
-    """The ``count`` likeliest bytes after ``given``, one after another."""
+    """Return the ``count`` likeliest bytes after ``given``, one after another."""
     tokens, result = torch.tensor([[*given]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.over(model, cache)).logits[0, -1, :BOS].argmax())
@@ -212,7 +212,7 @@ def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
 
 
 def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
-    """The cosine between original and decoded vectors, averaged over layers, heads and tokens."""
+    """Return the cosine between original and decoded vectors, averaged over layers, heads and tokens."""
     cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
     return sum(cosines) / len(cosines)
 
@@ -226,7 +226,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
+    """Return ``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

@@ -52,7 +52,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
 
 def use(location: str, recipe: str) -> dict[str, Any]:
-    """One process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
+    """Return one process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")

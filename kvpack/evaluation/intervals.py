@@ -16,7 +16,7 @@ _GRID = 1 << 18
 
 
 def student_t(values: Sequence[float]) -> tuple[float, float] | None:
-    """The interval of the mean of independent ``values``, by Student's t with one degree of freedom less; None for one value."""
+    """Return the interval of the mean of independent ``values``, by Student's t with one degree of freedom less; None for one value."""
     if len(values) < 2:
         return None
     mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))
@@ -35,7 +35,7 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
 @cache
 def t_quantile(freedom: int) -> float:
-    """The t that Student's distribution with ``freedom`` degrees of freedom exceeds, in size, 5 % of the time.
+    """Return the t that Student's distribution with ``freedom`` degrees of freedom exceeds, in size, 5 % of the time.
 
     With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which a sum over a grid integrates.
     """

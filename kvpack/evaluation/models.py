@@ -33,12 +33,12 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """The number of token ids that the model takes: all ids are below it."""
+    """Return the number of token ids that the model takes: all ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """The file ``path``, or the demo's text, as ids of the model in ``folder``, which takes ``ids_below`` ids.
+    """Return the file ``path``, or the demo's text, as ids of the model in ``folder``, which takes ``ids_below`` ids.
 
     Raises MissingFile, LimitExceeded, or InvalidParameter when the folder has no tokenizer and the model cannot take bytes.
     """
@@ -64,7 +64,7 @@ def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
 
 
 def tokenized(name: str, text: str, tokenizer: Any) -> Text:
-    """``text`` as ids of ``tokenizer``."""
+    """Return ``text`` as ids of ``tokenizer``."""
     ids = tokenizer(text)["input_ids"]
     opened = bool(ids) and ids[0] == tokenizer.bos_token_id
     return Text(name, tuple(ids[:opened]), ids[opened:], of_bytes=False, encode=partial(_encoded, tokenizer))

@@ -164,7 +164,7 @@ def prefill(
     positions: torch.Tensor | None = None,
     observe: Callable[[int, torch.Tensor], object] | None = None,
 ) -> Pairs:
-    """The (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
+    """Return the (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
     ``positions``, of the same shape, are those of the tokens (default: from 0 on). ``observe(layer, queries)`` is called with the queries
     ``[batch, q_head, token, dim]`` as attention receives them, unless the model computes attention itself. Raises InvalidParameter for a
@@ -204,7 +204,7 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
 
 
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
-    """The share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
+    """Return the share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
 
     ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these. Empty for models
     that compute attention themselves, or whose attention weights have other terms, such as biases by distance.
@@ -228,7 +228,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
 
 
 def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
-    """The attention weights ``[1, q_head, query, token]`` of the queries over ``keys``, of which they are the newest tokens."""
+    """Return the attention weights ``[1, q_head, query, token]`` of the queries over ``keys``, of which they are the newest tokens."""
     query = seen.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scale = seen.options["scale"]
@@ -254,7 +254,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
+    """Return ``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
     kvpack.save(_pack(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -274,7 +274,7 @@ class Bf16Cache(KvpackCache):
 
     @classmethod
     def over(cls, model: Any, cache: Cache) -> Self:
-        """A cache over ``cache`` for ``model``, whose passes it does not record."""
+        """Return a cache over ``cache`` for ``model``, whose passes it does not record."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
         return past
@@ -299,7 +299,7 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
 
 def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
-    """An uncompressed cache of the model, which contains ``pairs``."""
+    """Return an uncompressed cache of the model, which contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 
@@ -323,7 +323,7 @@ def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Pre
 
 
 def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
-    """The log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at once."""
+    """Return the log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at once."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
@@ -366,7 +366,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
 
 
 def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
-    """The cosines of keys and values and the relative error of attention, of a layer whose input is exact."""
+    """Return the cosines of keys and values and the relative error of attention, of a layer whose input is exact."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
@@ -379,12 +379,13 @@ def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The cosine between the vectors of two tensors, averaged over heads and tokens."""
+    """Return the cosine between the vectors of two tensors, averaged over heads and tokens."""
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
 def compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
-    """The loss of log-probabilities ``[position, vocabulary]`` of the scored tokens, their divergence, and the share of same choices."""
+    """Return the loss of log-probabilities ``[position, vocabulary]`` of the scored tokens, their divergence, and the share of same
+    choices."""
     loss = functional.nll_loss(found, exact.tokens[0, exact.prefix + 1 :]).item()
     same = (found.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
     return loss, _divergence(exact.log_probabilities, found), same

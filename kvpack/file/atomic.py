@@ -187,7 +187,7 @@ def _is_unfinished(entry: os.DirEntry[str]) -> bool:
 
 
 def _followed(path: str | os.PathLike[str]) -> str:
-    """The file that a symbolic link points to, whether it exists or not; another path as it is. Raises WriteFailed for a loop."""
+    """Return the file that a symbolic link points to, whether it exists or not; another path as it is. Raises WriteFailed for a loop."""
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -237,7 +237,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 
 
 def _new_mode(folder: str) -> int:
-    """The mode that a new file gets in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
+    """Return the mode that a new file gets in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
     descriptor, path = _create(folder, mode=0o666)
     try:
         os.unlink(path)
@@ -370,7 +370,7 @@ def sync_folder(folder: str) -> None:
 
 
 def _failed(where: str, error: OSError) -> WriteFailed:
-    """The error to raise for the system's ``error``."""
+    """Return the error to raise for the system's ``error``."""
     return WriteFailed(_reason(where, error), filename=where, number=error.errno)
 
 

@@ -61,7 +61,7 @@ class HasSides(Protocol):
     """A layer of a header, as the rules of basis files need it."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
-        """The sides that are present, by name."""
+        """Return the sides that are present, by name."""
         ...
 
 

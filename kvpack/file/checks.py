@@ -76,7 +76,7 @@ def check_argument(where: str, value: Any, rule: Rule) -> None:
 
 
 def _size(where: str, value: Any) -> int:
-    """The length of ``value`` as it is stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
+    """Return the length of ``value`` as it is stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
     try:
         return len(value.encode() if isinstance(value, str) else value)
     except UnicodeEncodeError:
@@ -91,5 +91,5 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
 
 
 def _shown(name: Any) -> str:
-    """A name from a file, with terminal control characters escaped."""
+    """Return a name from a file, with terminal control characters escaped."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """The exact size in bytes of the file that ``write`` makes without compression. Raises LimitExceeded."""
+    """Return the exact size in bytes of the file that ``write`` makes without compression. Raises LimitExceeded."""
     return undigested_front(contents).file_bytes
 
 
@@ -62,12 +62,12 @@ def write(
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """The bytes of the file that ``write`` makes. Raises InvalidParameter and LimitExceeded."""
+    """Return the bytes of the file that ``write`` makes. Raises InvalidParameter and LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """The bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter and LimitExceeded."""
+    """Return the bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter and LimitExceeded."""
     if set(arrays) != set(contents.layouts):
         odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
         raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
@@ -165,7 +165,7 @@ class File:
         self._source.close()
 
     def tensor(self, name: str) -> memoryview:
-        """The decoded bytes of a tensor as a flat view; its digest and the pad before it are checked on first use.
+        """Return the decoded bytes of a tensor as a flat view; its digest and the pad before it are checked on first use.
 
         The view of a mapped file is writable and private. Raises OutOfBounds for an unknown name, DigestMismatch, and
         InvalidPayload for a nonzero pad or a zstd frame of the wrong size.
@@ -185,7 +185,7 @@ class File:
             return decompressed(name, stored, layout_bytes(self.header.layouts[name]), checksums=self._checksums)
 
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
-        """The decoded bytes of every tensor of one side ("k" or "v") by stream name, after checks of digests, pads and codec rules.
+        """Return the decoded bytes of every tensor of one side ("k" or "v") by stream name, after checks of digests, pads and codec rules.
 
         ``check_values=False`` skips the codec's rules, for bytes from a writer that is known to follow them.
         Raises DigestMismatch and InvalidPayload, and OutOfBounds when the file does not have the side.
@@ -225,7 +225,7 @@ class File:
         return start + min((place.begin for place in places), default=0), start + max((place.end for place in places), default=0)
 
     def read_state(self, state: StateEntry) -> memoryview:
-        """The decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""
+        """Return the decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""
         data = self.tensor(state.where)
         if self.header.is_basis:
             with _located(self.where):
@@ -356,7 +356,7 @@ class File:
         return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
-        """The entry of one side in the header. Raises OutOfBounds if the file does not have the side."""
+        """Return the entry of one side in the header. Raises OutOfBounds if the file does not have the side."""
         layers = self.header.layers
         held = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": held.k, "v": held.v}.get(side) if held else None

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:
-    """``data`` as features of at most ``MAX_BINARY_BYTES`` bytes each; no data gives none."""
+    """Return ``data`` as features of at most ``MAX_BINARY_BYTES`` bytes each; no data gives none."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """The data of the features that ``split`` makes, up to the first that is missing."""
+    """Return the data of the features that ``split`` makes, up to the first that is missing."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

@@ -112,7 +112,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """The front of the file whose ``kvpack.header`` is ``tensor``: the bytes of ``header``."""
+    """Return the front of the file whose ``kvpack.header`` is ``tensor``: the bytes of ``header``."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -138,7 +138,8 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """The front of an uncompressed file of ``contents`` with zeros as digests: its places and sizes are final. Raises LimitExceeded."""
+    """Return the front of an uncompressed file of ``contents`` with zeros as digests: its places and sizes are final. Raises
+    LimitExceeded."""
     zeros = bytes(DIGEST_BYTES)
     tensors = (
         TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), zeros) for name, layout in contents.layouts.items()
@@ -193,7 +194,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def aligned(end: int) -> int:
-    """The first place, from ``end`` on, at which a tensor may begin."""
+    """Return the first place, from ``end`` on, at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
@@ -203,13 +204,13 @@ def begins_file(beginning: bytes) -> bool:
 
 
 def front_bytes(beginning: bytes | memoryview) -> int:
-    """The end of kvpack.header in the file that begins with ``beginning`` (4 KiB are enough); 0 if it is not a kvpack file."""
+    """Return the end of kvpack.header in the file that begins with ``beginning`` (4 KiB are enough); 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """The index of the first byte in which two texts of equal length differ, found with integers instead of one step per byte."""
+    """Return the index of the first byte in which two texts of equal length differ, found with integers instead of one step per byte."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
@@ -245,12 +246,12 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Header) -> bytes:
-    """The bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
+    """Return the bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
     return _packed(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
 
 
 def pack_contents(contents: Contents) -> bytes:
-    """The header's map without tensors: the description of a page in a row. Raises LimitExceeded."""
+    """Return the header's map without tensors: the description of a page in a row. Raises LimitExceeded."""
     return _packed(contents, [])
 
 
@@ -345,7 +346,7 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
 
 
 def newer(version: int) -> str:
-    """The message for a file of a later major number."""
+    """Return the message for a file of a later major number."""
     return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
 
 
@@ -355,7 +356,7 @@ def _packed_side(side: SideEntry) -> dict[str, Any]:
 
 
 def unpacked_header(data: bytes) -> Any:
-    """The value of the msgpack of a header tensor, within the limits of the format. Raises InvalidHeader and LimitExceeded."""
+    """Return the value of the msgpack of a header tensor, within the limits of the format. Raises InvalidHeader and LimitExceeded."""
     check_header_size(len(data))
     limit = left = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
 

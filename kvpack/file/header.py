@@ -122,7 +122,7 @@ class LayerEntry:
             raise InvalidHeader(f"k.tokens is {self.k.tokens} and v.tokens {self.v.tokens}, expected the same")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
-        """The sides that are present, as ("k" or "v", side)."""
+        """Yield the sides that are present, as ("k" or "v", side)."""
         if self.k is not None:
             yield "k", self.k
         if self.v is not None:
@@ -252,7 +252,7 @@ class Contents:
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
     def _entry(self, feature: str) -> bytes | None:
-        """The bytes of a required feature that has an entry in ``ignorable``; None without it. Raises InvalidHeader."""
+        """Return the bytes of a required feature that has an entry in ``ignorable``; None without it. Raises InvalidHeader."""
         named, there = feature in self.required, feature in self.ignorable
         if named != there:
             places = ("required", "ignorable") if named else ("ignorable", "required")
@@ -260,7 +260,7 @@ class Contents:
         return self.ignorable[feature] if named else None
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
-        """The states of layer ``number``, by ascending names."""
+        """Return the states of layer ``number``, by ascending names."""
         return self._states_by_layer.get(number, []) if self.states else []
 
     @cached_property
@@ -333,7 +333,7 @@ class Header(Contents):
 
     @classmethod
     def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
-        """The header of ``contents`` stored as ``tensors``."""
+        """Return the header of ``contents`` stored as ``tensors``."""
         return cls(**{field.name: getattr(contents, field.name) for field in dataclasses.fields(Contents)}, tensors=tensors)
 
 
@@ -355,12 +355,12 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
 
 
 def layout_bytes(layout: Layout) -> int:
-    """The size of a tensor in bytes before any filter."""
+    """Return the size of a tensor in bytes before any filter."""
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
 def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
-    """The required features of ``codecs``, ascending."""
+    """Return the required features of ``codecs``, ascending."""
     return tuple(sorted(frozenset().union(*map(_features, codecs))))
 
 
@@ -370,5 +370,5 @@ def lacking(feature: str) -> str:
 
 
 def within(where: str, error: KvpackError) -> KvpackError:
-    """``error`` with ``where`` put before the field that its message begins with."""
+    """Return ``error`` with ``where`` put before the field that its message begins with."""
     return type(error)(f"{where}.{error}")

@@ -121,7 +121,7 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
-        """The inputs of tokens ``[start, stop)``, counted from the cache's first token, at position ``first``.
+        """Return the inputs of tokens ``[start, stop)``, counted from the cache's first token, at position ``first``.
 
         Every token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
         """
@@ -143,7 +143,7 @@ class Inputs:
         return replace(cut_inputs, sums=sums)
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
-        """The inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
+        """Return the inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
         items = list(zip(self.undetermined, self.starts, strict=True))
         token_ids, rows = self.token_ids, self.rows
         if rows:
@@ -164,7 +164,7 @@ class Inputs:
         return replace(_of(token_ids, items, rows, hidden, self.first), sums=sums)
 
     def to_bytes(self) -> bytes:
-        """The feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
+        """Return the feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
@@ -175,7 +175,7 @@ class Inputs:
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
 
     def to_features(self) -> tuple[tuple[str, ...], dict[str, bytes]]:
-        """The required and the ignorable features of a file with these inputs.
+        """Return the required and the ignorable features of a file with these inputs.
 
         The ignorable feature ``inputs`` is always present; ``token-ids.0`` and on if it does not hold all ids, and ``row-ids.0`` and on if
         rows differ. Raises LimitExceeded for more hidden tokens than a file lists.
@@ -203,7 +203,7 @@ class Inputs:
     def from_features(
         cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int | None = None
     ) -> Inputs | None:
-        """The inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none.
+        """Return the inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none.
 
         The file's first token is at position ``start``; ids beyond its ``tokens`` (default: any number) are ignored.
         """

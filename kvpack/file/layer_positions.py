@@ -29,7 +29,7 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """``required`` and ``ignorable`` for a file that begins at ``start`` and has layers at ``starts``. Raises LimitExceeded."""
+    """Return ``required`` and ``ignorable`` for a file that begins at ``start`` and has layers at ``starts``. Raises LimitExceeded."""
     for number, first in enumerate(starts):
         check(f"the first position of layers[{number}]", first, Rule(int, MAX_TOKENS, start))
     if all(first == start for first in starts):

@@ -74,7 +74,7 @@ class StateEntry:
 
 
 def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded for more than an entry holds."""
+    """Return ``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded for more than an entry holds."""
     ordered = sorted(states, key=lambda state: (state.layer, state.name))
     if not ordered:
         return (), {}
@@ -90,7 +90,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """The states that the entry ``data`` lists, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
+    """Return the states that the entry ``data`` lists, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one")
     states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

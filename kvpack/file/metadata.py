@@ -26,7 +26,7 @@ Value = str | int | float
 
 
 def to_bytes(metadata: Any) -> bytes:
-    """The feature's bytes for a map of names to texts, integers of 64 bits and finite floats.
+    """Return the feature's bytes for a map of names to texts, integers of 64 bits and finite floats.
 
     Raises InvalidParameter for anything else, and LimitExceeded for too many or too long names and texts.
     """
@@ -47,7 +47,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """The map in the feature's bytes; an empty one for bytes that ``to_bytes`` does not make."""
+    """Return the map in the feature's bytes; an empty one for bytes that ``to_bytes`` does not make."""
     try:
         found = dict(_entries(data))
         return found if to_bytes(found) == data else {}

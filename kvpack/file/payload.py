@@ -43,7 +43,7 @@ class InPieces:
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Values ``[start, stop)`` of the flattened array, valid until the next call. Raises Truncated."""
+        """Return values ``[start, stop)`` of the flattened array, valid until the next call. Raises Truncated."""
         begin, end = self._begin + start * self._item, self._begin + stop * self._item
         if len(self._memory) < end - begin:
             self._memory = bytearray(end - begin)
@@ -53,7 +53,7 @@ class InPieces:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
-    """The tensor, after checks of its pad and digest: a small one is read at once, a large one in pieces, a zstd frame whole.
+    """Return the tensor, after checks of its pad and digest: a small one is read at once, a large one in pieces, a zstd frame whole.
 
     ``checksums`` is that of ``decompressed``. Raises DigestMismatch, InvalidPayload and Truncated.
     """
@@ -108,7 +108,8 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """The span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they are there as in the file, from 0 on."""
+    """Return the span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they are there as in the file, from 0
+    on."""
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
         if tensor.filter != "none" or (place.begin - places[0].begin, place.end - places[0].begin) != (begin, end):

@@ -37,7 +37,7 @@ class HasSides(Protocol):
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """``required`` and ``ignorable`` for a file whose sequences have these ``offsets``; None if they are not known."""
+    """Return ``required`` and ``ignorable`` for a file whose sequences have these ``offsets``; None if they are not known."""
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
@@ -46,7 +46,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """The offset of each sequence, by the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
+    """Return the offset of each sequence, by the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one")
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))

@@ -70,7 +70,7 @@ class RowLayout(NamedTuple):
 
 
 def row_layout(contents: Contents) -> RowLayout:
-    """The layout of the row of a page with ``contents``. Raises LimitExceeded."""
+    """Return the layout of the row of a page with ``contents``. Raises LimitExceeded."""
     description = pack_contents(contents)
     places, end = {}, _aligned(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
@@ -92,7 +92,7 @@ def namespace_of(beginning: bytes) -> bytes | None:
 
 
 def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
-    """The frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
+    """Return the frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
     if len(namespace) != NAMESPACE_BYTES or len(key) != KEY_BYTES:
         raise InvalidParameter(f"namespace has {len(namespace)} bytes and key {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")
     front = _FRAME.pack(MAGIC, layout.nbytes, 0, namespace, key, len(layout.description)) + layout.description
@@ -124,7 +124,7 @@ def _added(data: memoryview, sum_: int) -> int:
 
 @cache
 def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
-    """The weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier, descending to 1."""
+    """Return the weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier, descending to 1."""
     weights = numpy.ones(_WORDS_AT_ONCE, numpy.uint64)
     weights[1:] = MULTIPLIER
     with numpy.errstate(over="ignore"):
@@ -180,7 +180,7 @@ def _aligned(at: int) -> int:
 
 
 def _difference_of(data: bytes, expected: bytes) -> str:
-    """The first field in which the map ``data`` differs from the map ``expected``, with both values: for messages."""
+    """Return the first field in which the map ``data`` differs from the map ``expected``, with both values: for messages."""
     try:
         found = unpacked_header(data)
     except (InvalidHeader, LimitExceeded) as error:
@@ -189,7 +189,7 @@ def _difference_of(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, found: Any, expected: Any) -> str:
-    """The first difference of two values of msgpack; empty if there is none."""
+    """Return the first difference of two values of msgpack; empty if there is none."""
     if type(found) is type(expected) is dict and [*found] == [*expected]:
         places = [(f"{where}.{name}".lstrip("."), found[name], expected[name]) for name in expected]
     elif type(found) is type(expected) is list and len(found) == len(expected):

@@ -85,7 +85,7 @@ class _Data:
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
     def placed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidParameter."""
+        """Yield each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidParameter."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)
@@ -94,7 +94,7 @@ class _Data:
             yield piece, self._start + self._begins[piece.name] + size
 
     def header(self) -> Header:
-        """The header of the file. Raises InvalidParameter if a tensor is not whole."""
+        """Return the header of the file. Raises InvalidParameter if a tensor is not whole."""
         tensors = []
         for name, layout in self._contents.layouts.items():
             self._check(name, whole=True)

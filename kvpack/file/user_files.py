@@ -35,7 +35,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def path_text(path: Any) -> str:
-    """``path`` as text; messages show an empty one as ``''``. Raises InvalidParameter for anything but a path."""
+    """Return ``path`` as text; messages show an empty one as ``''``. Raises InvalidParameter for anything but a path."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise InvalidType(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
@@ -75,7 +75,8 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> str:
-    """The text of a UTF-8 file, without a byte order mark. Raises the errors of ``read_bytes``, and InvalidParameter for other bytes."""
+    """Return the text of a UTF-8 file, without a byte order mark. Raises the errors of ``read_bytes``, and InvalidParameter for other
+    bytes."""
     return read_text_and_mode(path, max_bytes, what)[0]
 
 
@@ -105,7 +106,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON 
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[bytes, int]:
-    """The bytes and the permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
+    """Return the bytes and the permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
     where, descriptor = path_text(path), open_regular(path, what)
     pieces, left = [], max_bytes + 1
     try:
@@ -123,7 +124,7 @@ def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[byte
 
 
 def could_not_open(where: str, error: OSError | ValueError, what: str = "a regular file") -> MissingFile:
-    """The error to raise when the system refuses to open ``where`` with ``error``."""
+    """Return the error to raise when the system refuses to open ``where`` with ``error``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {what}" if what != "a regular file" else ""
@@ -164,7 +165,7 @@ class Source(Protocol):
         ...
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
+        """Return bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
         ...
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
@@ -248,7 +249,7 @@ class OnDisk:
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
-        """A view of the mapping: writable and private."""
+        """Return a view of the mapping: writable and private."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         if self._mapping is None:

@@ -17,7 +17,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compressed(raw: memoryview) -> bytes | None:
-    """One frame of ``raw``, or None if it saves less than 3 % or is smaller than the format allows."""
+    """Return one frame of ``raw``, or None if it saves less than 3 % or is smaller than the format allows."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)

@@ -24,7 +24,7 @@ _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """The field ``adapter`` of the identity of a model's parts: ``named``, or the names of the adapters in effect, and their digest.
+    """Return the field ``adapter`` of the identity of a model's parts: ``named``, or the names of the adapters in effect, and their digest.
 
     Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the
     module, for an adapter that kvpack cannot describe.
@@ -49,7 +49,7 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
 
 
 def _in_effect(layer: Any) -> list[str]:
-    """The adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
+    """Return the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
     known = _known(layer)
@@ -78,7 +78,7 @@ def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
 
 
 def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]:
-    """The attributes, tensors and inner modules of an adapter's module, without those of the adapters ``others``."""
+    """Return the attributes, tensors and inner modules of an adapter's module, without those of the adapters ``others``."""
     import torch
 
     check_determined(where, type(module))
@@ -113,7 +113,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """The prompt that a PeftModel puts before the tokens, if it has one and is enabled; adds its name to ``names``."""
+    """Return the prompt that a PeftModel puts before the tokens, if it has one and is enabled; adds its name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []

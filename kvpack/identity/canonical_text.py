@@ -29,18 +29,18 @@ BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and v
 
 
 def weights_kind(weights: str) -> str:
-    """The kind of ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or nothing."""
+    """Return the kind of ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or nothing."""
     kind = weights.partition(":")[0]
     return kind if kind in (ALL, SAMPLE, FILES) else ""
 
 
 def text_digest(value: Any) -> str:
-    """The SHA-256, as text, of ``value`` as ``plain`` returns it."""
+    """Return the SHA-256, as text, of ``value`` as ``plain`` returns it."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def json_text(value: Any) -> str:
-    """``value``, as ``plain`` returns it, as JSON without spaces, its keys sorted."""
+    """Return ``value``, as ``plain`` returns it, as JSON without spaces, its keys sorted."""
     return _JSON.encode(value)
 
 
@@ -48,12 +48,12 @@ _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def class_name(kind: type) -> str:
-    """The full name of a class."""
+    """Return the full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def plain(where: str, value: Any, most: int | None = None) -> Any:
-    """``value`` as JSON values; tensors as their digests, of ``most`` values each.
+    """Return ``value`` as JSON values; tensors as their digests, of ``most`` values each.
 
     Raises InvalidParameter, naming ``where``, if it has no such form.
     """
@@ -121,12 +121,12 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """``tensor_digest`` of a plain tensor except for its digest."""
+    """Return ``tensor_digest`` of a plain tensor except for its digest."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
-    """``plain(name, value, most)`` of each of ``named``. Tensors are read together: each read from a device waits for it.
+    """Return ``plain(name, value, most)`` of each of ``named``. Tensors are read together: each read from a device waits for it.
 
     Raises InvalidParameter.
     """
@@ -155,7 +155,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _digests_together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
-    """``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
+    """Return ``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced(tensor, most) for _, tensor in tensors)]

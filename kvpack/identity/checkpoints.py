@@ -36,7 +36,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """A digest of the names and all bytes of a folder's safetensors files; empty without such files.
+    """Return a digest of the names and all bytes of a folder's safetensors files; empty without such files.
 
     A file is read when its path, inode, size or times are not those of its last digest, which is kept in the user's cache folder,
     ``kvpack-checkpoints`` in XDG_CACHE_HOME. Raises OSError, and InvalidParameter for a file that changes while it is read.
@@ -60,7 +60,7 @@ def _file_digest(path: str) -> str:
 
 
 def digest_of_bytes(path: str, size: int) -> str:
-    """The SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, pieces read in threads. Raises OSError."""
+    """Return the SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, pieces read in threads. Raises OSError."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -94,7 +94,7 @@ class _Kept:
         self._path, self._place = path, place
 
     def read(self, status: Mapping[str, int]) -> str | None:
-        """The digest of the file with this status; None if it is not known."""
+        """Return the digest of the file with this status; None if it is not known."""
         if self._place is None:
             return None
         try:

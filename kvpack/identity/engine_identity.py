@@ -31,7 +31,7 @@ def engine_fields(
     tp: tuple[int, int],
     extra: str,
 ) -> dict[str, str]:
-    """The fields model, weights, rope, config and extra of an identity. Raises the errors of ``Identity.of_engine``."""
+    """Return the fields model, weights, rope, config and extra of an identity. Raises the errors of ``Identity.of_engine``."""
     if not kv_dtype or not layout:
         raise InvalidParameter("kv_dtype and layout name the engine's pages: neither may be empty")
     if ";" in layout:

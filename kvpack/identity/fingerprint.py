@@ -52,7 +52,8 @@ _FREQUENCIES = "inv_freq"
 
 
 def model_name(loaded_from: str) -> str:
-    """A model's name on the hub, or the last part of the folder that it was loaded from: no path of this machine goes into a file."""
+    """Return a model's name on the hub, or the last part of the folder that it was loaded from: no path of this machine goes into a
+    file."""
     path = PurePath(loaded_from)
     for part in reversed(path.parts):
         # A snapshot in the hub's cache folder is in models--OWNER--NAME/snapshots/COMMIT.
@@ -85,7 +86,7 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
 
 
 def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
-    """A digest of everything that keys and values depend on besides the weights' values and adapters.
+    """Return a digest of everything that keys and values depend on besides the weights' values and adapters.
 
     It covers the configuration of a model, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
@@ -94,7 +95,7 @@ def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
 
 
 def dtype_text(model: Any) -> str:
-    """The dtype of a transformers model, and that of autocast if it is on."""
+    """Return the dtype of a transformers model, and that of autocast if it is on."""
     import torch
 
     # Offloaded weights do not show where the model computes.
@@ -144,7 +145,7 @@ _name = itemgetter(0)
 
 
 def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
-    """Parameters and persistent buffers, as ``Module._save_to_state_dict`` gives them, in less time."""
+    """Yield parameters and persistent buffers, as ``Module._save_to_state_dict`` gives them, in less time."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -157,7 +158,7 @@ def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """The values of ``x``, which accelerate keeps elsewhere until a call needs them; ``x`` itself where it does not."""
+    """Return the values of ``x``, which accelerate keeps elsewhere until a call needs them; ``x`` itself where it does not."""
     hook = vars(module).get("_hf_hook")
     for one in getattr(hook, "hooks", (hook,)):
         values = getattr(one, "weights_map", None)
@@ -233,7 +234,7 @@ def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> to
 
 
 def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
-    """The plain attributes that are settings, by name."""
+    """Return the plain attributes that are settings, by name."""
     own = []
     for name in _settings_among(tuple(found)):
         value = None if name == _NOTED_POSITIONS else found[name]
@@ -247,7 +248,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _settings_among(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of attributes that may be settings, sorted: modules of a class have the same."""
+    """Return the names of attributes that may be settings, sorted: modules of a class have the same."""
     return tuple(sorted(name for name in names if not name.startswith("_") and _is_setting(name)))
 
 
@@ -268,7 +269,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """The class, attributes and dtype of a parameter, which describe its quantization."""
+    """Return the class, attributes and dtype of a parameter, which describe its quantization."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of the cache that transformers makes for a decoder's configuration.
+    """Return the layers of the cache that transformers makes for a decoder's configuration.
 
     Raises what transformers raises for a configuration that it makes no cache of layers for: AttributeError, KeyError, TypeError or
     ValueError.
@@ -18,7 +18,7 @@ def cache_layers(config: Any) -> list[Any]:
 
 
 def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
-    """The sliding window of each layer, none if no layer has one, and whether any layer keeps recurrent or convolution states.
+    """Return the sliding window of each layer, none if no layer has one, and whether any layer keeps recurrent or convolution states.
 
     ``config`` is that of the model. Chunks of attention count as windows of their size: no token attends to an older one. Layers of an
     encoder-decoder have neither: what they contain depends on the encoder, too.

@@ -43,7 +43,7 @@ class ModelPart(NamedTuple):
 
 
 def parts(model: torch.nn.Module) -> list[ModelPart]:
-    """Every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
+    """Return every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
     PyTorch's wrappers are left out: what they contain has the name that it has without them.
     Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
@@ -92,7 +92,7 @@ def check_model(model: Any) -> None:
 
 
 def base_model(found: Iterable[ModelPart]) -> Any:
-    """The transformers model inside its wrappers. Raises InvalidParameter for any other module."""
+    """Return the transformers model inside its wrappers. Raises InvalidParameter for any other module."""
     base = next(part.module for part in found if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):
         raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model inside it")
@@ -100,7 +100,7 @@ def base_model(found: Iterable[ModelPart]) -> Any:
 
 
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of an adapter's layer by name, except the one that it replaces."""
+    """Yield the modules of an adapter's layer by name, except the one that it replaces."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASES, "token_adapter"):
             yield name, child

@@ -17,7 +17,7 @@ _LIMIT = "same_up_to"
 
 
 def rope_text(config: Any) -> str:
-    """The settings of a transformers configuration as a JSON map. Raises InvalidParameter."""
+    """Return the settings of a transformers configuration as a JSON map. Raises InvalidParameter."""
     settings = getattr(config, "rope_parameters", None) or {
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }
@@ -29,13 +29,14 @@ def rope_text(config: Any) -> str:
 
 
 def same_up_to(config: Any) -> int | None:
-    """The length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
+    """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
     limits = (_limit(config, rope) for rope in _maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:
-    """The length in tokens up to which ``rope``, of an identity, has the same frequencies for every sequence; None for any length."""
+    """Return the length in tokens up to which ``rope``, of an identity, has the same frequencies for every sequence; None for any
+    length."""
     try:
         settings = json.loads(rope)
     except ValueError:
@@ -45,7 +46,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """The maps of settings that name a type: one, or one per type of layer."""
+    """Yield the maps of settings that name a type: one, or one per type of layer."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings

@@ -101,7 +101,7 @@ class _OnDevice:
         self._memories = []
 
     def texts(self) -> dict[int, str]:
-        """``tensor_digest`` of each tensor."""
+        """Return ``tensor_digest`` of each tensor."""
         import torch
 
         if not self._texts:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
-    """Values ``[batch, kv_head, token, dim]`` on the CPU, in the dtype that they are stored in, or rounded to ``dtype``.
+    """Return values ``[batch, kv_head, token, dim]`` on the CPU, in the dtype that they are stored in, or rounded to ``dtype``.
 
     Raises InvalidParameter if a dtype is needed and if there is no such dtype, and OutOfRange where it makes a value infinite.
     """
@@ -38,7 +38,7 @@ def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.T
 
 
 def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
-    """The sliding windows, in tokens, by the numbers of layers. Raises InvalidParameter."""
+    """Return the sliding windows, in tokens, by the numbers of layers. Raises InvalidParameter."""
     found = dict(windows or {})
     for number, window in found.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:

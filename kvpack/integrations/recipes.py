@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
-    """The recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
+    """Return the recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
 
     ``model`` is the engine's name; None if the engine names it with each object, and the caller checks it then.
 

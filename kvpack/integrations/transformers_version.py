@@ -14,7 +14,7 @@ _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
 def installed() -> Any:
-    """The module transformers. Raises MissingPackage if it is not installed, or too old."""
+    """Return the module transformers. Raises MissingPackage if it is not installed, or too old."""
     try:
         import transformers
     except ImportError:

@@ -344,7 +344,8 @@ class LiveCache:
             self._changed(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """All tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises OutOfBounds."""
+        """Return all tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises
+        OutOfBounds."""
         own = self._settled(layer)
         if own is None:
             return Layer(None, None)
@@ -363,7 +364,7 @@ class LiveCache:
         return (None, None) if own is None else own.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
-        """All tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
+        """Return all tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
 
         With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe requests a residual
         window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
@@ -374,7 +375,7 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """``freeze``, also where a forward pass ended between two layers. Raises InvalidParameter."""
+        """Return ``freeze``, also where a forward pass ended between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
@@ -423,7 +424,7 @@ class LiveCache:
         self.launches += 1
 
     def to(self, device: torch.device | str) -> LiveCache:
-        """A live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return a live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
         return self._continued(self.freeze().to(checked_device(device)))
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
@@ -456,7 +457,7 @@ class LiveCache:
                 steps.settle()
 
     def _settled(self, layer: int) -> LiveLayer | None:
-        """``_own``, after the device was asked how many tokens replays of graphs have added to the layer."""
+        """Return ``_own``, after the device was asked how many tokens replays of graphs have added to the layer."""
         own, steps = self._own(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()

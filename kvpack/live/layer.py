@@ -126,15 +126,15 @@ class LiveLayer:
         return restore_tail
 
     def layer(self) -> Layer:
-        """All tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""
+        """Return all tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def whole(self) -> Layer:
-        """The layer with the whole buffers of its tails, the room for tokens to come included."""
+        """Return the layer with the whole buffers of its tails, the room for tokens to come included."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def frozen(self, packed: bool = False) -> Layer:
-        """All tokens as an immutable layer whose values never change; in whole windows they are packed.
+        """Return all tokens as an immutable layer whose values never change; in whole windows they are packed.
 
         With ``packed``, so is the tail, in whole token groups, or in whole windows where the recipe requests a residual window. A layer to
         which nothing was done is the one that it was made from.
@@ -151,7 +151,7 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """``kvpack.attend`` over all tokens; those of the last update are attended as they were given."""
+        """Return ``kvpack.attend`` over all tokens; those of the last update are attended as they were given."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
@@ -209,7 +209,7 @@ class LiveLayer:
         self.version += 1
 
     def without_tokens(self, batch: int) -> Layer:
-        """A layer of the same codecs for ``batch`` sequences, which contains no tokens."""
+        """Return a layer of the same codecs for ``batch`` sequences, which contains no tokens."""
         with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
@@ -263,7 +263,7 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
-        """The position of the layer's token ``first``, and the norms of the keys from it on, where these choose raw tokens.
+        """Return the position of the layer's token ``first``, and the norms of the keys from it on, where these choose raw tokens.
 
         ``k`` are the keys behind those of pages, and unfinished ones.
         """
@@ -277,7 +277,8 @@ class LiveLayer:
     def _encoded(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """The streams of the whole groups that ``x`` begins with, as side ``name`` encodes them, their tokens, and the unfinished ones."""
+        """Return the streams of the whole groups that ``x`` begins with, as side ``name`` encodes them, their tokens, and the unfinished
+        ones."""
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
         streams = side.encoded(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
@@ -294,7 +295,7 @@ class LiveLayer:
         return self._windows(tokens)
 
     def _windows(self, tokens: int) -> int:
-        """The tokens of the whole windows of ``tokens`` raw tokens before the newest ones."""
+        """Return the tokens of the whole windows of ``tokens`` raw tokens before the newest ones."""
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
@@ -326,7 +327,7 @@ class LiveLayer:
         self.version += 1
 
     def _aligned(self, token: int) -> int:
-        """The last token up to ``token`` at which both sides can begin.
+        """Return the last token up to ``token`` at which both sides can begin.
 
         Whole windows behind the beginning of a page, rows are as aligned as before, so that kernels stay the same; pages of both
         sides may have no such token in common.

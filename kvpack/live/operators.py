@@ -46,7 +46,7 @@ def ticket_of(cache: Live) -> torch.Tensor:
 
 
 def cache_of(ticket: torch.Tensor) -> Live:
-    """The cache whose ticket it is. Raises InvalidParameter if it no longer exists."""
+    """Return the cache whose ticket it is. Raises InvalidParameter if it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
         raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
@@ -78,7 +78,7 @@ class Tickets:
 # Schemas are written out: here annotations are text, which PyTorch does not read.
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """``LiveCache.update``; returns the next ticket."""
+    """Return ``LiveCache.update``; returns the next ticket."""
     cache_of(ticket).update(layer, k, v)
     return ticket.clone()
 
@@ -108,7 +108,7 @@ def live_attend(
     softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
+    """Return ``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
     out = cache_of(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )

@@ -36,7 +36,7 @@ class OpenPage:
 
     @staticmethod
     def of(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
-        """An empty page."""
+        """Return an empty page."""
         layout = codec.layout(batch, heads, capacity)
         streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
         return OpenPage(codec, capacity, streams)
@@ -132,26 +132,26 @@ class LiveSide:
         return self._all_runs()
 
     def side(self, tokens: int) -> Side:
-        """The side with the first ``tokens`` tokens of the tail, as views."""
+        """Return the side with the first ``tokens`` tokens of the tail, as views."""
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """The tokens of the side before its tail, and ``tail`` behind them."""
+        """Return the tokens of the side before its tail, and ``tail`` behind them."""
         return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
-        """A side of the same codec for ``batch`` sequences, which contains no tokens."""
+        """Return a side of the same codec for ``batch`` sequences, which contains no tokens."""
         return Side(self.codec, (), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
-        """The unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
+        """Return the unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
         if not self.unfinished.shape[2]:
             return x
         with float32_no_grad(x.device):
             return torch.cat([self.unfinished, x], 2)
 
     def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
-        """The side with the first ``tokens`` tokens of the tail, whose values never change.
+        """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
         With ``packed``, they are packed in whole token groups, or in whole windows where the recipe requests a residual window.
         ``position`` and ``norms`` are those of the tokens behind the packed ones. Raises the errors of ``encoded``.
@@ -165,7 +165,7 @@ class LiveSide:
         return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
 
     def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
-        """The streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
+        """Return the streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
 
         ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with those of the tokens' keys, if they
         are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
@@ -246,7 +246,7 @@ class LiveSide:
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
 
     def _capacity(self) -> int:
-        """Tokens that the next page has room for."""
+        """Return tokens that the next page has room for."""
         windows = max(MIN_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 

@@ -99,7 +99,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """The slots in parts of at most ``MAX_BYTES`` of ``dtype``, and the number of the first of each."""
+    """Yield the slots in parts of at most ``MAX_BYTES`` of ``dtype``, and the number of the first of each."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)
@@ -116,7 +116,7 @@ def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim
 
 
 def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The streams of all layers of the lane in ``rows``, as views ``[page, layer, kv_head, ...]``."""
+    """Return the streams of all layers of the lane in ``rows``, as views ``[page, layer, kv_head, ...]``."""
     result = {}
     for name, layout in lane.layouts.items():
         begin, end = lane.places[name]

@@ -51,7 +51,7 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
+        """Return ``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
         check_flag(written, "written")
         if written and self._shared:
             raise InvalidParameter(f"{self._shared}, so a page cannot be written there: use a tensor in which no values share memory")
@@ -89,7 +89,7 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
+    """Return ``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
 
     Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
     for a repeated slot.

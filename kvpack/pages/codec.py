@@ -100,7 +100,7 @@ class PageCodec:
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
-        """``encode_into`` without waiting for the device: in host memory the job is done at once."""
+        """Return ``encode_into`` without waiting for the device: in host memory the job is done at once."""
         slots, digests = self.checked(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
@@ -121,7 +121,7 @@ class PageCodec:
     def start_decode(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> PageJob:
-        """``decode_into`` without waiting for the device: in host memory the job is done at once."""
+        """Return ``decode_into`` without waiting for the device: in host memory the job is done at once."""
         check_flag(values, "values")
         slots, digests = self.checked(pages, slots, keys, written=True)
         if (device := self._device_of(pages)) is not None:
@@ -148,7 +148,7 @@ class PageCodec:
     def checked(
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
-        """``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter and OutOfBounds."""
+        """Return ``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter and OutOfBounds."""
         if self._closed:
             raise InvalidParameter("the codec is closed: make another PageCodec")
         if not isinstance(pages, PageBuffer):
@@ -208,7 +208,7 @@ def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes 
 
 
 def key_digest(key: bytes) -> bytes:
-    """The 32 bytes by which a row names the page of an engine's ``key``. Raises InvalidParameter for anything but bytes."""
+    """Return the 32 bytes by which a row names the page of an engine's ``key``. Raises InvalidParameter for anything but bytes."""
     if not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
     return hashlib.sha256(key).digest()

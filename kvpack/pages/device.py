@@ -138,7 +138,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> torch.Tensor | None:
-        """The status of every page, None if the kernels do not support all of the recipe."""
+        """Return the status of every page, None if the kernels do not support all of the recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes

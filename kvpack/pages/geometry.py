@@ -56,7 +56,7 @@ class PageGeometry:
 
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
-        """Pages of ``count`` bytes for each layer, whose meaning is their engine's. Raises InvalidParameter."""
+        """Return pages of ``count`` bytes for each layer, whose meaning is their engine's. Raises InvalidParameter."""
         if not 1 <= integer(count, "count") <= MAX_BYTES:
             raise InvalidParameter(f"count is {shown(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
@@ -91,7 +91,7 @@ class PageGeometry:
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
-        """The codec of one side.
+        """Return the codec of one side.
 
         Raises MissingBasis, and InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and
         for a basis of another number of heads.
@@ -117,7 +117,7 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """The rows of each stream that has a fixed number of raw tokens a page; none if there is no room for one.
+        """Return the rows of each stream that has a fixed number of raw tokens a page; none if there is no room for one.
 
         A basis is calibrated without the tokens that recipes keep raw and encodes them badly, so pages with a basis have room for at least
         one.
@@ -126,7 +126,7 @@ class PageGeometry:
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """The description of a page in ``recipe``. Raises InvalidParameter and InvalidType."""
+        """Return the description of a page in ``recipe``. Raises InvalidParameter and InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_length()
         recipe.check_layers(self.layers)

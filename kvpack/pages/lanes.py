@@ -79,14 +79,14 @@ class Lane:
         return self.codec.without_raw
 
     def of(self, pages: PageBuffer) -> _Ready:
-        """The lane with everything about ``pages`` that does not depend on a slot."""
+        """Return the lane with everything about ``pages`` that does not depend on a slot."""
         tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
             return _Ready(self, tensors, keys)
         return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
 
     def _compiled(self) -> tuple[Any, Any]:
-        """The encoder and the decoder of one layer, and of all of them together, in C; None if C does not support the codec."""
+        """Return the encoder and the decoder of one layer, and of all of them together, in C; None if C does not support the codec."""
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain
@@ -179,7 +179,7 @@ class _Ready:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
     def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """The page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
+        """Return the page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
@@ -196,7 +196,7 @@ class _Ready:
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _raw_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-        """The bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
+        """Return the bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
         begin, end = self._lane.places[name]
         return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
 
@@ -266,7 +266,7 @@ class _Ready:
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
-        """The streams of the lane's layer ``number`` as views of a row."""
+        """Return the streams of the lane's layer ``number`` as views of a row."""
         result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
@@ -311,7 +311,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """The lanes of a page: layers go together if both sides have the same codecs."""
+    """Return the lanes of a page: layers go together if both sides have the same codecs."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):

@@ -109,7 +109,7 @@ class PageLayout:
         return result
 
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
-        """The slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
+        """Return the slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
 
         Raises InvalidParameter for a layout without strides: copy its pages with ``gather`` and ``scatter``.
         """
@@ -182,12 +182,12 @@ def _check_tensor(x: Any, what: str) -> None:
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The bits of values as integers: indexing has no kernels for every dtype, and a NaN equals nothing."""
+    """Return the bits of values as integers: indexing has no kernels for every dtype, and a NaN equals nothing."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values of any bits, from the smallest to the largest, negative zeros among them and no NaN, from a generator of their own."""
+    """Return values of any bits, from the smallest to the largest, negative zeros among them and no NaN, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)

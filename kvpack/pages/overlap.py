@@ -50,7 +50,7 @@ def share(x: Strided, y: Strided) -> bool:
 
 
 def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
-    """The numbers of two tensors that share bytes, or of one that does with itself, twice; None if none do."""
+    """Return the numbers of two tensors that share bytes, or of one that does with itself, twice; None if none do."""
     for number, one in enumerate(tensors):
         if shares_with_itself(one):
             return number, number

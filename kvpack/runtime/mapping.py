@@ -60,7 +60,7 @@ def may_map() -> bool:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """The first ``size`` bytes, at least one, of an open file, writable and private: writes never reach the file.
+    """Return the first ``size`` bytes, at least one, of an open file, writable and private: writes never reach the file.
 
     Every page is mapped at once, so a page that the disk cannot read is an error here and not a signal later.
     Raises OSError.

@@ -54,7 +54,7 @@ class _Piece:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The next ``values`` values; None if they do not fit."""
+        """Return the next ``values`` values; None if they do not fit."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -94,7 +94,7 @@ def shared_arena(values: int) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty(shape, dtype=dtype, device=device)``; a large one on the CPU cannot be resized."""
+    """Return ``torch.empty(shape, dtype=dtype, device=device)``; a large one on the CPU cannot be resized."""
     values, pieces = torch.Size(shape).numel(), _pieces.get()
     nbytes = values * dtype.itemsize
     if device.type == "cpu" and nbytes >= (MANY_BYTES if pieces is None else MIN_HUGE_PAGE_PIECE_BYTES) and hasattr(mmap, "MADV_HUGEPAGE"):

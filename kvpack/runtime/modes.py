@@ -26,7 +26,8 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Context in which ``tensor``, which belongs to someone else, can be written: tensors made in inference mode only in that mode."""
+    """Return a context in which ``tensor``, which belongs to someone else, can be written: tensors made in inference mode only in that
+    mode."""
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 

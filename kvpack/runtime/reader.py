@@ -20,7 +20,8 @@ BLOCK = 4096
 
 
 def open_direct(descriptor: int) -> int | None:
-    """A new descriptor of the same open file whose reads go past the page cache; None if the file system refuses them, as tmpfs does."""
+    """Return a new descriptor of the same open file whose reads go past the page cache; None if the file system refuses them, as tmpfs
+    does."""
     try:
         # Through the open file, which may have another name by now, or none.
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)

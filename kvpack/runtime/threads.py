@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
-    """``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
+    """Return ``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
 
     With none waiting, threads that are done wait until the first result is requested. When the iterator closes, it waits for running
     calls and drops those not begun.
@@ -75,7 +75,7 @@ class Begun(Generic[Item, Result]):
             self._call = None
 
     def results(self) -> list[Result]:
-        """The results in the order of the items; raises the error of the first call that failed."""
+        """Return the results in the order of the items; raises the error of the first call that failed."""
         self.wait()
         return [job.result() for job in self._jobs]
 
@@ -136,7 +136,7 @@ def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -86,16 +86,16 @@ class Backend(Protocol):
         """The backends of the tiers, the fastest first."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """The number of leading ``keys`` that are present as entries of the store's form."""
+        """Return the number of leading ``keys`` that are present as entries of the store's form."""
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         """As ``present``, for each of ``keys``, which need not be a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """The bytes of the entries of ``keys``, up to the first missing one."""
+        """Return the bytes of the entries of ``keys``, up to the first missing one."""
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        """The entry of each of ``keys``, from a tier slower than its number in ``beyond``; keys need not follow one another.
+        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``; keys need not follow one another.
 
         A server sends at most one byte more than ``max_bytes`` of an entry, so that whoever checks its size refuses it.
         """
@@ -107,13 +107,13 @@ class Backend(Protocol):
         """Record the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        """The bytes of one entry for inspection, or None; its use is not noted.
+        """Return the bytes of one entry for inspection, or None; its use is not noted.
 
         With ``front`` only the bytes before the payload of a kvpack file must be correct.
         """
 
     def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        """``peek`` of each key with ``front``."""
+        """Return ``peek`` of each key with ``front``."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return whether a readable entry exists now.
@@ -122,7 +122,8 @@ class Backend(Protocol):
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """``put`` of several entries of one chain, each after those before it: ``entries`` are their pieces by their place in ``chain``.
+        """Return ``put`` of several entries of one chain, each after those before it: ``entries`` are their pieces by their place in
+        ``chain``.
 
         After an entry that is not stored no other is tried, so that a call waits for room once.
         """
@@ -137,10 +138,10 @@ class Backend(Protocol):
         """Remove an entry whose bytes ``found`` are damaged, from the tier that it was in."""
 
     def list(self) -> Iterator[Stored]:
-        """Every entry, in no order."""
+        """Return every entry, in no order."""
 
     def size(self) -> tuple[int, int]:
-        """Entries and their bytes."""
+        """Return entries and their bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns whether it is pinned now."""
@@ -149,13 +150,13 @@ class Backend(Protocol):
         """Undo ``pin`` of the same chain, by one owner or by all. Returns whether it was pinned."""
 
     def pins(self) -> Sequence[Pin]:
-        """The pins in effect."""
+        """Return the pins in effect."""
 
     def pinned(self) -> set[bytes]:
-        """The pinned keys."""
+        """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """The lease of ``key`` for at most ``seconds`` (leases.py); None while another has it.
+        """Return the lease of ``key`` for at most ``seconds`` (leases.py); None while another has it.
 
         Where there can be no lease, as after a fault, it is one that everybody gets.
         """
@@ -176,34 +177,34 @@ class OneTier:
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        """``Backend.find`` for a backend without a slower tier."""
+        """Return ``Backend.find`` for a backend without a slower tier."""
         return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
     def present_each(self: Backend, keys: Sequence[bytes]) -> list[bool]:
-        """``Backend.present_each``, one by one."""
+        """Return ``Backend.present_each``, one by one."""
         return [self.present([key]) == 1 for key in keys]
 
     def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        """``Backend.find_each``, one by one."""
+        """Return ``Backend.find_each``, one by one."""
         found = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in found]
 
     def fronts(self: Backend, keys: Sequence[bytes]) -> list[Data | None]:
-        """``Backend.fronts``, one by one."""
+        """Return ``Backend.fronts``, one by one."""
         return [self.peek(key, front=True) for key in keys]
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """``Backend.put_all``, one by one."""
+        """Return ``Backend.put_all``, one by one."""
         stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
         count = sum(stored)
         return [number < count for number in range(len(entries))]
 
     def pinned(self: Backend) -> set[bytes]:
-        """``Backend.pinned``, by the pins in effect."""
+        """Return ``Backend.pinned``, by the pins in effect."""
         return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
-        """``Backend.take_lease`` for a backend that others cannot reach."""
+        """Return ``Backend.take_lease`` for a backend that others cannot reach."""
         return NoLease()
 
     def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:

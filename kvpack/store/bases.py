@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """The basis with SHA-256 ``digest`` that is the whole entry ``key``. Raises DigestMismatch, and as decrypting and ``Basis`` do."""
+    """Return the basis with SHA-256 ``digest`` that is the whole entry ``key``. Raises DigestMismatch, and as decrypting and ``Basis``
+    do."""
     clear = decrypted_entry(key, data, cipher)
     # Compared with what the recipe names, not with the entry's key alone.
     found = check_basis(key, clear, cipher)

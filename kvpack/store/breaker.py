@@ -63,7 +63,7 @@ class Guard:
         self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
 
     def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
-        """The server's answer, or ``otherwise``."""
+        """Return the server's answer, or ``otherwise``."""
         if not self._breaker.allows():
             self._counters.fault(operation, Resting("the server did not answer, and requests to it are paused for a while"))
             return otherwise

@@ -111,7 +111,7 @@ class Catalog:
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def needing(self, digest: bytes) -> int:
-        """The number of entries whose recipe names the basis with SHA-256 ``digest``."""
+        """Return the number of entries whose recipe names the basis with SHA-256 ``digest``."""
         recipes = (entry.recipe for entries in (self.entries, self.states) for entry in entries.values())
         return sum(digest.hex() in recipe for recipe in recipes)
 
@@ -121,13 +121,13 @@ class Catalog:
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """One prefix for every entry that no other entry continues, most recently used first."""
+        """Return one prefix for every entry that no other entry continues, most recently used first."""
         parents = {entry.named.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
 
     def prefix(self, key: bytes) -> Prefix:
-        """The chain that ends with the entry ``key``."""
+        """Return the chain that ends with the entry ``key``."""
         chain: list[Entry] = []
         found = self.entries.get(key)
         while found is not None:
@@ -145,7 +145,7 @@ class Catalog:
         return prefix, None
 
     def find(self, text: str) -> Prefix:
-        """The prefix whose last key begins with the hexadecimal digits ``text``.
+        """Return the prefix whose last key begins with the hexadecimal digits ``text``.
 
         Raises InvalidParameter unless there is exactly one, and the entry's own error if it is unreadable.
         """
@@ -237,7 +237,7 @@ def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[Stored, KvpackError | None]]:
-    """(entry, its error or None) for every entry: checks every byte, the rules of its codecs, and its key against its parent, its
+    """Yield (entry, its error or None) for every entry: checks every byte, the rules of its codecs, and its key against its parent, its
     ids and its other inputs.
 
     An encrypted entry that ``cipher`` does not decrypt has only its digest checked, and gives Undecryptable. With ``cipher`` an
@@ -275,7 +275,7 @@ def verify(
 
 
 def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> Iterator[bytes]:
-    """The key of every entry that is a row of ``namespace``, by the row's frame; entries that cannot be read are left out."""
+    """Yield the key of every entry that is a row of ``namespace``, by the row's frame; entries that cannot be read are left out."""
     for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
         with suppress(_Gone, KvpackError, MemoryError):
             data = _clear(stored, front, cipher, max_entry_bytes)
@@ -284,7 +284,7 @@ def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *,
 
 
 def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
-    """The descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
+    """Return the descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
     result: set[bytes] = set()
     for stored, front in fronts_of(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_Gone, KvpackError, MemoryError):
@@ -295,7 +295,7 @@ def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = 
 
 
 def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
-    """The ``listed`` entries and their fronts (``Backend.fronts``), which a server is asked for many at a time.
+    """Yield the ``listed`` entries and their fronts (``Backend.fronts``), which a server is asked for many at a time.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
@@ -330,7 +330,7 @@ def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_byt
 
 
 def _clear(stored: Stored, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """The bytes ``data`` of an entry, or its front, in the clear."""
+    """Return the bytes ``data`` of an entry, or its front, in the clear."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _Gone

@@ -109,21 +109,21 @@ class Counters:
             return self._faults.total()
 
     def recent(self) -> list[tuple[str, float]]:
-        """The operations that were timed since the last call, at most ``MAX_RECENT``, and their seconds."""
+        """Return the operations that were timed since the last call, at most ``MAX_RECENT``, and their seconds."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
         return result
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Every counter by name; ``faults`` by "operation reason"."""
+        """Return every counter by name; ``faults`` by "operation reason"."""
         with self._lock:
             counts: dict[str, int | dict[str, int]] = {name: self._counts[name] for name in NAMES if name != "faults"}
             counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """The seconds of the operations that were timed, in Prometheus' text format."""
+        """Return the seconds of the operations that were timed, in Prometheus' text format."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
@@ -150,7 +150,7 @@ class Counters:
 
 
 def _of_tiers(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The counters and sizes of each tier, which the label tier numbers, the fastest 0."""
+    """Return the counters and sizes of each tier, which the label tier numbers, the fastest 0."""
     if not tiers:
         return []
     lines = []
@@ -180,7 +180,7 @@ class Latency:
         self._sum += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """The histogram ``name`` in Prometheus' text format."""
+        """Return the histogram ``name`` in Prometheus' text format."""
         given = labels_text(labels)
         found, below = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
@@ -225,7 +225,7 @@ def _warn(operation: str, error: BaseException) -> None:
 
 
 def fault_reason(error: BaseException) -> str:
-    """The system's name for an error, such as ENOSPC, or the name of its class."""
+    """Return the system's name for an error, such as ENOSPC, or the name of its class."""
     known: BaseException | None = error
     while known is not None:
         if isinstance(known, OSError) and known.errno is not None:

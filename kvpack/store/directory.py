@@ -242,7 +242,7 @@ class Directory(OneTier):
         return entries, size
 
     def described(self) -> Sequence[tuple[str, int, int]] | None:
-        """(text, entries, bytes) of the entries that the index describes; None if there is no index that can be believed."""
+        """Return (text, entries, bytes) of the entries that the index describes; None if there is no index that can be believed."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
@@ -274,7 +274,7 @@ class Directory(OneTier):
         return self._pins.remove(keys, owner)
 
     def pins(self) -> Sequence[Pin]:
-        """The pins in effect."""
+        """Return the pins in effect."""
         try:
             return self._pins.all()
         except OSError as error:
@@ -330,7 +330,7 @@ class Directory(OneTier):
         return True
 
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
-        """An entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part, also of one that has expired.
+        """Return an entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part, also of one that has expired.
 
         Raises OSError, LimitExceeded, and what mapping raises.
         """
@@ -349,7 +349,8 @@ class Directory(OneTier):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """The kind of the file with an entry's name, judged by its front; None if there is none. Raises as reading does, and OSError."""
+        """Return the kind of the file with an entry's name, judged by its front; None if there is none. Raises as reading does, and
+        OSError."""
         try:
             data = self._read(key, lazily=True)
         except FileNotFoundError:
@@ -394,7 +395,7 @@ class Sizes:
         self._listed: dict[str, _Listed] = {}
 
     def total(self) -> tuple[int, int]:
-        """Entries and their bytes."""
+        """Return entries and their bytes."""
         listed = [self._of(folder) for folder in ENTRY_FOLDERS]
         return sum(one.entries for one in listed), sum(one.size for one in listed)
 

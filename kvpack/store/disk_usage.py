@@ -55,7 +55,7 @@ class Count(NamedTuple):
     runs: tuple[bytes, ...] = ()
 
     def largest(self, budget: int) -> int:
-        """The larger of ``budget`` and the one in effect."""
+        """Return the larger of ``budget`` and the one in effect."""
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> Count:
@@ -76,7 +76,7 @@ class Usage:
         self._local: bool | None = None
 
     def read(self) -> Count | None:
-        """The count, or None if it is missing or invalid."""
+        """Return the count, or None if it is missing or invalid."""
         with self._opened() as descriptor:
             return None if descriptor is None else _read(descriptor, self._node())
 
@@ -121,7 +121,7 @@ class Usage:
         return known is None or known.node not in (0, self._node())
 
     def _node(self) -> int:
-        """The inode of the folder; 0 on a network, where machines may see others. Raises OSError."""
+        """Return the inode of the folder; 0 on a network, where machines may see others. Raises OSError."""
         folder = os.path.dirname(self._path)
         if self._local is None:
             self._local = is_on_one_host(folder)

@@ -34,7 +34,7 @@ _SPARE_BYTES = 15
 
 
 def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """The entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
+    """Return the entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
 
     Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.
     """
@@ -90,7 +90,7 @@ class Cipher:
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """The entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
+        """Return the entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
             raise LimitExceeded(f"the entry has {size} bytes, the limit for encryption is {MAX_PLAIN_BYTES}")
@@ -143,7 +143,7 @@ class Cipher:
 
 
 def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
-    """The id of an encrypted entry's key and where its nonce begins; the digest checked here covers every byte."""
+    """Return the id of an encrypted entry's key and where its nonce begins; the digest checked here covers every byte."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
         raise NotKvpack(f"{where}: is not encrypted, and a store with keys reads only encrypted entries")
@@ -160,7 +160,7 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
 
 
 def _id_bytes(name: Any) -> bytes:
-    """An id as entries name it. Raises InvalidParameter."""
+    """Return an id as entries name it. Raises InvalidParameter."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

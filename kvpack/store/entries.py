@@ -57,7 +57,7 @@ class Named:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> Named:
-        """The parts of the feature. Raises InvalidHeader, naming ``where``, for a truncated feature."""
+        """Return the parts of the feature. Raises InvalidHeader, naming ``where``, for a truncated feature."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are not digests and token ids")
@@ -66,7 +66,7 @@ class Named:
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """The entry of one chunk, its header naming ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
+    """Return the entry of one chunk, its header naming ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
 
     Raises LimitExceeded.
     """
@@ -79,7 +79,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 
 def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> bytes:
-    """The digest of the bytes of a file from its first payload tensor to its end."""
+    """Return the digest of the bytes of a file from its first payload tensor to its end."""
     payload = xxhash.xxh3_128()
     end = 0
     for name in contents.layouts:
@@ -113,7 +113,7 @@ class Reader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """The caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
+        """Yield the caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
 
         Raises the errors of ``container.open_bytes``, and InvalidHeader when an entry is not the chunk of its key.
         """
@@ -128,7 +128,7 @@ class Reader:
                 yield self._one(view, key, number, digest)
 
     def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:
-        """The payload's offset and digest, for an entry that matches a template."""
+        """Return the payload's offset and digest, for an entry that matches a template."""
         template = self._template(view, number)
         return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
@@ -197,7 +197,8 @@ class Reader:
 
 
 def open_entry(data: Data, key: bytes) -> container.File:
-    """The file that the entry ``key`` is. Raises as ``container.open_bytes``, and LimitExceeded for one that costs far more than its bytes.
+    """Return the file that the entry ``key`` is. Raises as ``container.open_bytes``, and LimitExceeded for one that costs far more than its
+    bytes.
 
     Others may have written it: a header of 8 MiB takes 400 MB once it is parsed.
     """
@@ -205,7 +206,7 @@ def open_entry(data: Data, key: bytes) -> container.File:
 
 
 def shape_of(file: container.File) -> Shape:
-    """The sides of every layer with their heads and head dims."""
+    """Return the sides of every layer with their heads and head dims."""
     codecs = file.header.codecs
     return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)
 

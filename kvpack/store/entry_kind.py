@@ -44,7 +44,7 @@ class Form:
     key_ids: frozenset[bytes] | None = None
 
     def kind(self, beginning: bytes | memoryview, size: int) -> Kind:
-        """The kind of an entry of ``size`` bytes; ``beginning`` is its first ``FRONT_BYTES``, or all of a shorter entry."""
+        """Return the kind of an entry of ``size`` bytes; ``beginning`` is its first ``FRONT_BYTES``, or all of a shorter entry."""
         front = bytes(beginning[:FRONT_BYTES])
         if size > self.max_bytes:
             return Kind.JUNK
@@ -70,13 +70,13 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
 
 
 def encrypted_version(beginning: bytes | memoryview) -> int | None:
-    """The encryption version at the beginning of an entry; None if it is not encrypted."""
+    """Return the encryption version at the beginning of an entry; None if it is not encrypted."""
     found = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
     return int(found[1]) if found else None
 
 
 def key_id(beginning: bytes | memoryview) -> bytes | None:
-    """The id of the key that an entry names; None if it does not begin as an entry of version 1 or is truncated."""
+    """Return the id of the key that an entry names; None if it does not begin as an entry of version 1 or is truncated."""
     front = bytes(beginning[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None
@@ -86,5 +86,5 @@ def key_id(beginning: bytes | memoryview) -> bytes | None:
 
 
 def sealed_bytes(name: bytes, size: int) -> int:
-    """The bytes of an entry of ``size`` bytes encrypted with the key of the id ``name``."""
+    """Return the bytes of an entry of ``size`` bytes encrypted with the key of the id ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

@@ -47,7 +47,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:
-    """The kind of ``data``, all bytes of the entry ``key``, for a store of this form."""
+    """Return the kind of ``data``, all bytes of the entry ``key``, for a store of this form."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind

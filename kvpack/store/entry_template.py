@@ -71,7 +71,7 @@ class EntryTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """The template of a file that contains one run per side, as a chunk does, without filters; None for any other."""
+        """Return the template of a file that contains one run per side, as a chunk does, without filters; None for any other."""
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None
@@ -104,7 +104,7 @@ class EntryTemplate:
         )
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """The feature of a matching entry whose first token is ``start``; None if ``data`` does not match."""
+        """Return the feature of a matching entry whose first token is ``start``; None if ``data`` does not match."""
         if len(data) != self.size:
             return None
         header_end = len(self.text) + len(self.fixed)
@@ -121,7 +121,7 @@ class EntryTemplate:
         return header[self.feature_place]
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """The cache of a matching entry, as views of it."""
+        """Return the cache of a matching entry, as views of it."""
         with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}
@@ -139,7 +139,7 @@ def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) ->
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """The place of the start in the header: it ends with the byte that another start of the same length changes."""
+    """Return the place of the start in the header: it ends with the byte that another start of the same length changes."""
     other = header.start ^ 1
     last = int(_differing(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
     length = len(msgpack.packb(header.start))

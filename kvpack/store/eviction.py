@@ -169,7 +169,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._missing_on_disk(size) <= 0
 
     def _missing_on_disk(self, size: int) -> int:
-        """The bytes that the disk lacks for ``size`` more, for unfinished files, and for the minimum to keep free."""
+        """Return the bytes that the disk lacks for ``size`` more, for unfinished files, and for the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
@@ -325,7 +325,7 @@ class Evictor:
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """The keys and sizes of the entries, the least recently used first, and before all those whose last use is after ``latest_ns``.
+    """Return the keys and sizes of the entries, the least recently used first, and before all those whose last use is after ``latest_ns``.
 
     A use only makes a time later, so an entry whose file still has the time of its row precedes all that follow. Later times are recorded.
     """

@@ -35,7 +35,7 @@ def pass_seconds(ttl: int) -> float:
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """The access and the modification time of an entry that was used at ``used_ns``."""
+    """Return the access and the modification time of an entry that was used at ``used_ns``."""
     return used_ns + (0 if ttl is None else min(ttl, MAX_TTL) * SECOND_NS), used_ns
 
 

@@ -124,7 +124,7 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
 
 
 def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """The inputs of a loaded cache of the token ``ids``: storing it again needs the same ``digests``."""
+    """Return the inputs of a loaded cache of the token ``ids``: storing it again needs the same ``digests``."""
     starts = [number * chunk for number in range(len(ids) // ID_BYTES // chunk) if digests[number]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -112,7 +112,7 @@ class Folder:
         return missing * min(taken_by(above), self.block)
 
     def path(self, key: bytes) -> str:
-        """The path of the entry ``key``."""
+        """Return the path of the entry ``key``."""
         name = key.hex()
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
@@ -129,7 +129,7 @@ class Folder:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def scan(self) -> Iterator[tuple[bytes, os.stat_result]]:
-        """(key, status) of every entry."""
+        """Yield (key, status) of every entry."""
         for folder in ENTRY_FOLDERS:
             yield from self.entries(folder)
 
@@ -140,7 +140,7 @@ class Folder:
                 yield bytes.fromhex(name), status
 
     def entries_of(self, folder: int) -> Iterator[tuple[bytes, os.stat_result]]:
-        """``entries`` of the folder of the keys whose first byte is ``folder``."""
+        """Return ``entries`` of the folder of the keys whose first byte is ``folder``."""
         return self.entries(ENTRY_FOLDERS[folder])
 
     def names(self, folder: int) -> list[bytes]:
@@ -153,7 +153,7 @@ class Folder:
         return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of every unfinished file."""
+        """Yield (path, status) of every unfinished file."""
         for folder in (self.unfinished_folder, self.pins_folder, self.holds_folder):
             for name, status in regular_files(folder, self._counters):
                 if name.startswith(TEMPORARY_PREFIX):

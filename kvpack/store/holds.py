@@ -38,7 +38,7 @@ def hold_of(owner: Any, seconds: Any) -> Hold:
 
 
 def checked_owner(owner: Any) -> str | None:
-    """The name of an owner. Raises InvalidParameter for an invalid name."""
+    """Return the name of an owner. Raises InvalidParameter for an invalid name."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
@@ -52,13 +52,13 @@ def owner_digest(owner: str) -> bytes:
 
 
 def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
-    """The bytes of a pin (spec/store.md, Pins)."""
+    """Return the bytes of a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
 
 
 def read_hold(name: str, data: bytes) -> Pin:
-    """The pin in ``data``, in effect or not. Raises InvalidHeader."""
+    """Return the pin in ``data``, in effect or not. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
@@ -69,13 +69,13 @@ def read_hold(name: str, data: bytes) -> Pin:
 
 
 def endless_pin(data: bytes) -> Pin | None:
-    """The pin in the bytes of an earlier version, which are its keys; None without a key."""
+    """Return the pin in the bytes of an earlier version, which are its keys; None without a key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 
 
 def split_keys(data: bytes) -> tuple[bytes, ...]:
-    """The whole keys in ``data``, one after the other."""
+    """Return the whole keys in ``data``, one after the other."""
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
 
 

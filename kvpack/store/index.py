@@ -186,7 +186,7 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], before: int) -> list[Row]:
-        """``count`` rows whose last use and number follow ``after``, the least recently used first, up to the time ``before``."""
+        """Return ``count`` rows whose last use and number follow ``after``, the least recently used first, up to the time ``before``."""
         asked = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guarded():
             connection = self._opened()
@@ -258,7 +258,7 @@ class Index:
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _opened(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """The connection to the file that now has the index's name. Raises sqlite3.Error."""
+        """Return the connection to the file that now has the index's name. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
@@ -328,7 +328,7 @@ class Index:
         connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
 
     def _state(self, folder: int) -> tuple[int, int]:
-        """The inode of an entries' folder, and when it was last changed."""
+        """Return the inode of an entries' folder, and when it was last changed."""
         try:
             status = os.stat(self._folder.leaves[folder])
         except OSError:
@@ -397,7 +397,7 @@ class Index:
 
 
 def key_of(number: int, rest: bytes) -> bytes:
-    """The key of a row."""
+    """Return the key of a row."""
     return (number + 2**63).to_bytes(_FIRST_BYTES, "big") + rest
 
 
@@ -407,11 +407,11 @@ def _run() -> int:
 
 
 def _number(key: bytes) -> int:
-    """The number of a key's row: SQLite's integers are signed."""
+    """Return the number of a key's row: SQLite's integers are signed."""
     return int.from_bytes(key[:_FIRST_BYTES], "big") - 2**63
 
 
 def _numbers_of(folder: int) -> tuple[int, int]:
-    """The first and the last number of a folder's rows."""
+    """Return the first and the last number of a folder's rows."""
     first = (folder << 56) - 2**63
     return first, first + 2**56 - 1

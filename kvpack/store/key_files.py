@@ -13,7 +13,7 @@ MAX_BYTES = 2**20
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
+    """Return the keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
 
     Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may read, an invalid line
     and a repeated id.

@@ -35,7 +35,7 @@ _MAX_ID = 2**32 - 1
 
 
 def token_bytes(token_ids: Any) -> bytes:
-    """Token ids, a list or an array ``[token]`` or ``[1, token]`` of integers, as they are hashed and stored.
+    """Return token ids, a list or an array ``[token]`` or ``[1, token]`` of integers, as they are hashed and stored.
 
     Raises InvalidParameter for anything else, and for an id below 0 or above 2^32 - 1.
     """
@@ -69,7 +69,7 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """The digest of every whole chunk of ``ids``, empty if its token ids determine the chunk.
+    """Return the digest of every whole chunk of ``ids``, empty if its token ids determine the chunk.
 
     ``inputs`` has one digest per chunk, and optionally one for the tokens after the last whole chunk. Raises InvalidParameter for
     another number of digests, and for anything except bytes, at most 64.
@@ -92,7 +92,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
 
 
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-    """The key of every whole chunk of ``chunk`` tokens of ``ids`` (as ``token_bytes`` returns them), first chunk first.
+    """Return the key of every whole chunk of ``chunk`` tokens of ``ids`` (as ``token_bytes`` returns them), first chunk first.
 
     ``root`` is the digest of the identity: the parent of the first chunk. ``inputs`` are as for ``check_inputs``. Raises as it does.
     """
@@ -104,7 +104,7 @@ Link = tuple[bytes, bytes, bytes, bytes]
 
 
 def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[Link]:
-    """The link of every whole chunk; ``inputs`` has one digest per chunk."""
+    """Yield the link of every whole chunk; ``inputs`` has one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         part = ids[start : start + size]
@@ -114,13 +114,13 @@ def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Ite
 
 
 def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
-    """The key of one chunk."""
+    """Return the key of one chunk."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """The keys of the entries that may contain the basis with SHA-256 ``digest``, the one to write first."""
+    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``, the one to write first."""
     if cipher is None:
         return [digest]
     # One entry for each encryption key: one that is no longer at hand must not take the place of a readable one.
@@ -138,7 +138,7 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """The name of the entry with the row of ``namespace`` and ``key``, 32 bytes each: pages of other shapes have other names."""
+    """Return the name of the entry with the row of ``namespace`` and ``key``, 32 bytes each: pages of other shapes have other names."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 

@@ -68,19 +68,19 @@ class Uses:
             return bool(self._noted) and (waited or len(self._noted) >= _MAX_NOTED)
 
     def noted(self) -> set[bytes]:
-        """The keys that are in no record yet."""
+        """Return the keys that are in no record yet."""
         with self._lock:
             return {*self._noted}
 
     def take(self) -> bytes:
-        """The record of the noted uses, which are then forgotten; empty if there are none."""
+        """Return the record of the noted uses, which are then forgotten; empty if there are none."""
         with self._lock:
             noted, self._noted = self._noted, {}
         return b"".join(noted)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
-    """A new name for a record of uses after which entries expire in ``ttl`` seconds.
+    """Return a new name for a record of uses after which entries expire in ``ttl`` seconds.
 
     Of two records of a user with the same time, the later one sorts later. One that merges others is named by the time of its last use.
     """
@@ -90,7 +90,7 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
 
 
 def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
-    """The keys of all records with their last uses, the least recently used first.
+    """Return the keys of all records with their last uses, the least recently used first.
 
     ``records`` are (time of its put, name, record); a record with an incomplete last key counts up to that key.
     """
@@ -118,7 +118,7 @@ def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, Use], now_ns: int) -> list[bytes]:
-    """The keys of ``entries`` (key, time of its put), in the order of eviction: leaves before their ancestors.
+    """Return the keys of ``entries`` (key, time of its put), in the order of eviction: leaves before their ancestors.
 
     An entry that no record names is from a writer that died, or that has yet to record it. Such entries go the newest first,
     because a chain is put from its first chunk on: those of dead writers before recorded entries, the others after.

@@ -122,7 +122,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """The lease of ``key`` in a folder; None if another has had it for less than ``seconds``. Raises OSError and KvpackError."""
+    """Return the lease of ``key`` in a folder; None if another has had it for less than ``seconds``. Raises OSError and KvpackError."""
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

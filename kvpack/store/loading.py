@@ -53,7 +53,7 @@ class Loader:
         self._known, self._doubted = Known(), Known()
 
     def load(self, keys: Sequence[bytes], after: tuple[bytes, Found] | None = None) -> Cache | None:
-        """The cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
+        """Return the cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
 
         ``after`` is an entry of the states that follow the chain, which is used with all of it.
         """
@@ -84,7 +84,7 @@ class Loader:
         return None
 
     def _chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[Found]]:
-        """The caches of the chunks of a chain from chunk ``first`` on, up to the first one without a good entry, and the entries."""
+        """Return the caches of the chunks of a chain from chunk ``first`` on, up to the first one without a good entry, and the entries."""
         chunks: list[Cache] = []
         found: list[Found] = []
         beyond = -1
@@ -102,7 +102,8 @@ class Loader:
         return chunks, found
 
     def states(self, chunk: bytes, position: int) -> tuple[States, Found] | None:
-        """The states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without a good one."""
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without a good
+        one."""
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
@@ -114,7 +115,7 @@ class Loader:
         return None
 
     def opens_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """For each key of a chunk, whether the states after it are stored here, and can be read by their front."""
+        """Return, for each key of a chunk, whether the states after it are stored here, and can be read by their front."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
         result = [there and key in self._known for key, there in zip(keys, present, strict=True)]
@@ -162,7 +163,7 @@ class Loader:
         return False
 
     def _read(self, entries: Sequence[Found], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """The caches of entries up to the first refused one, and its error; ``first`` is the chunk number of the first entry."""
+        """Return the caches of entries up to the first refused one, and its error; ``first`` is the chunk number of the first entry."""
         clear: list[Data] = []
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
@@ -179,7 +180,7 @@ class Loader:
         return chunks, refused
 
     def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
-        """The cache of ``chunks``; chunks that do not continue the previous one are dropped."""
+        """Return the cache of ``chunks``; chunks that do not continue the previous one are dropped."""
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None

@@ -34,7 +34,7 @@ _OF_TIERS = {"write_back"}
 
 
 def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
-    """The backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
+    """Return the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
 
     A list of locations and Tiers gives one backend of all tiers. ``form`` is the form of entries. With ``looking`` opening it changes
     nothing there. Raises InvalidParameter for an option that the location does not have or an invalid one and for a URL of an unknown
@@ -69,7 +69,7 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 
 
 def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
-    """The backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
+    """Return the backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is not a folder")
     return open_backend(location, counters, form, options, looking=looking)
@@ -116,7 +116,7 @@ FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable", "trusted_group", 
 
 
 def _kind(location: Any) -> Kind:
-    """The kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
+    """Return the kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of them")
     for kind in KINDS:

@@ -118,7 +118,7 @@ class Memory(OneTier):
         """Do nothing: entries stay as long as the store is in use."""
 
     def _in_effect(self) -> Sequence[Pin]:
-        """The pins that have not ended; the others are forgotten."""
+        """Return the pins that have not ended; the others are forgotten."""
         self._pins = {name: pin for name, pin in self._pins.items() if in_effect(pin)}
         return [*self._pins.values()]
 

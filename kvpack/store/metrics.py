@@ -67,7 +67,7 @@ def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str,
 
 @lru_cache(maxsize=1)
 def shared_collector() -> Collector | None:
-    """The collector of an engine's process, in prometheus_client's own registry; None without prometheus_client."""
+    """Return the collector of an engine's process, in prometheus_client's own registry; None without prometheus_client."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:

@@ -222,7 +222,7 @@ class ObjectStore(OneTier):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """The pins in effect, None if the store does not answer; ``sweep`` removes those that have ended."""
+        """Return the pins in effect, None if the store does not answer; ``sweep`` removes those that have ended."""
         result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -272,7 +272,7 @@ class ObjectStore(OneTier):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """The kind of the object with an entry's name, by its beginning and its size; None if there is none, or no answer."""
+        """Return the kind of the object with an entry's name, by its beginning and its size; None if there is none, or no answer."""
         found = self._guard.ask("match", lambda: self._objects.look(name), None)
         return None if found is None else self._form.kind(*found)
 
@@ -352,12 +352,13 @@ class ObjectStore(OneTier):
         return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
 
     def _unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The leading keys of entries that have not expired."""
+        """Return the leading keys of entries that have not expired."""
         expired = self._look_for_expired()
         return keys[: next((number for number, key in enumerate(keys) if key in expired), len(keys))]
 
     def _look_for_expired(self, *, now: bool = False) -> set[bytes]:
-        """The keys of entries that have expired, as they were a short time ago, or ``now``; otherwise none for a store without ``ttl``."""
+        """Return the keys of entries that have expired, as they were a short time ago, or ``now``; otherwise none for a store without
+        ``ttl``."""
         with self._expiry_lock:
             late = self._looked is None or time.monotonic() - self._looked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
@@ -387,7 +388,7 @@ class ObjectStore(OneTier):
         return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> Entries | None:
-        """(key, bytes, time of its put) of every entry; None if the store does not answer."""
+        """Return (key, bytes, time of its put) of every entry; None if the store does not answer."""
         result: Entries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
             if names is None:
@@ -406,7 +407,7 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """The records listed, empty if there is no answer or no room.
+        """Return the records listed, empty if there is no answer or no room.
 
         The smallest come first: others may have put records, and a large one must not hide a pin.
         """
@@ -459,6 +460,6 @@ def is_object_store(location: Any) -> bool:
 
 
 def _name(key: bytes) -> str:
-    """The name of an entry's object, the same as that of its file in a folder."""
+    """Return the name of an entry's object, the same as that of its file in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

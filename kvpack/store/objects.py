@@ -57,7 +57,7 @@ class Objects:
         self._pid = os.getpid()
 
     def size(self, name: str) -> int | None:
-        """The size of an object in bytes, or None."""
+        """Return the size of an object in bytes, or None."""
         self._check_process()
         try:
             return int(self._obstore.head(self._store, name)["size"])
@@ -65,7 +65,7 @@ class Objects:
             return None
 
     def names(self, prefix: str) -> list[tuple[str, int, int]]:
-        """(name, bytes, time of its put) of every object whose name begins with the folder ``prefix``."""
+        """Return (name, bytes, time of its put) of every object whose name begins with the folder ``prefix``."""
         self._check_process()
         return [
             (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
@@ -74,7 +74,7 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """An object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the limit for all)."""
+        """Return an object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the limit for all)."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
@@ -90,7 +90,7 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """An object's bytes, or the first ``max_bytes`` + 1 of a larger one, or None."""
+        """Return an object's bytes, or the first ``max_bytes`` + 1 of a larger one, or None."""
         found = self._beginning(name, max_bytes + 1)
         return None if found is None else found[0]
 
@@ -110,12 +110,12 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def look(self, name: str) -> tuple[bytes, int] | None:
-        """The first bytes of an object, which show its form, and its size; None if there is none."""
+        """Return the first bytes of an object, which show its form, and its size; None if there is none."""
         found = self._beginning(name, FRONT_BYTES)
         return None if found is None else found[:2]
 
     def _beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
-        """The first bytes of an object, its size and its tag."""
+        """Return the first bytes of an object, its size and its tag."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name, options={"range": (0, count)})

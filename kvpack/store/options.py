@@ -36,7 +36,7 @@ class LocationOptions:
     """The settings of obstore by name, for an object store."""
 
     def given(self) -> dict[str, Any]:
-        """The options of the location that are not None. Raises InvalidParameter for an invalid count."""
+        """Return the options of the location that are not None. Raises InvalidParameter for an invalid count."""
         given = {field.name: value for field in fields(LocationOptions) if (value := getattr(self, field.name)) is not None}
         for name, least in _LEAST.items():
             check_count(name, given.get(name, least), least)
@@ -60,7 +60,7 @@ class StoreOptions(LocationOptions):
         check_count("max_entry_bytes", self.max_entry_bytes, 1)
 
     def given(self) -> dict[str, Any]:
-        """The options of the location, with ``write_back``, that are not None. Raises InvalidParameter for an invalid count."""
+        """Return the options of the location, with ``write_back``, that are not None. Raises InvalidParameter for an invalid count."""
         return super().given() | ({} if self.write_back is None else {"write_back": self.write_back})
 
 

@@ -178,7 +178,7 @@ class PageStore:
     def _encoded(
         self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """The pieces of the entries of pages, without those that cannot be encoded, which are counted."""
+        """Return the pieces of the entries of pages, without those that cannot be encoded, which are counted."""
         rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _by_memory(numbers, parts):
@@ -256,7 +256,7 @@ class PageStore:
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
-        """The submitted jobs that are done and were not returned before. Waits for nothing."""
+        """Return the submitted jobs that are done and were not returned before. Waits for nothing."""
         with self._lock:
             done = [job for job in self._running.values() if job.done]
             for job in done:
@@ -272,17 +272,17 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """The counters since the store was opened, those of ``Store`` with pages as chunks."""
+        """Return the counters since the store was opened, those of ``Store`` with pages as chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """``counters``, plus the ``entries`` and ``bytes`` at the location, and the ``tiers`` of a store of several."""
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location, and the ``tiers`` of a store of several."""
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio.
+        """Return ``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio.
 
         Every metric has ``labels`` (default: the identity's model).
         """
@@ -297,7 +297,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def recent(self) -> list[tuple[str, float]]:
-        """The loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""
+        """Return the loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""
         return self._counters.recent()
 
     def _removed(self, names: list[bytes]) -> int:
@@ -406,7 +406,7 @@ class PageStore:
             raise InvalidParameter(f"the store at {self.location} is closed: open another PageStore")
 
     def _checked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """Both as lists of the same length. Raises InvalidParameter, also for a store that is closed."""
+        """Return both as lists of the same length. Raises InvalidParameter, also for a store that is closed."""
         self._check_open()
         keys, slots = _keys(keys), items(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):

@@ -61,11 +61,11 @@ class Pins:
         return bool(found)
 
     def all(self) -> list[Pin]:
-        """The pins in effect."""
+        """Return the pins in effect."""
         return [pin for pin, _ in self._found()]
 
     def keys(self) -> set[bytes]:
-        """All pinned keys. Raises OSError."""
+        """Return all pinned keys. Raises OSError."""
         return {key for pin in self.all() for key in pin.chain}
 
     def sweep(self) -> None:

@@ -36,7 +36,7 @@ class PrefixStates:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys of the longest prefix of a stored chain whose states are stored, too."""
+        """Return the keys of the longest prefix of a stored chain whose states are stored, too."""
         for stop in range(len(keys), 0, -_AT_ONCE):
             start = max(0, stop - _AT_ONCE)
             found = self._backend.present_each([states_key(key) for key in keys[start:stop]])
@@ -45,7 +45,7 @@ class PrefixStates:
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """The cache of the longest stored prefix of a chain that has states, which it ends with; None if there is none."""
+        """Return the cache of the longest stored prefix of a chain that has states, which it ends with; None if there is none."""
         from kvpack.cache.states import with_states
 
         while keys := self.usable(keys[: self._backend.present(keys)]):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read_whole(descriptor: int, size: int) -> bytearray:
-    """The ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
+    """Return the ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
@@ -27,7 +27,7 @@ def read_whole(descriptor: int, size: int) -> bytearray:
 
 
 def read_beginning(descriptor: int, most: int) -> bytes:
-    """The first bytes of an open file, up to ``most``. Raises OSError."""
+    """Return the first bytes of an open file, up to ``most``. Raises OSError."""
     data = b""
     while len(data) < most and (more := os.pread(descriptor, most - len(data), len(data))):
         data += more
@@ -35,7 +35,7 @@ def read_beginning(descriptor: int, most: int) -> bytes:
 
 
 def regular_files(folder: str, counters: Counters) -> Iterator[tuple[str, os.stat_result]]:
-    """(name, status) of every regular file in a folder; errors of the system are counted."""
+    """Yield (name, status) of every regular file in a folder; errors of the system are counted."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

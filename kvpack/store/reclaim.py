@@ -92,7 +92,7 @@ def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, ma
 
 
 def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | None:
-    """The SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
+    """Return the SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypted_entry(stored.key, data, cipher), cipher).hex()

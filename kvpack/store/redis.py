@@ -287,7 +287,7 @@ class Redis(OneTier):
         return kind is Kind.READABLE
 
     def _groups(self, places: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """The entries of each call of the script, which waits for nobody and makes all wait for it."""
+        """Return the entries of each call of the script, which waits for nobody and makes all wait for it."""
         sizes = {place: len(entries[place]) for place in places}
         return [
             [*same]
@@ -344,7 +344,7 @@ class Redis(OneTier):
         return size > 0
 
     def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
-        """One page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
+        """Return one page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
         scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", NAMES_AT_ONCE)
         answer = self._client.ask(operation, *scan, check=lambda found: scanned(found, cursor))
         if answer is None:
@@ -372,7 +372,7 @@ class Redis(OneTier):
         return [*found, *[(0, b"")] * (len(keys) - len(found))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """The bytes of entries up to the first whose size has changed; never more than ``sizes`` are fetched."""
+        """Return the bytes of entries up to the first whose size has changed; never more than ``sizes`` are fetched."""
         ranges = [
             (number, begin, min(begin + _BYTES_AT_ONCE, size))
             for number, size in enumerate(sizes)
@@ -419,13 +419,13 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
 
 
 def _parts(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """``items`` in parts of at most ``count``."""
+    """Yield ``items`` in parts of at most ``count``."""
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]
 
 
 def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[int]]:
-    """The keys of ``sizes`` in batches of at most ``count``, and of ``total`` bytes unless one alone has more."""
+    """Yield the keys of ``sizes`` in batches of at most ``count``, and of ``total`` bytes unless one alone has more."""
     batch: list[int] = []
     left = total
     for key, size in sizes.items():

@@ -84,7 +84,7 @@ def progress(answer: Any) -> int:
 
 
 def page(answer: Any) -> tuple[bytes, int]:
-    """The cursor of a scan, as text, and a number."""
+    """Return the cursor of a scan, as text, and a number."""
     found = _listed(answer, "a cursor and a number", 2)
     if type(found[0]) is not bytes or not found[0].isdigit() or len(found[0]) > _CURSOR_DIGITS:
         raise _wrong(answer, "a cursor")
@@ -123,7 +123,7 @@ def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def scanned(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
-    """The next cursor after ``cursor``, and names."""
+    """Return the next cursor after ``cursor``, and names."""
     if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
         raise _wrong(answer, "a cursor and names")
     if answer[0] == cursor != 0:

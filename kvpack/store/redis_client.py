@@ -91,18 +91,19 @@ class Client:
         self._greet(uses_ttl)
 
     def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], otherwise: Any = None) -> Any:
-        """The checked answer to one command, or ``otherwise``."""
+        """Return the checked answer to one command, or ``otherwise``."""
         return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), otherwise)
 
     def ask_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """The server's answers to one request, None for a refused command, such as one for a key of another type; [] without an answer.
+        """Return the server's answers to one request, None for a refused command, such as one for a key of another type; [] without an
+        answer.
 
         Each command comes after the check of its answer.
         """
         return self._counted(operation, self._answers(operation, commands))
 
     def call(self, script: str, *arguments: Any, check: Callable[[Any], Any] | None = None) -> Any:
-        """The checked answer of one script; None for a fault."""
+        """Return the checked answer of one script; None for a fault."""
         return next(iter(self.call_all(script, script, [arguments], check)), None)
 
     def call_all(

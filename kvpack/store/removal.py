@@ -60,7 +60,7 @@ def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """The parents of first chunks of ``identity``, without states and with them."""
+    """Return the parents of first chunks of ``identity``, without states and with them."""
     return identity.digest, states_key(identity.digest)
 
 

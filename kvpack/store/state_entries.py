@@ -60,7 +60,7 @@ def is_states(file: container.File) -> bool:
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """The entry of the states of a model's layers after the chunk with the key ``chunk``, which ends at ``position``.
+    """Return the entry of the states of a model's layers after the chunk with the key ``chunk``, which ends at ``position``.
 
     Raises LimitExceeded.
     """
@@ -76,7 +76,7 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 
 
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
-    """The states in the entry ``data``, checked, as views of it.
+    """Return the states in the entry ``data``, checked, as views of it.
 
     Raises the errors of ``container.open_bytes``, and InvalidHeader when they are not those after the chunk.
     """

@@ -143,7 +143,7 @@ class Store:
         self._backend.close()
 
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-        """The keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
+        """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
         ``inputs`` names what chunks depend on besides token ids, such as images or embeddings: for every chunk a digest of at most
         64 bytes, b"" if its ids determine it. A digest is part of the chunk's key, and so of all later keys. Every method takes it so.
@@ -151,7 +151,7 @@ class Store:
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
 
     def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
-        """The length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
+        """Return the length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
 
         Of a model that keeps states, it is the longest one whose states are stored, too.
         ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
@@ -168,7 +168,7 @@ class Store:
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
     ) -> tuple[int, Cache | None]:
-        """The longest stored prefix: its length in tokens and its cache, or (0, None).
+        """Return the longest stored prefix: its length in tokens and its cache, or (0, None).
 
         Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
         to continue from: pass all ids except the last. A layer with a sliding window (``Identity.windows``) gets only the chunks that the
@@ -192,7 +192,7 @@ class Store:
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys of the longest stored prefix that a model can continue from."""
+        """Return the keys of the longest stored prefix that a model can continue from."""
         keys = keys[: self._backend.present(keys)]
         return keys if self._states is None else self._states.usable(keys)
 
@@ -278,7 +278,7 @@ class Store:
         return stored * self.chunk if self._states is None else self._states.save(states, chain[: first + stored], first, now)
 
     def _batches(self, numbers: Sequence[int], links: Sequence[Link], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """The pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
+        """Yield the pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
         batch: dict[int, list[memoryview]] = {}
         left = BATCH_BYTES
         for number in numbers:
@@ -295,7 +295,7 @@ class Store:
             yield batch
 
     def _pieces(self, cache: Cache, number: int, link: Link) -> list[memoryview] | None:
-        """The entry of one chunk; None, counted, if it cannot be encoded."""
+        """Return the entry of one chunk; None, counted, if it cannot be encoded."""
         key, parent, part, digest = link
         try:
             chunk = self._named(cache[:, number * self.chunk : (number + 1) * self.chunk])
@@ -364,7 +364,7 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """The basis of the recipe: the one given, else the store's; None if the recipe needs none or neither has it."""
+        """Return the basis of the recipe: the one given, else the store's; None if the recipe needs none or neither has it."""
         return None if self._stored is None else self._stored.get()
 
     def collect(self) -> None:
@@ -376,11 +376,11 @@ class Store:
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """The counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
+        """Return the counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """``counters``, plus the ``entries`` and ``bytes`` stored at its location.
+        """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
         They are counted by listing it; of a directory, only the folders that changed since this store last counted are listed.
         A store of several tiers also has ``tiers``, a list of the same for each tier.
@@ -390,7 +390,7 @@ class Store:
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
+        """Return ``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
         entries, size = self._backend.size()
         gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
         text = told(self._counters, self._backend, gauges)
@@ -421,7 +421,7 @@ class Store:
         return self._longest is None or len(ids) // ID_BYTES < self._longest
 
     def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """A copy on ``device``; None if the device has no room."""
+        """Return a copy on ``device``; None if the device has no room."""
         import torch
 
         try:

@@ -38,7 +38,7 @@ class Summary:
         return self.unreadable + sum(count["entries"] for count in counts)
 
     def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
-        """(model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
+        """Return (model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, about: dict[str, Any], entries: int, size: int) -> None:
@@ -53,7 +53,7 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """The numbers of ``read_catalog``, and its arguments."""
+    """Return the numbers of ``read_catalog``, and its arguments."""
     summary = Summary()
     # What an index holds does not depend on keys and limits.
     indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES

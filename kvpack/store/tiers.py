@@ -191,7 +191,7 @@ class Tiers:
         ]
 
     def histograms(self) -> str:
-        """The seconds of the loads from every tier, and of the saves to it, in Prometheus' text format."""
+        """Return the seconds of the loads from every tier, and of the saves to it, in Prometheus' text format."""
         name = "kvpack_store_tier_seconds"
         lines = [f"# HELP {name} Seconds of a call of a tier, by operation.", f"# TYPE {name} histogram"]
         for tier, counts in enumerate(self._tier_counters):
@@ -255,7 +255,7 @@ class Tiers:
 
 
 def told(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
-    """The metrics of a store in Prometheus' text format, with those of its tiers."""
+    """Return the metrics of a store in Prometheus' text format, with those of its tiers."""
     if not isinstance(backend, Tiers):
         return counters.prometheus(gauges)
     return counters.prometheus(gauges, backend.stats()) + backend.histograms()

@@ -106,7 +106,7 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
-    """The prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
+    """Return the prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter without ids,
     MissingFile, MissingBasis, and the errors of loading a file.
@@ -141,7 +141,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """(tokens per chunk, digest of each chunk, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
+    """Return (tokens per chunk, digest of each chunk, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, place = [], [], _CHUNK_BYTES
     while place < len(data):

@@ -187,7 +187,7 @@ class Trust:
 
 
 def _group_number(group: int | str) -> int:
-    """The number of a group that this process is in. Raises InvalidParameter."""
+    """Return the number of a group that this process is in. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):
         try:

@@ -20,13 +20,13 @@ class Windows:
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """The first of ``chunks`` chunks that any layer attends to after them: 0 if a layer has no window."""
+        """Return the first of ``chunks`` chunks that any layer attends to after them: 0 if a layer has no window."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def reached(self, cache: Cache) -> Cache:
-        """``cache`` with the chunks of each layer that its window reaches after the last token."""
+        """Return ``cache`` with the chunks of each layer that its window reaches after the last token."""
         # A chain that begins with a later chunk is a prefix whose layers have skipped the others.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -39,7 +39,7 @@ class Windows:
         return replace(cache, layers=tuple(layers))
 
     def _first(self, tokens: int, window: int) -> int:
-        """The first token of the first chunk that token ``tokens`` attends to."""
+        """Return the first token of the first chunk that token ``tokens`` attends to."""
         return max(0, tokens - window + 1) // self.chunk * self.chunk
 
 

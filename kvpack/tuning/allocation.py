@@ -21,12 +21,12 @@ Allocation = dict[Place, str]
 
 
 def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
-    """The same codecs in every layer."""
+    """Return the same codecs in every layer."""
     return {(layer, side): k if side == "k" else v for layer, side in places}
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """The clauses of a recipe: the commonest codec of each side, then the layers that differ, as ranges."""
+    """Return the clauses of a recipe: the commonest codec of each side, then the layers that differ, as ranges."""
     common = {}
     for side in "kv":
         counts = Counter(codec for (_, of), codec in sorted(allocation.items()) if of == side)
@@ -45,7 +45,7 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """The recipe in one line, as files record it. Raises InvalidParameter if it is too long for a file's header."""
+    """Return the recipe in one line, as files record it. Raises InvalidParameter if it is too long for a file's header."""
     text = _canonical(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(

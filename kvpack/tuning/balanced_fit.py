@@ -23,7 +23,8 @@ RIDGE = 1e-3
 def balanced_of_all(
     found: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """The balanced frames of every layer, and their means before RoPE where it is known how keys turn; ``progress`` counts the layers."""
+    """Return the balanced frames of every layer, and their means before RoPE where it is known how keys turn; ``progress`` counts the
+    layers."""
     made = {}
     for layer, moments in enumerate(found):
         queries = moments.queries / moments.rows
@@ -40,7 +41,7 @@ def balanced_of_all(
 
 
 def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """The frames ``[kv_head, column, channel]`` of keys and queries with these second moments, float64 ``[kv_head, dim, dim]``.
+    """Return the frames ``[kv_head, column, channel]`` of keys and queries with these second moments, float64 ``[kv_head, dim, dim]``.
 
     In a frame both have the same second moments, which are diagonal, the largest first. Its rows have a mean square length of 1.
     """

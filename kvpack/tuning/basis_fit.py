@@ -41,7 +41,7 @@ _SPREAD = 1.05
 
 
 def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
-    """The rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
+    """Return the rows ``[kv_head, row, dim]`` of every layer and side; ``step`` is called after each."""
     fitted = {}
     for name, cost in costs_of(found, [name for name in found.sums if name.count(".") == 1], MIN_COST).items():
         sums = found.sums[name]
@@ -99,7 +99,7 @@ def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> 
 
 
 def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
-    """The rows of mean and matrix, the weighted standard deviations of the columns, and the rows of the tables."""
+    """Return the rows of mean and matrix, the weighted standard deviations of the columns, and the rows of the tables."""
     dim = len(mean)
     matrix, back, deviations = transform_of(covariance, cost)
     norms = numpy.linalg.norm(matrix, axis=1)
@@ -114,7 +114,8 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
 
 
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
-    """The matrix whose rows the columns are factors of, the matrix that finds the columns, and their standard deviations, descending.
+    """Return the matrix whose rows the columns are factors of, the matrix that finds the columns, and their standard deviations,
+    descending.
 
     The cost of an error in a column is its square.
     """
@@ -134,14 +135,14 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _trained(values: Array) -> Array:
-    """The values that tables are trained by, ascending: evenly chosen of all by size."""
+    """Return the values that tables are trained by, ascending: evenly chosen of all by size."""
     step = max(1, len(values) // TRAINED)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered
 
 
 def _table(values: Array, width: int) -> Array:
-    """The Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, whose products with the values are unbiased.
+    """Return the Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, whose products with the values are unbiased.
 
     Wide ones begin as steps over the whole range.
     """

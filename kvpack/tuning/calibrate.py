@@ -163,7 +163,8 @@ def run(
 
 
 def _sizes(settings: Settings, words: Text, longest: int | None, most_positions: int | None) -> tuple[int, int, int]:
-    """The tokens of a window, those that are predicted, and the number of windows. Raises InvalidParameter for those that do not fit."""
+    """Return the tokens of a window, those that are predicted, and the number of windows. Raises InvalidParameter for those that do not
+    fit."""
     only = settings.balanced_only
     if only and (settings.score is not None or settings.scope is not None):
         raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
@@ -182,7 +183,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
 
 
 def _positions(settings: Settings, longest: int | None, most_positions: int | None) -> tuple[int, int]:
-    """The positions that keys are described for, in balanced frames and in the rows of klt."""
+    """Return the positions that keys are described for, in balanced frames and in the rows of klt."""
     if settings.positions is not None:
         return settings.positions, settings.positions
     limits = [limit for limit in (longest, most_positions) if limit is not None]
@@ -242,7 +243,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 
 def _sample(model: Any, text: Text) -> torch.Tensor:
-    """The first tokens ``[1, token]`` of the text, as many as the model has positions for at most."""
+    """Return the first tokens ``[1, token]`` of the text, as many as the model has positions for at most."""
     return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)]
 
 
@@ -263,7 +264,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """The columns of a frame up to the last of which half of all chunks have another level than 0, on average over frames."""
+    """Return the columns of a frame up to the last of which half of all chunks have another level than 0, on average over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.reach] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
@@ -304,7 +305,7 @@ def _gathered(
 
 
 def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
-    """Names the model, the text and the sizes, by what the model predicts after the text's first tokens."""
+    """Name the model, the text and the sizes, by what the model predicts after the text's first tokens."""
     sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
@@ -315,7 +316,7 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """The identity of the model loaded in ``dtype``, by default its checkpoint's: the digest of its weights tells it from others."""
+    """Return the identity of the model loaded in ``dtype``, by default its checkpoint's: the digest of its weights tells it from others."""
     return identity_of(_loaded(folder, dtype))
 
 
@@ -329,7 +330,7 @@ def _loaded(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """The identity in the checkpoint's dtype, with the digests of weights in the others that users load models in."""
+    """Return the identity in the checkpoint's dtype, with the digests of weights in the others that users load models in."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         found = folder_identity(folder, dtype)

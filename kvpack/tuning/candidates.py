@@ -114,17 +114,17 @@ class Priced:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Bytes of the file of one window with these codecs."""
+        """Return bytes of the file of one window with these codecs."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Bytes of the streams of one place."""
+        """Return bytes of the streams of one place."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for page in side.runs for stream in page.streams.values())
 
     def values(self) -> int:
-        """Values of one window."""
+        """Return values of one window."""
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 

@@ -22,7 +22,7 @@ Rungs = dict[str, list[str]]
 
 
 def fast(search: Search) -> tuple[Measurement, Measurement | None]:
-    """The best of the uniform recipe and those whose early layers have finer keys, or finer values; and the uniform one.
+    """Return the best of the uniform recipe and those whose early layers have finer keys, or finer values; and the uniform one.
 
     The boost of 4 layers is tried on keys and on values; the better side is then boosted in 8 and in 16 layers as long as that
     helps. A boost takes the finest codec that the budget allows in that many layers. Raises InvalidParameter for an
@@ -63,7 +63,7 @@ def _baselines(search: Search, rungs: Rungs) -> Iterator[Allocation]:
 
 
 def _boosted(search: Search, rungs: Rungs, baselines: list[Allocation], side: str, early: int) -> Allocation | None:
-    """The largest baseline that leaves room for a boost, with the finest codec that fits on ``side`` of the ``early`` layers."""
+    """Return the largest baseline that leaves room for a boost, with the finest codec that fits on ``side`` of the ``early`` layers."""
     for baseline in baselines:
         held = rungs[side].index(baseline[0, side])
         for codec in reversed(rungs[side][held + 1 :]):

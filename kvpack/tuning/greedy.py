@@ -21,7 +21,7 @@ Point = tuple[int, float, str]
 
 
 def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
-    """The codecs of a file of at most ``budget`` bytes whose losses have the least sum.
+    """Return the codecs of a file of at most ``budget`` bytes whose losses have the least sum.
 
     Everything starts with its smallest codec; the step with the largest decrease of loss per byte is taken while one fits
     (Lagrangian bit allocation: Shoham and Gersho, 1988). What is left over then pays for any codec that still fits.
@@ -67,7 +67,8 @@ def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Al
 
 
 def hull(points: Iterable[Point]) -> list[Point]:
-    """The lower convex hull from the point of fewest bytes to that of least loss: each step gains less per byte than the one before."""
+    """Return the lower convex hull from the point of fewest bytes to that of least loss: each step gains less per byte than the one
+    before."""
     kept: list[Point] = []
     for point in sorted(points):
         if kept and (point[1] >= kept[-1][1] or point[0] == kept[-1][0]):
@@ -79,7 +80,7 @@ def hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _gain(first: Point, second: Point) -> float:
-    """The decrease of loss per byte."""
+    """Return the decrease of loss per byte."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 

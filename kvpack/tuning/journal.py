@@ -32,7 +32,7 @@ _FORMAT = "kvpack measurements"
 
 
 def identity(exact: Sequence[Exact]) -> str:
-    """Names the model, the text and the sizes, by what the uncompressed model reads and predicts in the windows."""
+    """Name the model, the text and the sizes, by what the uncompressed model reads and predicts in the windows."""
     digest = xxhash.xxh3_128()
     for window in exact:
         digest.update(window.tokens.numpy().tobytes())

@@ -42,7 +42,7 @@ class Loss:
 
     @staticmethod
     def joined(losses: Sequence[Loss]) -> Loss:
-        """The losses of one recipe in several windows."""
+        """Return the losses of one recipe in several windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],

@@ -26,7 +26,7 @@ SCORED_PART = 4
 
 
 def in_one_place(layer: int, side: str, codec: str) -> str:
-    """The recipe that stores ``side`` of ``layer`` by ``codec``, and all else in bf16."""
+    """Return the recipe that stores ``side`` of ``layer`` by ``codec``, and all else in bf16."""
     return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
 
 

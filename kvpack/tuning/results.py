@@ -82,7 +82,7 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
 
 
 def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
-    """The difference of the divergences on held-out windows, paired by window; below 0 the tuned recipe is better.
+    """Return the difference of the divergences on held-out windows, paired by window; below 0 the tuned recipe is better.
 
     ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" for one recipe, else "undecided".
     """
@@ -98,7 +98,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """The recipe file: its description as comments, then one clause per line."""
+    """Return the recipe file: its description as comments, then one clause per line."""
     found, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
@@ -114,5 +114,5 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 
 
 def uniform_name(report: dict[str, Any]) -> str:
-    """The description of a report's uniform recipe: only the thorough search tries more than the largest that fits."""
+    """Return the description of a report's uniform recipe: only the thorough search tries more than the largest that fits."""
     return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 
 def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
-    """The RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` are some of a text.
+    """Return the RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` are some of a text.
 
     A sequence of one token attends to itself alone, so that its keys at two positions differ by RoPE and nothing else. Whatever its type
     (default, linear, llama3, yarn, ...), RoPE is determined by its frequencies; for types that change with the length of a sequence, they
@@ -43,7 +43,7 @@ def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
 
 
 def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
-    """The keys of every layer, ``[sequence, kv_head, 1, dim]``, of sequences of one token at ``position``."""
+    """Return the keys of every layer, ``[sequence, kv_head, 1, dim]``, of sequences of one token at ``position``."""
     return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
 
 

@@ -57,19 +57,19 @@ class Search:
         return self.priced.file_bytes(allocation) <= self.budget
 
     def everywhere(self, side: str) -> list[str]:
-        """The candidates that every layer can have on ``side``, from fewest bytes to most."""
+        """Return the candidates that every layer can have on ``side``, from fewest bytes to most."""
         first, *others = [codecs for (_, of), codecs in self.priced.packed.items() if of == side]
         common = [codec for codec in first if all(codec in codecs for codecs in others)]
         return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """The measurement of least divergence; ties go to the first."""
+    """Return the measurement of least divergence; ties go to the first."""
     return min(measured, key=lambda found: found.loss.kl_divergence)
 
 
 def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
-    """The tuned allocation and the best uniform one, None if no uniform recipe fits.
+    """Return the tuned allocation and the best uniform one, None if no uniform recipe fits.
 
     The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss
     of an allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
@@ -93,7 +93,8 @@ def steps(layers: int, candidates: dict[str, list[str]]) -> int:
 
 
 def sensitivities(search: Search) -> Losses:
-    """The loss of every candidate in every place, all others uncompressed; candidates that cannot hold a window's values are left out."""
+    """Return the loss of every candidate in every place, all others uncompressed; candidates that cannot hold a window's values are left
+    out."""
     result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
         result[layer, side] = {}
@@ -128,7 +129,7 @@ def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
 
 
 def _promising(search: Search) -> list[Allocation]:
-    """The uniform allocations within the budget with the least predicted loss, best first."""
+    """Return the uniform allocations within the budget with the least predicted loss, best first."""
     places, known = search.priced.places, search.sensitivities
     found = []
     for k, v in product(search.everywhere("k"), search.everywhere("v")):
@@ -139,7 +140,7 @@ def _promising(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """``tuned`` with some places given more bytes and others fewer, or None if that does not lower the real loss.
+    """Return ``tuned`` with some places given more bytes and others fewer, or None if that does not lower the real loss.
 
     The gain or loss of a place is measured with all others as they are in ``tuned``. Many changes at once may not have the sum
     of their effects; then fewer are tried, those that gain most.
@@ -167,7 +168,7 @@ def _grows(search: Search, place: Place, before: str, after: str) -> bool:
 
 
 def _neighbours(search: Search, place: Place, codec: str) -> list[str]:
-    """The next smaller and next larger codecs that are worth their bytes in this place."""
+    """Return the next smaller and next larger codecs that are worth their bytes in this place."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

@@ -26,7 +26,7 @@ _TURNED = ("keys", "queries", "pages")
 
 
 def places_of(tokens: int, positions: int) -> list[int]:
-    """The positions at which windows of ``tokens`` tokens begin to cover about ``positions``, ascending from 0."""
+    """Return the positions at which windows of ``tokens`` tokens begin to cover about ``positions``, ascending from 0."""
     count = min(MOST, max(1, round(positions / tokens)))
     return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
 

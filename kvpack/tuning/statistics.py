@@ -66,7 +66,7 @@ class Framing:
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
+        """Return ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.turned(x.to(torch.float32), 0, back=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
@@ -119,7 +119,8 @@ class QueryMoments:
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """The sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and how many queries each is of; None for a layer that has none."""
+        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and how many queries each is of; None for a layer that has
+        none."""
         found = self._heads.get(layer)
         if found is None or len(found) % heads:
             return None
@@ -186,7 +187,7 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(own, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """The moments of both halves of the windows, by layer; None without any, and zeros for a half without windows."""
+        """Return the moments of both halves of the windows, by layer; None without any, and zeros for a half without windows."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -201,7 +202,8 @@ class Statistics:
     def _views(
         number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """The name of each side of layer ``number``, and of its frames, and what ``pairs`` are there, ``[1, part, token, channel]``."""
+        """Yield the name of each side of layer ``number``, and of its frames, and what ``pairs`` are there, ``[1, part, token,
+        channel]``."""
         for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
             yield f"{number}.{side}", list(values)
             if framing is not None:
@@ -248,7 +250,7 @@ class Statistics:
 
 
 def beginnings(count: int, predicted: int) -> list[tuple[int, int]]:
-    """The lengths of beginnings of ``count`` tokens, ascending up to all of them, and how many tokens are predicted after each.
+    """Return the lengths of beginnings of ``count`` tokens, ascending up to all of them, and how many tokens are predicted after each.
 
     ``predicted`` in all; fewer beginnings than ``PREFIXES`` where there are too few tokens.
     """
@@ -276,7 +278,7 @@ def _counted(k: torch.Tensor) -> torch.Tensor:
 
 
 def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The sum of k kT over the ``counted`` tokens less the mean of their page, float64 ``[kv_head, dim, dim]``."""
+    """Return the sum of k kT over the ``counted`` tokens less the mean of their page, float64 ``[kv_head, dim, dim]``."""
     values = k[0].to(torch.float64)
     starts = range(0, len(counted), PAGE)
     pages = [values[:, start : start + PAGE][:, counted[start : start + PAGE]] for start in starts]
@@ -285,13 +287,13 @@ def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _squares(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The sum over the ``counted`` tokens of g gT, float64 ``[kv_head, dim, dim]``."""
+    """Return the sum over the ``counted`` tokens of g gT, float64 ``[kv_head, dim, dim]``."""
     g = gradient[0].to(torch.float64)[:, counted]
     return g.transpose(1, 2) @ g
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """For each temperature, the gradients of drawn next tokens' log-probabilities by the keys and values of ``pairs``."""
+    """Yield, for each temperature, the gradients of drawn next tokens' log-probabilities by the keys and values of ``pairs``."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

@@ -162,7 +162,7 @@ def run(
 
 
 def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
-    """The codecs of ``candidates`` by side. Raises InvalidParameter for one that attention decodes, if ``only_attendable``."""
+    """Return the codecs of ``candidates`` by side. Raises InvalidParameter for one that attention decodes, if ``only_attendable``."""
     codecs = parse_candidates(candidates)
     if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
         raise InvalidParameter(
@@ -172,7 +172,7 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
 
 
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """The usual candidates: the fast search has one family, in which more bytes mean smaller errors, and that by widths another."""
+    """Return the usual candidates: the fast search has one family, in which more bytes mean smaller errors, and that by widths another."""
     if widths:
         values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS
@@ -210,7 +210,7 @@ def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes
 
 
 def _windows(text: Text, sizes: _Sizes, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The windows of the search, spread over the text, and those held out between them."""
+    """Return the windows of the search, spread over the text, and those held out between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size) for start in starts(len(text.ids), size, count, seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}

@@ -31,7 +31,7 @@ def steps(layers: int) -> int:
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """The allocation found, and the largest uniform one within the budget; None if none fits.
+    """Return the allocation found, and the largest uniform one within the budget; None if none fits.
 
     Raises InvalidParameter for a budget below the smallest candidates.
     """
@@ -64,7 +64,8 @@ def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]
 
 
 def bits_of(codec: str, side: str) -> float:
-    """The bits per value of the codes of ``codec``, in the words of a recipe. Raises InvalidParameter for one without such a width."""
+    """Return the bits per value of the codes of ``codec``, in the words of a recipe. Raises InvalidParameter for one without such a
+    width."""
     recipe = parse_recipe(f"kv=raw;{side}={codec}")
     words = dict(next(rule for rule in reversed(recipe.rules) if side in rule.sides).words)
     if not words.get("b", "").isdigit():

@@ -26,7 +26,7 @@ def add_all() -> None:
 
 
 def of_raw_tokens(codec: Codec) -> bytes:
-    """A side of two raw tokens, without packed ones."""
+    """Return a side of two raw tokens, without packed ones."""
     return one_side(codec, runs=(), tail=2)
 
 

@@ -31,17 +31,17 @@ BYTES = (1, 2, 2, 2, 4)
 
 
 def alone() -> bytes:
-    """Balanced frames of two layers of three, of two heads, and no rows."""
+    """Return balanced frames of two layers of three, of two heads, and no rows."""
     return balanced_basis({0: (2, 6), 2: (2, 5)}, 3, "fp32")
 
 
 def with_rows() -> bytes:
-    """Balanced frames in binary16 beside rows of the same keys, and of values."""
+    """Return balanced frames in binary16 beside rows of the same keys, and of values."""
     return balanced_basis({0: (2, 4)}, 1, "fp16", {(0, "k"): (2, 4), (0, "v"): (1, 4)})
 
 
 def keys(codec_id: str, dim: int, *, layer: int = 0, frame: str = "balanced", of: Callable[[], bytes] = alone, **words: str) -> Codec:
-    """The codec of keys in the frames of a layer of a basis."""
+    """Return the codec of keys in the frames of a layer of a basis."""
     codec = create(codec_id, dim, "k", frame="balanced", **words)
     return with_side_car(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
 

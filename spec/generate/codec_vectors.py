@@ -242,7 +242,7 @@ def add_packing() -> None:
 
 
 def unused_field(codec: Codec) -> str:
-    """The bytes of a column whose highest field is 1 and all others 0."""
+    """Return the bytes of a column whose highest field is 1 and all others 0."""
     packing = codec.packings()["angle"]
     assert packing.fields * packing.width > packing.symbols
     assert packing.column_bytes == 2

@@ -20,7 +20,7 @@ PLAIN = one_side(RAW, runs=(4,), heads=1)
 
 
 def in_text(old: str, new: str) -> bytes:
-    """``PLAIN`` with another text in its JSON header, whose trailing spaces keep its length."""
+    """Return ``PLAIN`` with another text in its JSON header, whose trailing spaces keep its length."""
     length = int.from_bytes(PLAIN[:8], "little")
     text = PLAIN[8 : 8 + length].decode()
     assert old in text
@@ -29,7 +29,7 @@ def in_text(old: str, new: str) -> bytes:
 
 
 def with_length(spaces: int) -> bytes:
-    """``PLAIN`` with more spaces at the end of its JSON header."""
+    """Return ``PLAIN`` with more spaces at the end of its JSON header."""
     length = int.from_bytes(PLAIN[:8], "little")
     return (length + spaces).to_bytes(8, "little") + PLAIN[8 : 8 + length] + b" " * spaces + PLAIN[8 + length :]
 
@@ -266,7 +266,7 @@ def add_limits() -> None:
 
 
 def without_tokens(name: str) -> bytes:
-    """A side of 65537 sequences or heads and of no tokens."""
+    """Return a side of 65537 sequences or heads and of no tokens."""
     parts = Parts.of(one_side(RAW, runs=(), tail=0))
     parts.header["layers"][0]["k"][name] = 65537
     parts.header["tensors"][0][2][("batch", "heads").index(name)] = 65537
@@ -274,7 +274,7 @@ def without_tokens(name: str) -> bytes:
 
 
 def too_large() -> bytes:
-    """A side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor listed with all bytes but storing none."""
+    """Return a side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor listed with all bytes but storing none."""
     parts = Parts.of(overflowing())
     parts.header["layers"][0]["k"]["runs"] = [2**28]
     parts.header["tensors"][0][2:5] = [[2**16, 2**16, 2**28, 1], "none", 2**61]
@@ -282,7 +282,7 @@ def too_large() -> bytes:
 
 
 def overflowing() -> bytes:
-    """A side of 2^16 sequences, heads and 2^32 tokens of one F16 channel, its tensor without bytes."""
+    """Return a side of 2^16 sequences, heads and 2^32 tokens of one F16 channel, its tensor without bytes."""
     parts = Parts.of(one_side(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
     parts.header["layers"][0]["k"].update(batch=2**16, heads=2**16, runs=[2**32])
     parts.header["tensors"][0][2] = [2**16, 2**16, 2**32, 1]
@@ -383,7 +383,7 @@ def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], No
 
 
 def with_header(apply: Callable[[bytes], bytes], *changes: Callable[[Parts], object]) -> bytes:
-    """A file of one side whose header, after ``changes``, is packed and then changed by ``apply``."""
+    """Return a file of one side whose header, after ``changes``, is packed and then changed by ``apply``."""
     parts = Parts.of(one_side(GROUP))
     for change in changes:
         change(parts)

@@ -19,7 +19,7 @@ CODECS = ("raw", "group")
 
 
 def refusal(data: bytes) -> str | None:
-    """The class by which it refuses ``data``; None where it reads the file."""
+    """Return the class by which it refuses ``data``; None where it reads the file."""
     with _core():
         try:
             with container.open_bytes(data) as file:

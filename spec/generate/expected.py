@@ -21,7 +21,7 @@ OF_OPERATIONS = ("group", "minifloat")
 
 
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a manifest, of files or of rows."""
+    """Return the lines of a manifest, of files or of rows."""
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["format"] == MANIFEST_FORMAT
     lines: dict[str, dict[str, Any]] = content["vectors"]
@@ -38,12 +38,12 @@ def digest(data: bytes) -> str:
 
 
 def sides_of(file: Any) -> list[Any]:
-    """The sides of a file or a page that the second decoder read, layer by layer, K before V."""
+    """Return the sides of a file or a page that the second decoder read, layer by layer, K before V."""
     return [side for layer in file.layers for side in layer.values() if side]
 
 
 def values_of(file: Any) -> list[float]:
-    """All values of a file or a page that the second decoder read."""
+    """Return all values of a file or a page that the second decoder read."""
     return [value for side in sides_of(file) for value in side.values]
 
 
@@ -79,7 +79,7 @@ def written_tolerances(folder: Path, file: str, read: Any) -> dict[str, Any]:
 
 
 def rounded_down(x: float) -> float:
-    """The greatest binary32 that is not above ``x``, which is 0 or at least ``LEAST_NORMAL``."""
+    """Return the greatest binary32 that is not above ``x``, which is 0 or at least ``LEAST_NORMAL``."""
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
     nearest, before = struct.unpack("<2f", struct.pack("<2I", bits, max(bits, 1) - 1))
     return float(nearest if nearest <= x else before)

@@ -41,7 +41,7 @@ def add_all() -> None:
 
 
 def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Callable[[Parts], None]) -> bytes:
-    """A file of one side of raw binary32 values, stored as the frame ``stored``, after ``changes``."""
+    """Return a file of one side of raw binary32 values, stored as the frame ``stored``, after ``changes``."""
     codec = create("raw", channels, dtype="fp32")
     tokens, rest = divmod(content_size, 4 * channels)
     assert rest == 0
@@ -49,7 +49,7 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Cal
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
-    """Bytes in which the first of ``symbols`` are the most frequent."""
+    """Return bytes in which the first of ``symbols`` are the most frequent."""
     source = random.Random(seed)
     return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
 
@@ -112,7 +112,7 @@ def compressed(literals: bytes, sequences: bytes) -> tuple[int, int, bytes]:
 
 
 def joined(content_size: int, *blocks: tuple[int, int, bytes], window: int | None = None) -> bytes:
-    """A frame of these blocks, with a content size of 4 bytes, and a window only if its descriptor is given."""
+    """Return a frame of these blocks, with a content size of 4 bytes, and a window only if its descriptor is given."""
     head = bytes([0xA0]) if window is None else bytes([0x80, window])
     parts = [bytes.fromhex("28b52ffd") + head + content_size.to_bytes(4, "little")]
     for number, (kind, size, stored) in enumerate(blocks):
@@ -125,7 +125,8 @@ def raw_literals(content: bytes) -> bytes:
 
 
 def one_code(count: int, literals: int, offset: int, match: int, extra: str, modes: int = REPEATED) -> bytes:
-    """A sequences section of tables of one code each; ``extra`` are the bits of all sequences, in the order in which they are read."""
+    """Return a sequences section of tables of one code each; ``extra`` are the bits of all sequences, in the order in which they are
+    read."""
     if count < 128:
         number = bytes([count])
     else:

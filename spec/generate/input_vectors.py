@@ -13,7 +13,7 @@ THREE = one_side(RAW, runs=(3,), tail=0, heads=1)
 
 
 def with_features(data: bytes = THREE, **features: bytes) -> bytes:
-    """``data`` with more ignorable features; a double underscore in a name stands for a full stop, a single one for a hyphen."""
+    """Return ``data`` with more ignorable features; a double underscore in a name stands for a full stop, a single one for a hyphen."""
     parts = Parts.of(data)
     added = {name.replace("__", ".").replace("_", "-"): content for name, content in features.items()}
     parts.header["ignorable"] = dict(sorted((parts.header["ignorable"] | added).items()))

@@ -44,7 +44,7 @@ class Vector:
 
 
 def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
-    """The row of a page of random values."""
+    """Return the row of a page of random values."""
     source = torch.Generator().manual_seed(0)
 
     def values(dim: int) -> torch.Tensor:
@@ -63,13 +63,13 @@ def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
 
 
 def sealed(row: bytes) -> bytes:
-    """The row with the checksum of its bytes."""
+    """Return the row with the checksum of its bytes."""
     zeroed = row[:24] + bytes(8) + row[32:]
     return row[:24] + checksum(zeroed).to_bytes(8, "little") + row[32:]
 
 
 def changed(at: int, value: bytes) -> Callable[[], bytes]:
-    """A small row with other bytes, and their checksum."""
+    """Return a small row with other bytes, and their checksum."""
 
     def make() -> bytes:
         row = row_of("raw", SMALL)
@@ -79,7 +79,7 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
 
 
 def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
-    """A small row whose description has been changed: its streams are as long as that says, and nothing else is wrong."""
+    """Return a small row whose description has been changed: its streams are as long as that says, and nothing else is wrong."""
 
     def make() -> bytes:
         row = row_of(recipe, geometry)
@@ -110,7 +110,7 @@ def damaged() -> bytes:
 
 
 def vectors() -> dict[str, Vector]:
-    """Every vector by its name."""
+    """Return every vector by its name."""
     geometry = PageGeometry
     found = {
         "raw": Vector("two layers of keys and values, as they are", None, lambda: row_of("raw", SMALL)),
@@ -204,7 +204,7 @@ def by_basis() -> bytes:
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
-    """A row of bytes whose codec has other parameters."""
+    """Return a row of bytes whose codec has other parameters."""
     return described(lambda header: header["codecs"][0].update(parameters), geometry=PageGeometry(1, 1, 2, 8, None, "u8"))
 
 
@@ -225,14 +225,14 @@ def unaligned() -> bytes:
 
 
 def resized(by: int) -> bytes:
-    """A row with ``by`` bytes more or fewer at its end, and a length that says so."""
+    """Return a row with ``by`` bytes more or fewer at its end, and a length that says so."""
     row = row_of("raw", SMALL)
     row = row + bytes(by) if by > 0 else row[:by]
     return sealed(row[:16] + struct.pack("<Q", len(row)) + row[24:])
 
 
 def ended(last: bytes) -> bytes:
-    """A row that ends with other padding."""
+    """Return a row that ends with other padding."""
     return sealed(row_of("raw", SMALL)[: -len(last)] + last)
 
 
@@ -244,17 +244,17 @@ def padded() -> bytes:
 
 
 def bases(line: dict[str, Any]) -> list[bytes]:
-    """The files of the bases that a reader of a vector is given, from its line of the manifest."""
+    """Return the files of the bases that a reader of a vector is given, from its line of the manifest."""
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """The line of every vector, by its file."""
+    """Return the line of every vector, by its file."""
     return read_manifest(MANIFEST)
 
 
 def refusal(data: bytes) -> str:
-    """The class by which the library refuses a row, read as one of the small pages."""
+    """Return the class by which the library refuses a row, read as one of the small pages."""
     codec = PageCodec("raw", SMALL, namespace=NAMESPACE)
     values = [torch.zeros(1, SMALL.layers, SMALL.heads, SMALL.tokens, dim).to(SMALL.torch_dtype) for dim in SMALL.dims.values()]
     (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
@@ -275,12 +275,12 @@ def written(file: str, vector: Vector) -> dict[str, Any]:
 
 
 def rules_of(page: Any) -> list[str]:
-    """The rules that are shown by a row which readers decode."""
+    """Return the rules that are shown by a row which readers decode."""
     return ["row-5"] if {side.codec.id for side in sides_of(page)} == {"opaque"} else []
 
 
 def profile_of(page: Any) -> dict[str, str]:
-    """The least profile whose readers decode a row, and the class by which other readers of the profile core refuse it."""
+    """Return the least profile whose readers decode a row, and the class by which other readers of the profile core refuse it."""
     sides = sides_of(page)
     plain = all(side.codec.id in (*core_reader.CODECS, "opaque") and not side.codec.side_cars for side in sides)
     return {"profile": "core" if plain else "full"} | ({"core": "InvalidHeader"} if page.required or not plain else {})

@@ -41,7 +41,7 @@ Broken = tuple[str, "Codec", dict[str, Any], str]
 
 
 def ascending(count: int) -> bytes:
-    """A table of ``count`` numbers that ascend in [0, 1]."""
+    """Return a table of ``count`` numbers that ascend in [0, 1]."""
     return struct.pack(f"<{count}f", *(number / count for number in range(count)))
 
 
@@ -94,7 +94,7 @@ def add_alone(name: str, rule: str, codec: Codec, changes: dict[str, Any], shows
 
 
 def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
-    """For each parameter, the integers below its least and above its greatest value; a negative bound means none."""
+    """Return, for each parameter, the integers below its least and above its greatest value; a negative bound means none."""
     found: list[Broken] = []
     for name, below, above in bounds:
         found += [
@@ -104,7 +104,7 @@ def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
 
 
 def words(codec: Codec, *names: str) -> list[Broken]:
-    """For each parameter, a word that no codec knows."""
+    """Return, for each parameter, a word that no codec knows."""
     return [(f"{name}-unknown".replace("_", "-"), codec, {name: "other"}, f"{name} is other") for name in names]
 
 

@@ -52,7 +52,7 @@ class Vector:
 
 @cache
 def chunks() -> list[bytes]:
-    """The entries of two chunks, as kvpack writes them."""
+    """Return the entries of two chunks, as kvpack writes them."""
     made = kvpack.pack(random_pairs(1, len(IDS), dims=(8, 8), seed=0), IDENTITY["recipe"])
     with tempfile.TemporaryDirectory() as folder:
         store = kvpack.Store(folder, kvpack.Identity(**IDENTITY), chunk=CHUNK)
@@ -70,7 +70,7 @@ def prefixed(data: bytes) -> bytes:
 
 
 def encrypted(name: str, chunk: int = 0, tenant: str = IDENTITY["tenant"]) -> bytes:
-    """The entry of a chunk, encrypted as store.md says, with a nonce that every run makes the same."""
+    """Return the entry of a chunk, encrypted as store.md says, with a nonce that every run makes the same."""
     head = b"kvpack-encrypted 1\n" + bytes([len(name)]) + name.encode()
     nonce = digest(name.encode())[:12].encode()
     associated = prefixed(head) + prefixed(entry_keys()[chunk]) + prefixed(tenant.encode())
@@ -88,7 +88,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def vectors() -> dict[str, Vector]:
-    """Every vector by its name."""
+    """Return every vector by its name."""
     clear, absent = (), ("store-5",)
     k32 = encrypted("k32")
     return {
@@ -114,7 +114,7 @@ def vectors() -> dict[str, Vector]:
 
 
 def described(vector: Vector) -> dict[str, Any]:
-    """The fields of a vector in the manifest, without those computed from its bytes."""
+    """Return the fields of a vector in the manifest, without those computed from its bytes."""
     line: dict[str, Any] = {"shows": vector.shows, "rules": list(vector.rules), "key": entry_keys()[vector.chunk].hex()}
     line |= {"tenant": vector.tenant, "encryption_keys": {name: ENCRYPTION_KEYS[name].hex() for name in vector.keys}}
     if vector.read is None:
@@ -131,7 +131,7 @@ def described(vector: Vector) -> dict[str, Any]:
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """The line of every vector, by its file."""
+    """Return the line of every vector, by its file."""
     return read_manifest(MANIFEST) if MANIFEST.exists() else {}
 
 

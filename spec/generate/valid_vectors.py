@@ -51,7 +51,7 @@ def add_all() -> None:
 
 
 def with_fields(codec: Codec, *fields: int) -> Codec:
-    """``codec`` with these F, one per code stream."""
+    """Return ``codec`` with these F, one per code stream."""
     return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
 
 

@@ -61,12 +61,12 @@ DEFINED: dict[str, Valid | Invalid] = {
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """The line of every vector, by its file."""
+    """Return the line of every vector, by its file."""
     return read_manifest(MANIFEST)
 
 
 def described(vector: Valid | Invalid) -> dict[str, Any]:
-    """The fields of a vector in the manifest, without those computed from its bytes."""
+    """Return the fields of a vector in the manifest, without those computed from its bytes."""
     basis = {"basis": vector.basis} if vector.basis else {}
     if isinstance(vector, Invalid):
         return {"shows": vector.shows, "rules": [vector.rule], "error": vector.error} | ({"either": True} if vector.either else {}) | basis
@@ -74,12 +74,12 @@ def described(vector: Valid | Invalid) -> dict[str, Any]:
 
 
 def bases(line: dict[str, Any]) -> list[bytes]:
-    """The files of the bases that a reader of a vector is given, from its line of the manifest."""
+    """Return the files of the bases that a reader of a vector is given, from its line of the manifest."""
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
 def profile_of(file: Any) -> str:
-    """The smallest profile whose readers decode a file that the second decoder read."""
+    """Return the smallest profile whose readers decode a file that the second decoder read."""
     plain = all(codec.id in core_reader.CODECS and not getattr(codec, "side_cars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 
@@ -102,7 +102,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
 
 
 def of_core(file: str, line: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a line that say what readers of the profile core make of the file."""
+    """Return the fields of a line that say what readers of the profile core make of the file."""
     found = core_reader.refusal((FOLDER / file).read_bytes())
     if "error" not in line:
         return {} if found is None else {"core": found}

@@ -59,7 +59,7 @@ CHECKS = ("require", "refuse", "Refused")
 
 
 def changes_of(path: Path) -> list[Guard]:
-    """Every change of a module, named like a guard by its function and the new text."""
+    """Return every change of a module, named like a guard by its function and the new text."""
     found = []
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
@@ -71,7 +71,7 @@ def changes_of(path: Path) -> list[Guard]:
 
 
 def _computing(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
-    """The nodes of a statement that compute, each with its parent, without checks, texts, annotations and defaults."""
+    """Yield the nodes of a statement that compute, each with its parent, without checks, texts, annotations and defaults."""
     if isinstance(node, (ast.JoinedStr, ast.arguments, ast.Assert)):
         return
     if isinstance(node, ast.Call) and _called(node) in (*CHECKS, "take_parameters"):
@@ -157,7 +157,7 @@ class Reading:
 
 @cache
 def readings() -> list[Reading]:
-    """All vectors that are decoded, the quickest first."""
+    """Return all vectors that are decoded, the quickest first."""
     found = []
     for name, line in manifest().items():
         if "values" in line:
@@ -191,7 +191,7 @@ def _trace(reading: Reading) -> None:
 
 
 def caught_by(change: Guard) -> str | None:
-    """The first vector that catches a change."""
+    """Return the first vector that catches a change."""
     lines = _lines(change)
     reached = [one for one in readings() if any(path == str(change.path) and line in lines for path, line in one.functions)]
     with removed(change):
@@ -199,7 +199,7 @@ def caught_by(change: Guard) -> str | None:
 
 
 def _lines(change: Guard) -> range:
-    """The lines of the function that a change is in."""
+    """Return the lines of the function that a change is in."""
     (node,) = (one for where, _, one in functions(tree(change.path)) if where == change.where)
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     return range(first, (node.end_lineno or 0) + 1)

@@ -21,7 +21,7 @@ SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
 
 
 def basis_of(seed: str = "") -> Basis:
-    """A basis for the caches of ``cache``."""
+    """Return a basis for the caches of ``cache``."""
     return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
 
 
@@ -52,7 +52,7 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
 
 
 def held(folder: Path | str) -> tuple[int, int]:
-    """(whole bases, entries that need one) in a folder without encryption."""
+    """Return (whole bases, entries that need one) in a folder without encryption."""
     bases = needing = 0
     for path in entries(folder):
         try:

@@ -29,7 +29,7 @@ ALTERNATING = (
 
 
 def tokenizer(template: str | None = PLAIN) -> Any:
-    """A tokenizer whose tokens are bytes, with this chat template."""
+    """Return a tokenizer whose tokens are bytes, with this chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

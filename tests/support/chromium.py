@@ -43,7 +43,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, session: str | None = "", **parameters: Any) -> Any:
-        """The result of a command. Raises RuntimeError for one that the browser refuses."""
+        """Return the result of a command. Raises RuntimeError for one that the browser refuses."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
         if session is not None:
@@ -77,14 +77,14 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, which may be a promise. Raises RuntimeError for an exception."""
+        """Return the value of a JavaScript expression, which may be a promise. Raises RuntimeError for an exception."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(json.dumps(result["exceptionDetails"])[:500])
         return result["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """The first value of an expression that is true."""
+        """Return the first value of an expression that is true."""
         end = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < end:
             if found := self.evaluate(condition):

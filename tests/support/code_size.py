@@ -48,7 +48,7 @@ _C_TOKENS = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*
 
 
 def python_lines(source: str) -> int:
-    """Lines of a Python source that hold code."""
+    """Return lines of a Python source that hold code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
@@ -61,13 +61,13 @@ def python_lines(source: str) -> int:
 
 
 def c_lines(source: str) -> int:
-    """Lines of a C source that hold code."""
+    """Return lines of a C source that hold code."""
     without = _C_TOKENS.sub(lambda match: "\n" * match[0].count("\n") if match[0].startswith("/") else "x", source)
     return sum(1 for line in without.splitlines() if line.strip())
 
 
 def folder_lines(folder: Path) -> dict[str, int]:
-    """Lines of code of each folder and file right below a folder. Links are not followed."""
+    """Return lines of code of each folder and file right below a folder. Links are not followed."""
     counts: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
         count = {".py": python_lines, ".c": c_lines, ".h": c_lines}.get(path.suffix)
@@ -144,7 +144,7 @@ def operations(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def traced(root: Path) -> dict[str, Calls]:
-    """The calls of all operations, each on its second run."""
+    """Return the calls of all operations, each on its second run."""
     with tempfile.TemporaryDirectory() as folder:
         result = {}
         for name, call in operations(Path(folder)).items():

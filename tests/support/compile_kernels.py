@@ -130,7 +130,7 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
 
 
 def registers_of(cubin: bytes) -> int:
-    """The most registers that a thread of a function in ``cubin`` takes."""
+    """Return the most registers that a thread of a function in ``cubin`` takes."""
     most = 0
     for name, _, at, size in _section_table(cubin):
         if name != ".nv.info":

@@ -36,7 +36,7 @@ class Engine(Protocol):
     def found(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def load(self, chunks: Sequence[int]) -> list[bool]:
-        """Whether each was loaded; fails for values that are not those of the chunk, and for changes of what was not loaded."""
+        """Return True if each was loaded; fails for values that are not those of the chunk, and for changes of what was not loaded."""
 
     def counters(self) -> dict[str, Any]: ...
 
@@ -165,7 +165,7 @@ def _store_and_die(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 
 def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
-    """The bytes of one chunk's entry."""
+    """Return the bytes of one chunk's entry."""
     engine = opened(folder / "measured")
     assert engine.store([0]) == [True]
     engine.close()
@@ -173,7 +173,7 @@ def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
 
 
 def _bytes_of(folder: Path) -> int:
-    """The bytes of all entries: an entry's folder is its first two digits."""
+    """Return the bytes of all entries: an entry's folder is its first two digits."""
     found = 0
     for path in folder.glob("?/?/*"):
         with contextlib.suppress(FileNotFoundError):

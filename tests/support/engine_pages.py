@@ -16,7 +16,7 @@ ENGINES = {
 
 
 def values(geometry: PageGeometry, slots: int, seed: int = 0) -> list[torch.Tensor]:
-    """For each side ``[slot, layer, head, token, channel]``."""
+    """Return, for each side ``[slot, layer, head, token, channel]``."""
     source = torch.Generator().manual_seed(seed)
     shape = (slots, geometry.layers, geometry.heads, geometry.tokens)
     if geometry.dtype == "u8":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]], name: str) -> Any:
-    """The module ``name`` of kvpack, imported anew over ``modules`` by name, each with its contents; their packages are made."""
+    """Return the module ``name`` of kvpack, imported anew over ``modules`` by name, each with its contents; their packages are made."""
     for path, values in modules.items():
         parts = path.split(".")
         for count in range(1, len(parts) + 1):

@@ -40,8 +40,8 @@ FACTORS = ("norm", "radius", "scale", "range", "token_scale")
 
 
 def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
-    """``check`` as it is for norm_rule=norm. For other rules the codes meet it with the factors of that rule, and no token is decoded
-    further from itself than with those, or than zero is.
+    """Return ``check`` as it is for norm_rule=norm. For other rules the codes meet it with the factors of that rule, and no token is
+    decoded further from itself than with those, or than zero is.
     """
 
     @wraps(check)
@@ -90,7 +90,7 @@ def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.T
 
 
 def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torch.Tensor) -> torch.Tensor:
-    """The largest error of every value of ``u``, given the scales that the encoder chose."""
+    """Return the largest error of every value of ``u``, given the scales that the encoder chose."""
     tokens, dim = u.shape[2], u.shape[3]
     axis = 2 if codec.axis == "token" else 3
     pairs = codec.with_pairs(streams)[1]["scales"].float()

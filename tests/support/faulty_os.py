@@ -53,7 +53,7 @@ class FaultyOs:
         return self.faulty(name, getattr(os, name))
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """``real``, with the fault if it is one of ``operations``."""
+        """Return ``real``, with the fault if it is one of ``operations``."""
         if name not in self.operations:
             return real
 
@@ -105,7 +105,7 @@ class _Fcntl:
 
 
 def open_files() -> set[str]:
-    """The descriptors of this process, each with what it is of."""
+    """Return the descriptors of this process, each with what it is of."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -116,12 +116,12 @@ def open_files() -> set[str]:
 
 
 def store_modules() -> list[ModuleType]:
-    """The modules of the store that call the system."""
+    """Return the modules of the store that call the system."""
     return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
 
 
 def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-    """The call with half of the bytes to write or read, or one byte."""
+    """Return the call with half of the bytes to write or read, or one byte."""
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])

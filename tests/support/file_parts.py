@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def place(parts: Parts, path: str) -> Any:
-    """The map or array of the header at ``path``, keys and indices between dots."""
+    """Return the map or array of the header at ``path``, keys and indices between dots."""
     at: Any = parts.header
     for key in path.split(".") if path else []:
         at = at[int(key) if isinstance(at, list) else key]
@@ -101,18 +101,18 @@ def compressed(raw: bytes, **options: bool) -> bytes:
 
 
 def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
-    """A frame of one uncompressed block, with the bytes of ``descriptor`` as its header."""
+    """Return a frame of one uncompressed block, with the bytes of ``descriptor`` as its header."""
     return bytes.fromhex("28b52ffd" + descriptor) + (len(raw) << 3 | block_type << 1 | 1).to_bytes(3, "little") + raw
 
 
 def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
-    """A frame that declares ``content_size`` (below 256); each of its blocks repeats a zero the given number of times."""
+    """Return a frame that declares ``content_size`` (below 256); each of its blocks repeats a zero the given number of times."""
     body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
     return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
 
 
 def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
-    """Random valid values of every digit of ``packing``, zeros from symbol ``used`` on."""
+    """Return random valid values of every digit of ``packing``, zeros from symbol ``used`` on."""
     return [
         torch.tensor(
             [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
@@ -125,7 +125,7 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
-    """A run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    """Return a run of any valid digits, with numbers of either sign and any entries, and the digits."""
     if raw := codec.side_car(RawPositions):
         page, digits = random_page(codec.without_raw, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
@@ -169,7 +169,7 @@ def random_page(
 
 
 def _random_raw(raw: RawPositions, batch: int, heads: int, tokens: int, source: random.Random) -> dict[str, torch.Tensor]:
-    """The streams of raw tokens at any positions, some of which are not finite."""
+    """Return the streams of raw tokens at any positions, some of which are not finite."""
     entries = [(token + 1, sequence) for token in range(tokens) for sequence in range(batch) if source.random() < 0.4]
     words = [[position % 2**16, position >> 16, 0, sequence] for position, sequence in entries]
     values = torch.tensor([source.gauss(0, 1) for _ in range(len(words) * heads * raw.dim)], dtype=torch.float32)
@@ -196,7 +196,7 @@ def file_of(
     states: Sequence[Mapping[str, torch.Tensor]] = (),
     offsets: tuple[int, ...] | None = None,
 ) -> bytes:
-    """A file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
+    """Return a file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
     counts, kept = skipped or (0,) * len(layers), states or ({},) * len(layers)
     made = (Layer(k, v, skipped=count, states=of) for (k, v), count, of in zip(layers, counts, kept, strict=True))
     cache = Cache(tuple(made), "test", {"name": "x"}, start=3, position_offsets=offsets)
@@ -207,12 +207,12 @@ def file_of(
 
 
 def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
-    """A file of one layer with keys only, after ``changes``."""
+    """Return a file of one layer with keys only, after ``changes``."""
     return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
 
 
 def changed(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
-    """The file ``data`` after ``changes``, with correct digests."""
+    """Return the file ``data`` after ``changes``, with correct digests."""
     parts = Parts.of(data)
     for change in changes:
         change(parts)

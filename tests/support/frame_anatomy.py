@@ -31,7 +31,7 @@ class Frame:
 
 
 def anatomy(frame: bytes) -> Frame:
-    """The parts of a valid frame without a dictionary."""
+    """Return the parts of a valid frame without a dictionary."""
     descriptor = frame[4]
     single = bool(descriptor >> 5 & 1)
     size_bytes = (int(single), 2, 4, 8)[descriptor >> 6]
@@ -47,7 +47,7 @@ def anatomy(frame: bytes) -> Frame:
 
 
 def compressed_block(data: bytes) -> Block:
-    """The literals section and the header of the sequences section of a compressed block (RFC 8878, 3.1.1.3)."""
+    """Return the literals section and the header of the sequences section of a compressed block (RFC 8878, 3.1.1.3)."""
     literals, size_format = LITERALS[data[0] & 3], data[0] >> 2 & 3
     streams, tree = 0, ""
     if literals in ("raw", "repeated"):

@@ -45,7 +45,7 @@ def fronts_made_once() -> Iterator[None]:
 
 
 def is_refused(data: bytes | bytearray | memoryview) -> bool:
-    """Whether a reader refuses ``data``. Any error except a KvpackError is raised."""
+    """Return True if a reader refuses ``data``. Any error except a KvpackError is raised."""
     try:
         container.open_bytes(data).verify()
     except KvpackError:
@@ -54,7 +54,7 @@ def is_refused(data: bytes | bytearray | memoryview) -> bool:
 
 
 def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
-    """The bits whose flip is not detected."""
+    """Return the bits whose flip is not detected."""
     damaged, accepted = bytearray(data), []
     for bit in bits:
         damaged[bit // 8] ^= 1 << bit % 8
@@ -65,12 +65,12 @@ def accepted_flips(data: bytes, bits: Iterable[int]) -> list[int]:
 
 
 def accepted_lengths(data: bytes, lengths: Iterable[int]) -> list[int]:
-    """The lengths to which a file can be cut undetected."""
+    """Return the lengths to which a file can be cut undetected."""
     return [length for length in lengths if not is_refused(memoryview(data)[:length])]
 
 
 def zeroed(data: bytes) -> Iterator[bytes]:
-    """The file with a block replaced by zeros, for every block with other bytes."""
+    """Yield the file with a block replaced by zeros, for every block with other bytes."""
     for block in BLOCKS:
         for at in range(0, len(data), block):
             if any(data[at : at + block]):
@@ -78,7 +78,7 @@ def zeroed(data: bytes) -> Iterator[bytes]:
 
 
 def moved(data: bytes) -> Iterator[bytes]:
-    """The file with two tensors of equal size swapped, and with one replaced by the other, if that changes a byte."""
+    """Yield the file with two tensors of equal size swapped, and with one replaced by the other, if that changes a byte."""
     file = container.open_bytes(data)
     start = len(file.front.text)
     places = [(start + place.begin, start + place.end) for place in file.front.places.values()]
@@ -90,7 +90,7 @@ def moved(data: bytes) -> Iterator[bytes]:
 
 
 def damage(path: Path) -> dict[str, tuple[int, int]]:
-    """For every kind of damage, the number of cases for a file, and how many were not refused."""
+    """Return, for every kind of damage, the number of cases for a file, and how many were not refused."""
     data = path.read_bytes()
     found = {
         "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),

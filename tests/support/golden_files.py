@@ -138,7 +138,7 @@ def expected_path(name: str) -> Path:
 
 
 def recipe_codecs(name: str) -> dict[str, Codec]:
-    """The codec of each side, as the recipe gives it today."""
+    """Return the codec of each side, as the recipe gives it today."""
     recipe, k_dim, v_dim, *_ = FILES[name]
     dims = [(side, dim) for side, dim in (("k", k_dim), ("v", v_dim)) if dim]
     if "kv=klt" in recipe:
@@ -148,7 +148,7 @@ def recipe_codecs(name: str) -> dict[str, Codec]:
 
 
 def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
-    """The contents of one file: every digit, scale and raw value from the seeded generator."""
+    """Return the contents of one file: every digit, scale and raw value from the seeded generator."""
     recipe, _, _, runs, tail, tail_dtype = FILES[name]
     generator = Generator(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
     sides: dict[str, Side] = {}
@@ -164,12 +164,12 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
 
 
 def expected(cache: Cache) -> torch.Tensor:
-    """Every decoded value, K before V, flat float32."""
+    """Return every decoded value, K before V, flat float32."""
     return torch.cat([side.unpack(torch.float32).flatten() for side in cache[0].sides.values()])
 
 
 def side_car_packings(codec: Codec) -> dict[str, Columns]:
-    """The packing of every code stream of the codec's side-cars."""
+    """Return the packing of every code stream of the codec's side-cars."""
     packings: dict[str, Columns] = {}
     if isinstance(codec, WithSideCars):
         if outliers := codec.side_car(Outliers):
@@ -180,7 +180,7 @@ def side_car_packings(codec: Codec) -> dict[str, Columns]:
 
 
 def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Generator, every: int) -> dict[str, torch.Tensor]:
-    """Streams of random digits and numbers; one in ``every`` flags is 1, or none if ``every`` is 0."""
+    """Return streams of random digits and numbers; one in ``every`` flags is 1, or none if ``every`` is 0."""
     if (coded := lossless_streams(codec, batch, heads, tokens, generator.word, finite=True)) is not None:
         return coded
     streams = {}
@@ -221,20 +221,20 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
 
 
 def _orders(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows of every number below their length, in any order: int32 of ``shape``."""
+    """Return rows of every number below their length, in any order: int32 of ``shape``."""
     rows = [sorted(range(shape[-1]), key=lambda _: generator.word()) for _ in range(torch.Size(shape[:-1]).numel())]
     return torch.tensor(rows, dtype=torch.int32).view(shape)
 
 
 def _flags(generator: Generator, shape: tuple[int, ...], every: int) -> torch.Tensor:
-    """Zeros, and one value in ``every`` a 1: int32 of ``shape``."""
+    """Return zeros, and one value in ``every`` a 1: int32 of ``shape``."""
     count = torch.Size(shape).numel()
     ones = [int(every > 0 and generator.word() % every == 0) for _ in range(count)]
     return torch.tensor(ones, dtype=torch.int32).view(shape)
 
 
 def _halves(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Values k / 128 with |k| <= 255: exact in every stored float dtype."""
+    """Return values k / 128 with |k| <= 255: exact in every stored float dtype."""
     count = torch.Size(shape).numel()
     return torch.tensor([(generator.word() % 511 - 255) / 128 for _ in range(count)], dtype=torch.float32).view(shape)
 

@@ -60,7 +60,7 @@ class Device:
 
 
 def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """A ``Device`` whose counts are of what KvpackCaches capture and replay from here on."""
+    """Return a ``Device`` whose counts are of what KvpackCaches capture and replay from here on."""
     found = Device()
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     if INTERPRETED:
@@ -89,7 +89,7 @@ def cache_of(model: Any, device: Device, recipe: str = RECIPE, graphs: bool | No
 
 
 def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
-    """A cache whose steps are never replayed."""
+    """Return a cache whose steps are never replayed."""
     return KvpackCache(model, recipe, graphs=False)
 
 
@@ -105,7 +105,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(found: KvpackCache, expected: KvpackCache) -> None:
-    """Whether two caches hold the same bytes, and say the same of where they come from."""
+    """Return True if two caches hold the same bytes, and say the same of where they come from."""
     one, other = found.packed, expected.packed
     assert one.inputs == other.inputs
     for mine, theirs in zip(one, other, strict=True):

@@ -97,7 +97,7 @@ class Reading:
     frames: set[tuple[str, int]] = field(default_factory=set)
 
     def outcome(self) -> str | None:
-        """The outcome of reading: a rule's section or the name of an error, None when the file is read."""
+        """Return the outcome of reading: a rule's section or the name of an error, None when the file is read."""
         self.frames = set()
 
         def stop(*_: object) -> None:
@@ -124,7 +124,7 @@ class Reading:
 
 @cache
 def readings(second: bool) -> list[Reading]:
-    """All files that are refused, by the library or by the second decoder."""
+    """Return all files that are refused, by the library or by the second decoder."""
     lines = {file: line for file, line in manifest().items() if "error" in line and "either" not in line}
     files = {file: ((FOLDER / file).read_bytes(), line["rules"][0]) for file, line in lines.items()}
     found = []
@@ -145,7 +145,7 @@ def readings(second: bool) -> list[Reading]:
 
 
 def _rows(second: bool) -> list[Reading]:
-    """All rows that the library refuses, or the second decoder."""
+    """Return all rows that the library refuses, or the second decoder."""
     found = []
     for name, line in page_vectors.manifest().items():
         if "rule" in line:
@@ -168,7 +168,7 @@ def _read_row(data: bytes) -> None:
 
 
 def caught_by_a_file(guard: Guard) -> str | None:
-    """The first file with another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
+    """Return the first file with another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
     files = readings(guard.path.is_relative_to(DECODER))
     touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with removed(guard):
@@ -202,7 +202,7 @@ class FirstFailure:
 
 
 def failing_test(guard: Guard, tests: list[str]) -> str | None:
-    """The first of ``tests`` that fails without ``guard``, run in a child of this process: torch is imported once."""
+    """Return the first of ``tests`` that fails without ``guard``, run in a child of this process: torch is imported once."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

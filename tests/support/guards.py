@@ -127,7 +127,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def guards_of(path: Path) -> list[Guard]:
-    """Every guard of the functions of ``path`` that a reader calls, in the order of the text."""
+    """Return every guard of the functions of ``path`` that a reader calls, in the order of the text."""
     found = []
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
@@ -138,7 +138,7 @@ def guards_of(path: Path) -> list[Guard]:
 
 
 def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
-    """(qualified name, enclosing statement, node) of functions and methods; a nested function belongs to its outer one."""
+    """Yield (qualified name, enclosing statement, node) of functions and methods; a nested function belongs to its outer one."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
             yield node.name, node, node
@@ -149,7 +149,7 @@ def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionD
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
-    """For each guard its statement, the node to change, the text removed, and the change."""
+    """Yield, for each guard its statement, the node to change, the text removed, and the change."""
     conditional = set()
     for node in ast.walk(function):
         if isinstance(node, ast.If) and not node.orelse and _refuses(node.body[-1]):
@@ -169,19 +169,19 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
 
 
 def _nothing(statement: ast.stmt) -> ast.stmt:
-    """A statement that does nothing, and uses the class as the old one did, so that the function keeps its closure."""
+    """Return a statement that does nothing, and uses the class as the old one did, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
 
 def _refuses(statement: ast.stmt) -> bool:
-    """Whether a statement raises an error of readers, and does not only add to the place of an error."""
+    """Return True if a statement raises an error of readers, and does not only add to the place of an error."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
         return _called(statement.exc) not in {*OTHER_ERRORS, "within", "type"}
     return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
 
 
 def _checks(statement: ast.stmt) -> bool:
-    """Whether a statement exists only to refuse input."""
+    """Return True if a statement exists only to refuse input."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         return _called(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
     value = statement.value if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_" else None
@@ -189,7 +189,7 @@ def _checks(statement: ast.stmt) -> bool:
 
 
 def _called(node: ast.expr | None) -> str:
-    """The name of a called function, without its object."""
+    """Return the name of a called function, without its object."""
     if isinstance(node, ast.Call):
         inner = node.func
         return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called(inner)
@@ -197,7 +197,7 @@ def _called(node: ast.expr | None) -> str:
 
 
 def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, str, Change]]:
-    """The conditions of ``test``, each of which refuses by itself."""
+    """Yield the conditions of ``test``, each of which refuses by itself."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, refused_if=not refused_if)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if refused_if else ast.And):
@@ -221,14 +221,14 @@ def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, s
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """All expressions of a statement, except those of nested statements."""
+    """Yield all expressions of a statement, except those of nested statements."""
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, (ast.expr, ast.withitem, ast.keyword)):
             yield from (node for node in ast.walk(child) if isinstance(node, ast.expr))
 
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
-    """The arguments by which a checking function or a library refuses."""
+    """Yield the arguments by which a checking function or a library refuses."""
     if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
     if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
@@ -249,7 +249,7 @@ def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
 
 
 def _ranges(ranges: ast.Dict) -> Iterator[tuple[ast.AST, str, Change]]:
-    """The bounds, choices and types of the parameters of a codec."""
+    """Yield the bounds, choices and types of the parameters of a codec."""
     for key, value in zip(ranges.keys, ranges.values, strict=True):
         assert isinstance(key, ast.Constant)
         if _called(value) == "range" and isinstance(value, ast.Call):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def settings() -> tuple[Any, ...]:
-    """The settings of this thread, and of all."""
+    """Return the settings of this thread, and of all."""
     streams = [torch.cuda.current_stream()] if torch.cuda.is_available() else []
     generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.random.get_state()[1].tobytes()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
@@ -54,7 +54,7 @@ class Watched:
         return self.call(name, found) if callable(found) else found
 
     def call(self, name: str, function: Any) -> Any:
-        """``function``, watched."""
+        """Return ``function``, watched."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             self.called.add(name)

@@ -30,7 +30,7 @@ if OLD_INTERPRETER:
     unwrapped = core._unwrap_if_constexpr
 
     def with_names(value: Any) -> Any:
-        """The result of Triton's function, with the names of a NamedTuple, which Triton 3.6 drops."""
+        """Return the result of Triton's function, with the names of a NamedTuple, which Triton 3.6 drops."""
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(with_names, value))
         return tuple(map(with_names, value)) if type(value) is tuple else unwrapped(value)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @cache
 def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
-    """Rows ``[kv_head, row, dim]`` of multiples of 1/128, which are exact in binary16; the matrix has an inverse, and tables ascend."""
+    """Return rows ``[kv_head, row, dim]`` of multiples of 1/128, which are exact in binary16; the matrix has an inverse, and tables
+    ascend."""
     source = random.Random(f"{heads} {dim} {seed}")
 
     def draws(*shape: int) -> torch.Tensor:
@@ -50,7 +51,7 @@ def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
 
 @cache
 def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
-    """Balanced frames ``[kv_head, column, channel]`` of multiples of 1/128, which are exact in binary16 and have an inverse."""
+    """Return balanced frames ``[kv_head, column, channel]`` of multiples of 1/128, which are exact in binary16 and have an inverse."""
     source = random.Random(f"balanced {heads} {dim} {seed}")
     draws = [(source.randrange(255) - 127) / 128 for _ in range(heads * dim * dim)]
     found = torch.eye(dim) * (1 + 2 * (torch.arange(dim) % 3 == 0)) + torch.tensor(draws).view(heads, dim, dim) / (2 * dim)
@@ -65,7 +66,7 @@ class AnyBalanced(BalancedFrames):
 
 
 def with_random_balanced(codec: Codec) -> Codec:
-    """The codec of a recipe's words with random balanced frames, if it has them: those that a calibration would have given it."""
+    """Return the codec of a recipe's words with random balanced frames, if it has them: those that a calibration would have given it."""
     side_car = codec.side_car(Balanced)
     if side_car is None:
         return codec
@@ -80,7 +81,7 @@ def balanced_basis(
     rows: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     model: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
+    """Return a basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
 
     Layers with an even number have a mean and a RoPE, too.
     """
@@ -107,7 +108,7 @@ def widths_for(dim: int) -> bytes:
 
 
 def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
-    """The codec klt of a recipe's words, with a random basis and ``widths``, which a calibration would have given it."""
+    """Return the codec klt of a recipe's words, with a random basis and ``widths``, which a calibration would have given it."""
     assert isinstance(codec, Klt)
     chosen = widths_for(codec.dim) if widths is None else widths
     source = AnyHeads(random_rows(1, codec.dim, "any")[None])
@@ -115,7 +116,7 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
 
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
-    """The codec with ``widths`` of runs of 8 columns of each head."""
+    """Return the codec with ``widths`` of runs of 8 columns of each head."""
     return Klt.of_heads(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
 
 
@@ -128,7 +129,7 @@ def random_basis(
     model: Mapping[str, str] | None = None,
     tables: Tables | None = None,
 ) -> bytes:
-    """A basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``.
+    """Return a basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``.
 
     Their ``tables`` are random ones if none are given.
     """
@@ -140,7 +141,7 @@ def random_basis(
 
 @cache
 def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
-    """Tables of levels up to ``reach``; some symbols but the escape and the level 0 have no frequency."""
+    """Return tables of levels up to ``reach``; some symbols but the escape and the level 0 have no frequency."""
     source = random.Random(seed)
     counts = numpy.array([[source.choice((0, 1, 5, 40)) for _ in range(2 * reach + 2)] for _ in range(count)], numpy.int64)
     counts[:, 0] += 1
@@ -151,7 +152,7 @@ def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
 
 @cache
 def normal_tables(count: int = 33, reach: int = 15) -> Tables:
-    """Tables for columns that are normally distributed: table k has a standard deviation of 2^(k / 4) steps."""
+    """Return tables for columns that are normally distributed: table k has a standard deviation of 2^(k / 4) steps."""
     edges = torch.arange(-reach, reach + 2, dtype=torch.float64) - 0.5
     parts = torch.special.ndtr(edges / torch.exp2(torch.arange(count, dtype=torch.float64) / 4)[:, None]).diff(dim=1)
     counts = torch.cat([(1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-12), parts], 1) * 2**20
@@ -188,21 +189,21 @@ class AnyFrames(Frames):
 
 
 def with_random_frames(codec: Codec, step: int = 20) -> Transform:
-    """The codec transform of a recipe's words, with random frames and a step, which a calibration would have given it."""
+    """Return the codec transform of a recipe's words, with random frames and a step, which a calibration would have given it."""
     assert isinstance(codec, Transform)
     scope = "layer" if codec.dim % 3 == 1 else "head"
     return replace(codec, scope=scope, step=step, source=AnyFrames(codec.dim, scope, codec.side))
 
 
 def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
-    """The codec of a side of ``basis`` by its frames, which it has if it is ``given``."""
+    """Return the codec of a side of ``basis`` by its frames, which it has if it is ``given``."""
     rows, frames = basis.rows(layer, side), basis.frames(layer, side)
     scope = "head" if frames.count == rows.heads else "layer"
     return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
 
 
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:
-    """The codec of a side of ``basis``, which it has if it is ``given``."""
+    """Return the codec of a side of ``basis``, which it has if it is ``given``."""
     rows = basis.rows(layer, side)
     codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
     return codec if given else replace(codec, source=None)

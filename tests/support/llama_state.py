@@ -50,10 +50,10 @@ class Caches:
 
 
 def state(ids: list[int], *caches: Caches, magic: int = 0x67677371, version: int = 3) -> bytes:
-    """A whole file; ``ids`` are words as they are stored."""
+    """Return a whole file; ``ids`` are words as they are stored."""
     return struct.pack(f"<III{len(ids)}i", magic, version, len(ids), *ids) + b"".join(cache.pieces() for cache in caches)
 
 
 def of_server(ids: list[int], *media: int) -> list[int]:
-    """The words of token ids as llama-server stores them, without the media themselves."""
+    """Return the words of token ids as llama-server stores them, without the media themselves."""
     return [-1, 1, len(ids), *ids, len(media), *media]

@@ -63,7 +63,7 @@ class Block:
 
 
 def blocks(path: Path) -> list[Block]:
-    """The fenced blocks of a file, in order."""
+    """Return the fenced blocks of a file, in order."""
     text = path.read_text(encoding="utf-8")
     return [Block(path, text.count("\n", 0, found.start(2)) + 1, found[1], found[2]) for found in _FENCE.finditer(text)]
 

@@ -19,7 +19,7 @@ def _minifloat(codec: Codec) -> Minifloat | None:
 
 
 def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
-    """Any codes as finite elements; the digits of other codecs as they are."""
+    """Return any codes as finite elements; the digits of other codecs as they are."""
     found = _minifloat(codec)
     if found is None:
         return digit
@@ -28,7 +28,7 @@ def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle: int = 127) -> torch.Tensor:
-    """Any integers from 0 to 255 as scales of blocks: powers of two within ``spread`` around ``middle``, or finite e4m3."""
+    """Return any integers from 0 to 255 as scales of blocks: powers of two within ``spread`` around ``middle``, or finite e4m3."""
     found = _minifloat(codec)
     assert found is not None
     whole = numbers.to(torch.int32)
@@ -36,6 +36,6 @@ def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle:
 
 
 def largest(codec: Codec) -> float:
-    """The largest element, times the largest e4m3 scale of a block; 1 for other codecs."""
+    """Return the largest element, times the largest e4m3 scale of a block; 1 for other codecs."""
     found = _minifloat(codec)
     return 1.0 if found is None else found.format.largest * (448 if found.run_scale == "global_scale" else 1)

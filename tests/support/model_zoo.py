@@ -62,7 +62,7 @@ class Architecture:
         return self.model_type + KINDS[self.kind][1]
 
     def model(self) -> Any:
-        """The model, the same in every process."""
+        """Return the model, the same in every process."""
         torch.manual_seed(0)
         config = tiny_config(self.model_type)
         if self.kind == "AutoModelForCausalLM" and hasattr(config, "is_decoder"):
@@ -128,7 +128,7 @@ class Subject:
         self.expected, self.tolerance = self._expected()
 
     def empty(self) -> Any:
-        """A dense cache without tokens. Windows are of tokens that a decoder has computed."""
+        """Return a dense cache without tokens. Windows are of tokens that a decoder has computed."""
         if self.encoder:
             return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache())
         return DynamicCache(config=self.model.config)
@@ -139,7 +139,7 @@ class Subject:
         return self.model(ids, past_key_values=past)
 
     def _expected(self) -> tuple[torch.Tensor, float]:
-        """The logits of the continuation over the dense cache, and their tolerance."""
+        """Return the logits of the continuation over the dense cache, and their tolerance."""
         logits = []
         for attention in ("eager", "sdpa"):
             if attention != self.attention and not (self.model._can_set_attn_implementation() and self.model._supports_sdpa):
@@ -151,7 +151,7 @@ class Subject:
         return logits[-1], max(spread, ROUNDING * float(logits[0].abs().max()))
 
     def caches(self, past: Any) -> list[Any]:
-        """The caches of keys and values inside ``past``."""
+        """Return the caches of keys and values inside ``past``."""
         return [past.self_attention_cache, past.cross_attention_cache] if self.encoder else [past]
 
     def pack(self) -> list[kvpack.Cache]:
@@ -159,7 +159,7 @@ class Subject:
         return [kvpack.pack(past, RECIPE, inputs=inputs) for past, inputs in zip(caches, self.inputs, strict=True)]
 
     def over(self, packed: list[kvpack.Cache]) -> Any:
-        """The cache object from which the model continues over packed caches."""
+        """Return the cache object from which the model continues over packed caches."""
         self.model.set_attn_implementation("kvpack" if self.model._can_set_attn_implementation() else self.attention)
         caches = [KvpackCache.of(cache, self.model) for cache in packed]
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
@@ -170,7 +170,7 @@ class Subject:
         return torch.cat([self.forward(part, past).logits for part in parts], 1)
 
     def in_passes(self, tokens: int) -> torch.Tensor:
-        """The logits of the continuation over a dense cache whose prompt was computed in passes of so many tokens.
+        """Return the logits of the continuation over a dense cache whose prompt was computed in passes of so many tokens.
 
         Recurrent layers round otherwise in passes of other lengths.
         """
@@ -335,7 +335,7 @@ def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], Non
 
 
 def in_this_process(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
-    """The rows of these architectures, of the steps given."""
+    """Return the rows of these architectures, of the steps given."""
     rows = []
     for architecture in architectures:
         row = Row(architecture.name)
@@ -355,7 +355,7 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
 
 
 def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
-    """One row per architecture.
+    """Return one row per architecture.
 
     One other process, started by ``python``, loads the files of every architecture, or of one in ``share``: it makes their models again.
     """
@@ -398,7 +398,7 @@ _SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|r
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown; architectures with the same results and reasons share a row, those that work in most steps first."""
+    """Return the rows as Markdown; architectures with the same results and reasons share a row, those that work in most steps first."""
     lines = ["| architectures | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

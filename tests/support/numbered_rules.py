@@ -38,7 +38,8 @@ class Rule:
 
 
 def marked(prefix: str) -> list[tuple[str, str, str]]:
-    """Every rule of a prefix in the order of the text: its number, the document and heading of level 2 that it is under, and its line."""
+    """Return every rule of a prefix in the order of the text: its number, the document and heading of level 2 that it is under, and its
+    line."""
     result = []
     for document in documents(prefix):
         place = document
@@ -49,13 +50,13 @@ def marked(prefix: str) -> list[tuple[str, str, str]]:
 
 
 def documents(prefix: str) -> tuple[str, ...]:
-    """The documents whose rules have ``prefix``."""
+    """Return the documents whose rules have ``prefix``."""
     return PAGES[prefix], *MORE.get(prefix, ())
 
 
 @cache
 def rules() -> dict[str, Rule]:
-    """The rules by number, in the order of rules.md."""
+    """Return the rules by number, in the order of rules.md."""
     sections = {number: place for prefix in PAGES for number, place, _ in marked(prefix)}
     rows = re.findall(r"^\| ([a-z-]+-\d+) \| [^|]+ \| (\w+) \| ([^|]*) ?\|$", RULES.read_text(encoding="utf-8"), re.MULTILINE)
     return {

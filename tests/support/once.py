@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
-    """The folder ``name`` of this run, which ``fill`` was called with in one of the workers."""
+    """Return the folder ``name`` of this run, which ``fill`` was called with in one of the workers."""
     base = factory.getbasetemp()
     # The folder of a worker is in the folder of the run.
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

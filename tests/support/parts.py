@@ -34,7 +34,7 @@ class Parts:
         return cls(header, tensors)
 
     def joined(self, packed: bytes | None = None, *, keep_sizes: bool = False) -> bytes:
-        """The file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` keeps its sizes of stored bytes."""
+        """Return the file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` keeps its sizes of stored bytes."""
         for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]

@@ -167,7 +167,7 @@ class Disk:
 
 
 def _left(file: _File | None, choice: random.Random | None) -> bytes:
-    """The bytes of a file that are left."""
+    """Return the bytes of a file that are left."""
     assert file is not None
     if file.safe is not None and file.safe == file.current:
         return file.current

@@ -128,7 +128,7 @@ def compare_types_once() -> None:
     known: dict[tuple[Any, ...], tl.tensor] = {}
 
     def constant(semantic: TritonSemantic, value: float, tensor: tl.tensor, first: bool, *options: bool) -> tuple[tl.tensor, tl.tensor]:
-        """``value`` and ``tensor`` as they are computed with, in the order in which they stand."""
+        """Return ``value`` and ``tensor`` as they are computed with, in the order in which they stand."""
         key = (value, type(value), tensor.type.name, first, options)
         if key in known:
             return (known[key], tensor) if first else (tensor, known[key])

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def spread(stream: torch.Tensor) -> torch.Tensor:
-    """``stream`` inside a larger buffer: rows are contiguous, and lie apart from each other."""
+    """Return ``stream`` inside a larger buffer: rows are contiguous, and lie apart from each other."""
     return poisoned(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else poisoned(stream)
 
 
 @st.composite
 def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
-    """A side of any codec of a family, ``plain`` without side-cars, in pages of any number and strides, with or without a tail."""
+    """Return a side of any codec of a family, ``plain`` without side-cars, in pages of any number and strides, with or without a tail."""
     codec = draw(codecs(family, bounded=False))
     if isinstance(codec, WithSideCars) and (plain or draw(st.booleans())):
         codec = codec.codec

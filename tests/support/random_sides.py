@@ -36,7 +36,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
-    """A page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
+    """Return a page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, WithSideCars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
@@ -82,7 +82,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
 
 
 def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
+    """Return random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
     if key_mean := codec.side_car(KeyMean):
         streams = key_mean.stored(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))

@@ -23,13 +23,13 @@ TOKENS = 512
 
 
 def layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(k, v, q) of each layer, float32 ``[1, head, token, dim]``, with 3 heads of keys and values and 9 of queries."""
+    """Return (k, v, q) of each layer, float32 ``[1, head, token, dim]``, with 3 heads of keys and values and 9 of queries."""
     held = load_file(TENSORS)
     return [tuple(held[f"{layer}.{name}"].float() for name in "kvq") for layer in LAYERS]  # type: ignore[misc]
 
 
 def basis() -> Basis:
-    """The basis of the layers, whose numbers are 0 and 1 in it."""
+    """Return the basis of the layers, whose numbers are 0 and 1 in it."""
     return Basis.load(BASIS)
 
 

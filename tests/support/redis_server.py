@@ -57,7 +57,7 @@ class Server:
         self._restart(keeps_log=False)
 
     def log(self) -> bytes:
-        """The changes since ``keep_log``."""
+        """Return the changes since ``keep_log``."""
         return self._log_path().read_bytes()
 
     def set_log(self, log: bytes) -> None:

@@ -73,7 +73,7 @@ class Server:
 
 
 def options(endpoint: str) -> dict[str, str]:
-    """The storage_options that lead to ``endpoint``."""
+    """Return the storage_options that lead to ``endpoint``."""
     return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
 
 

@@ -13,7 +13,7 @@ MODULES = sorted(FOLDER.rglob("*.py"))
 
 
 def decompress(frame: bytes, size: int) -> bytes:
-    """The content of a Zstandard frame that declares ``size``, or one byte more than ``size`` if the frame is invalid."""
+    """Return the content of a Zstandard frame that declares ``size``, or one byte more than ``size`` if the frame is invalid."""
     try:
         if size:
             return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)

@@ -22,7 +22,7 @@ TAIL_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 
 
 def side(codec: int, tokens: int = 3, **values: Any) -> SideEntry:
-    """A side of one run, unless ``values`` say otherwise."""
+    """Return a side of one run, unless ``values`` say otherwise."""
     return replace(SideEntry(codec, 1, 1, (tokens,) if tokens else (), 0, "bf16", 0), **values)
 
 
@@ -50,7 +50,7 @@ def _streams(codec: Codec, entry: SideEntry, generator: torch.Generator) -> dict
 
 
 def contents(kind: str) -> Contents:
-    """Contents of one kind of ``KINDS``: between them every dtype, absent sides, several runs, entries, tails, no tokens at all."""
+    """Return contents of one kind of ``KINDS``: between them every dtype, absent sides, several runs, entries, tails, no tokens at all."""
     keys, values = create("group", 4, "k", b="3", g="16"), create("group", 5, "v", b="2", g="16", token_scale="fp32")
     if kind == "group":
         k, v = side(0, runs=(3, 17), tail=2, window=32), side(1, 20, tail=2, tail_dtype="fp32")
@@ -76,7 +76,7 @@ KINDS = ("group", "raw", "side-cars", "states", "empty")
 
 
 def small_file(kind: str = "group", *, compress: bool = False) -> bytes:
-    """The bytes of a small file."""
+    """Return the bytes of a small file."""
     made = contents(kind)
     return container.to_bytes(made, arrays_of(made), compress=compress)
 
@@ -88,7 +88,7 @@ def _data_section(kind: str) -> bytes:
 
 
 def header_map(kind: str = "group") -> dict[str, Any]:
-    """The header of a small file as plain msgpack values, to break and pack again."""
+    """Return the header of a small file as plain msgpack values, to break and pack again."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(_data_section(kind))
     top: dict[str, Any] = unpacker.unpack()

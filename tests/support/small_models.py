@@ -16,18 +16,18 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "
 
 
 def small_llama(**settings: Any) -> Any:
-    """A Llama of two layers whose weights are the same each time."""
+    """Return a Llama of two layers whose weights are the same each time."""
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **settings})).eval()
 
 
 def identity(model: Any, **given: Any) -> kvpack.Identity:
-    """The identity of a model whose weights the caller names, so that differences are in the other fields."""
+    """Return the identity of a model whose weights the caller names, so that differences are in the other fields."""
     return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
 
 
 def printed_elsewhere(script: str) -> str:
-    """The output of a script in a process of its own, which can import these tests' modules."""
+    """Return the output of a script in a process of its own, which can import these tests' modules."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nwarnings.simplefilter('ignore')\n{script}"
     python = warm_python.python(*warm_python.MODELS)
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

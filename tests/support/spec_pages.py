@@ -12,7 +12,7 @@ Table = list[dict[str, str]]
 
 
 def section(page: Path, heading: str) -> str:
-    """The text under ``heading``, whatever its level, up to the next one of the same level or above."""
+    """Return the text under ``heading``, whatever its level, up to the next one of the same level or above."""
     lines = page.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(heading)}", line))
     level = lines[first].split(" ")[0]
@@ -21,7 +21,7 @@ def section(page: Path, heading: str) -> str:
 
 
 def tables(text: str) -> list[Table]:
-    """The Markdown tables of ``text``, each row a map from column heading to cell, code marks removed."""
+    """Return the Markdown tables of ``text``, each row a map from column heading to cell, code marks removed."""
     found = []
     for block in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
         head, _, *rows = ([cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in block.strip().split("\n"))
@@ -30,6 +30,6 @@ def tables(text: str) -> list[Table]:
 
 
 def table(text: str, *columns: str) -> Table:
-    """The only table of ``text`` whose column headings are ``columns``."""
+    """Return the only table of ``text`` whose column headings are ``columns``."""
     (found,) = (rows for rows in tables(text) if tuple(rows[0]) == columns)
     return found

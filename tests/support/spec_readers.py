@@ -78,7 +78,7 @@ class Reader:
     folder: Path
 
     def read(self, path: Path, bases: Sequence[Path] = ()) -> Answer:
-        """The answer for one file. A program that ends raises RuntimeError."""
+        """Return the answer for one file. A program that ends raises RuntimeError."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         output = self.folder / f"{self.name}.values"
@@ -100,7 +100,7 @@ def missing(name: str) -> str | None:
 
 
 def _command(name: str, folder: Path) -> Sequence[str]:
-    """The command of a reader's program, which is compiled into ``folder`` if it is in C."""
+    """Return the command of a reader's program, which is compiled into ``folder`` if it is in C."""
     if name != "c":
         return READERS[name]
     program = folder / "reader"
@@ -151,7 +151,7 @@ def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> s
 
 
 def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
-    """Whether the library accepts a file; None for one too large to compare."""
+    """Return True if the library accepts a file; None for one too large to compare."""
     try:
         opened = container.open_bytes(data)
         if sum(map(layout_bytes, opened.header.layouts.values())) > MAX_COMPARED_BYTES:
@@ -225,7 +225,7 @@ def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
 
 @st.composite
 def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
-    """A codec of a recipe, with any options and side-cars that need no basis."""
+    """Return a codec of a recipe, with any options and side-cars that need no basis."""
     name = draw(st.sampled_from([name for name in CASES if name not in ("klt", "transform")]))
     words = draw(CASES[name].options)
     if name not in ("raw", "lossless"):
@@ -237,7 +237,7 @@ def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
 
 @st.composite
 def written(draw: st.DrawFn) -> bytes:
-    """A file of the library: random codecs of both sides, shapes, contents and filters."""
+    """Return a file of the library: random codecs of both sides, shapes, contents and filters."""
     dims = [draw(st.sampled_from([dim for dim in DIMS if dim <= 128])) for _ in "kv"]
     recipe = f"k={draw(codec_words('k', dims[0]))};v={draw(codec_words('v', dims[1]))}"
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 40))

@@ -15,17 +15,17 @@ MAX_NORMATIVE, MAX_INFORMATIVE = 28_000, 10_000
 
 
 def words(document: Path) -> int:
-    """The number of words of ``document``."""
+    """Return the number of words of ``document``."""
     return sum(bool(re.search(r"\w", word)) for word in document.read_text(encoding="utf-8").split())
 
 
 def is_informative(document: Path) -> bool:
-    """Whether ``document`` has no rules of its own: the list of rules, and what begins with the mark of informative text."""
+    """Return True if ``document`` has no rules of its own: the list of rules, and what begins with the mark of informative text."""
     return document == RULES or document.read_text(encoding="utf-8").split("\n")[2].startswith("*Informative.*")
 
 
 def counts() -> dict[bool, dict[str, int]]:
-    """The words of every document by its path in spec/, of normative ones (False) and informative ones (True)."""
+    """Return the words of every document by its path in spec/, of normative ones (False) and informative ones (True)."""
     result: dict[bool, dict[str, int]] = {False: {}, True: {}}
     for document in sorted((*SPEC.glob("*.md"), *SPEC.glob("codecs/*.md"))):
         result[is_informative(document)][document.relative_to(SPEC).as_posix()] = words(document)

@@ -17,7 +17,7 @@ STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
 
 
 def states(position: int, seed: int = 0) -> States:
-    """The states after token ``position``: a recurrent one in fp32, a convolution's in bf16, and none in the layer with tokens."""
+    """Return the states after token ``position``: a recurrent one in fp32, a convolution's in bf16, and none in the layer with tokens."""
     generator = torch.Generator().manual_seed(1000 * seed + position)
     recurrent = torch.randn(1, 3, 4, generator=generator)
     conv = torch.randn(1, 5, 2, generator=generator).to(torch.bfloat16)
@@ -25,7 +25,7 @@ def states(position: int, seed: int = 0) -> States:
 
 
 def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
-    """A cache of ``tokens`` tokens with the states after its last one, and after those of ``at``."""
+    """Return a cache of ``tokens`` tokens with the states after its last one, and after those of ``at``."""
     (pair,) = random_pairs(1, tokens, dims=(32, 32), seed=seed)
     packed = kvpack.pack([pair], recipe)
     layers = (kvpack.Layer(None, None), *packed.layers)
@@ -34,7 +34,7 @@ def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvp
 
 
 def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> bool:
-    """Whether ``found`` ends at ``position`` with its states."""
+    """Return True if ``found`` ends at ``position`` with its states."""
     assert found is not None
     expected = states(position, seed)
     return found.tokens == position and all(
@@ -44,5 +44,5 @@ def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> boo
 
 
 def ends(*chunks: int) -> list[int]:
-    """The positions after so many chunks."""
+    """Return the positions after so many chunks."""
     return [CHUNK * count for count in chunks]

@@ -32,7 +32,7 @@ OTHER_KEYS = {"other": bytes(32)}
 
 
 def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:
-    """Token ids of ``chunks`` chunks and 5 tokens more, the first ``first`` chunks the same for every seed."""
+    """Return token ids of ``chunks`` chunks and 5 tokens more, the first ``first`` chunks the same for every seed."""
     shared = list(range(CHUNK * min(first, chunks)))
     own = [1000 * (1 + seed) + n for n in range(CHUNK * (chunks - min(first, chunks)) + 5)]
     return shared + own
@@ -55,7 +55,7 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
 
 
 def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
-    """Whether ``found`` is a prefix of ``whole``, value for value."""
+    """Return True if ``found`` is a prefix of ``whole``, value for value."""
     assert found is not None
     return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), _dense(whole), strict=True))
 
@@ -66,13 +66,13 @@ def _dense(whole: kvpack.Cache) -> list[torch.Tensor]:
 
 
 def entries(folder: Path | str) -> list[str]:
-    """The paths of the entries of a directory."""
+    """Return the paths of the entries of a directory."""
     folders = [(parent, names) for parent, _, names in os.walk(folder) if len(os.path.basename(parent)) == 1]
     return sorted(os.path.join(parent, name) for parent, names in folders for name in names)
 
 
 def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
-    """The path of the entry of chunk ``number``."""
+    """Return the path of the entry of chunk ``number``."""
     (path,) = (path for path in entries(store.location) if path.endswith(store.keys(ids)[number].hex()))
     return path
 

@@ -97,7 +97,7 @@ def _disk(folder: str) -> dict[str, Any]:
 
 
 def bad(report: dict[str, Any]) -> bool:
-    """Whether a hit was wrong, an entry damaged, a process gone by itself, or the budget exceeded."""
+    """Return True if a hit was wrong, an entry damaged, a process gone by itself, or the budget exceeded."""
     broken = report["wrong"] or report["damaged"] or report["ended by themselves"] or report.get("left over")
     return bool(broken) or report.get("on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
 

@@ -38,14 +38,14 @@ IDENTITIES = [
 
 
 def prompt(number: int) -> list[int]:
-    """The token ids of a prompt of one to three chunks; half of them share their first chunk."""
+    """Return the token ids of a prompt of one to three chunks; half of them share their first chunk."""
     own = random.Random(number)
     ids = [own.randrange(1000) for _ in range(CHUNK * own.randint(1, 3))]
     return [*range(CHUNK), *ids[CHUNK:]] if number % 2 else ids
 
 
 def packed(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
-    """A cache whose values identify its owner and its prompt."""
+    """Return a cache whose values identify its owner and its prompt."""
     identity, inputs = owner
     tokens = len(prompt(number))
     x = torch.full((1, 1, tokens, 16), identity % 128, dtype=torch.bfloat16)
@@ -62,7 +62,8 @@ def lookups(
     identities: Sequence[kvpack.Identity] = IDENTITIES,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` gives for ``identities``."""
+    """Return ``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` gives for
+    ``identities``."""
     choice = random.Random(seed)
     stores = [opened(identity) for identity in identities]
     texts = [prompt(number) for number in range(prompts)]
@@ -110,7 +111,7 @@ def lookups(
 
 
 def in_folder(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
-    """The stores of a folder."""
+    """Return the stores of a folder."""
     return lambda identity: kvpack.Store(folder, identity, chunk=CHUNK)
 
 

@@ -53,7 +53,7 @@ def open_store(folder: str, model: int, **options: Any) -> kvpack.Store:
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """The token ids of prompt ``number``: one to two chunks of its family, then its own."""
+    """Return the token ids of prompt ``number``: one to two chunks of its family, then its own."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -62,7 +62,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def expected(number: int, model: int) -> torch.Tensor:
-    """The keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that encode token, place and layer."""
+    """Return the keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that encode token, place and layer."""
     ids = torch.tensor(prompt(number))
     token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
     place = torch.arange(len(ids))[None, :, None]
@@ -70,7 +70,7 @@ def expected(number: int, model: int) -> torch.Tensor:
 
 
 def state(number: int, position: int) -> torch.Tensor:
-    """The state after the first ``position`` tokens of a prompt: a sum over all of them, large for an entry, ``[1, 2048]``."""
+    """Return the state after the first ``position`` tokens of a prompt: a sum over all of them, large for an entry, ``[1, 2048]``."""
     ids = torch.tensor(prompt(number)[:position])
     places = torch.arange(1, position + 1)
     return ((ids * places).sum() % 1_000_003 + torch.arange(2048)).to(torch.float32)[None]
@@ -78,7 +78,7 @@ def state(number: int, position: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def packed(number: int, model: int) -> kvpack.Cache:
-    """A prompt's cache; that of ``STATEFUL`` has states after every second chunk, and after the last."""
+    """Return a prompt's cache; that of ``STATEFUL`` has states after every second chunk, and after the last."""
     cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
     if model != STATEFUL:
         return cache
@@ -186,7 +186,7 @@ def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized
 
 
 def operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
-    """``count`` random operations in all, by ``threads`` threads in each of ``processes`` processes, every read compared."""
+    """Return ``count`` random operations in all, by ``threads`` threads in each of ``processes`` processes, every read compared."""
     failed = FORK.Value("q", 0)
     for number in range(PROMPTS):
         for model in range(len(LAYERS)):

@@ -59,7 +59,7 @@ CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sp
 
 @st.composite
 def packings(draw: DrawFn) -> Columns:
-    """Any packing: one to three digits, bases that are powers of two or not, alphabets no larger than their bases."""
+    """Return any packing: one to three digits, bases that are powers of two or not, alphabets no larger than their bases."""
     some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
     bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
     alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
@@ -68,14 +68,14 @@ def packings(draw: DrawFn) -> Columns:
 
 
 def max_fields(bases: list[int]) -> int:
-    """The most fields that a column of ``bases`` may have, by the limits of the specification."""
+    """Return the most fields that a column of ``bases`` may have, by the limits of the specification."""
     limit = 1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES
     return next(f for f in range(200) if math.prod(bases) ** (f + 1) > limit)
 
 
 @st.composite
 def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]]]:
-    """For each digit of ``packing``, ``rows`` rows of symbols."""
+    """Return, for each digit of ``packing``, ``rows`` rows of symbols."""
     return [
         draw(st.lists(st.lists(st.integers(0, a - 1), min_size=packing.symbols, max_size=packing.symbols), min_size=rows, max_size=rows))
         for a in packing.alphabets
@@ -91,7 +91,7 @@ def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
 
 
 def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A float32 tensor of one kind of ``CONTENTS``."""
+    """Return a float32 tensor of one kind of ``CONTENTS``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     draw = torch.rand(shape, generator=generator)
@@ -253,7 +253,7 @@ SIDE_CAR_DIMS = {
 
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """The codec, with or without side-cars, that a recipe's words request."""
+    """Return the codec, with or without side-cars, that a recipe's words request."""
     codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
         return codec.with_family(with_random_frames(codec.family))
@@ -261,7 +261,7 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
 
 
 def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
-    """``codec``, which has side-cars, with ``side_car`` too, or in place of its own of that name."""
+    """Return ``codec``, which has side-cars, with ``side_car`` too, or in place of its own of that name."""
     assert isinstance(codec, WithSideCars)
     found = {one.name: one for one in codec.side_cars} | {side_car.name: side_car}
     return WithSideCars(codec.codec, tuple(found[name] for name in ORDER if name in found))
@@ -269,7 +269,7 @@ def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
 
 @st.composite
 def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, bounded: bool = True) -> Codec:
-    """A codec of ``codec_id`` and for a ``side`` (any, by default) at any head dim that it takes, with any options and side-cars.
+    """Return a codec of ``codec_id`` and for a ``side`` (any, by default) at any head dim that it takes, with any options and side-cars.
 
     ``bounded`` leaves out the side-cars whose rounding ``check_round_trip`` cannot bound.
     """
@@ -356,7 +356,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code): reading them shows."""
+    """Return ``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code): reading them shows."""
     larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
     inner = larger[tuple(slice(1, n + 1) for n in x.shape)]
     inner.copy_(x)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """The word that holds two symbols."""
+    """Return the word that holds two symbols."""
     return words[SYMBOL // 2]
 
 

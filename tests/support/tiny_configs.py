@@ -74,7 +74,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **others: Any) -> Any:
-    """A configuration of ``model_type`` with small sizes, and ``others`` as they are."""
+    """Return a configuration of ``model_type`` with small sizes, and ``others`` as they are."""
     kind = CONFIG_MAPPING[model_type]
     return kind(**{**_shrunk(kind(), model_type), **others})
 

@@ -36,7 +36,7 @@ FILES = {
 
 
 def changed_files(base: str = "main") -> list[str]:
-    """Files that differ from the last commit shared with ``base``, and files that git neither tracks nor ignores."""
+    """Return files that differ from the last commit shared with ``base``, and files that git neither tracks nor ignores."""
     shared = _git("merge-base", "HEAD", base)[0]
     return sorted({*_git("diff", "--name-only", "--no-renames", shared), *_git("ls-files", "--others", "--exclude-standard")})
 
@@ -68,7 +68,7 @@ def needed_by(file: str) -> set[str]:
 
 
 def _of_kernels(in_c: bool) -> set[str]:
-    """The tests of the C kernels, or of those of Triton: neither knows the others."""
+    """Return the tests of the C kernels, or of those of Triton: neither knows the others."""
     found = (ROOT / "tests/kernels").glob("test_*.py")
     return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_cpu_") == in_c}
 
@@ -87,7 +87,7 @@ def _importers(module: str) -> set[str]:
 
 @cache
 def _imports() -> dict[Path, set[str]]:
-    """The modules of ``tests/support`` that a file of ``tests`` imports, in a program that it starts as well."""
+    """Return the modules of ``tests/support`` that a file of ``tests`` imports, in a program that it starts as well."""
     modules = re.compile(r"\bsupport(?:\.(\w+)| import ([\w, ]+))")
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
@@ -101,7 +101,7 @@ def _existing(path: str) -> set[str]:
 
 
 def _git(*words: str) -> list[str]:
-    """The lines that git prints of the checkout at ``ROOT``."""
+    """Return the lines that git prints of the checkout at ``ROOT``."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

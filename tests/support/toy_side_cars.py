@@ -47,7 +47,7 @@ class TokenMean(FramePart):
         return RunStep({}, lambda block, _: self.encode(block))
 
     def encode(self, u: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``u`` ``[batch, kv_head, token, dim]`` without its means, and their stream."""
+        """Return ``u`` ``[batch, kv_head, token, dim]`` without its means, and their stream."""
         mean = stored_norm(u.mean(-1), "F16", "mean of a token")
         return u - mean.to(torch.float32)[..., None], {self.name: mean}
 

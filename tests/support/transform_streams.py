@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def transform_streams(codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int]) -> dict[str, torch.Tensor] | None:
-    """The streams of random levels, whose last columns are often 0, at random positions; None for another codec."""
+    """Return the streams of random levels, whose last columns are often 0, at random positions; None for another codec."""
     if not isinstance(codec, Transform):
         return None
 

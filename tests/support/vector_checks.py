@@ -27,12 +27,12 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 
 @cache
 def read(file: str) -> Any:
-    """The file as the second decoder reads it; no test changes it."""
+    """Return the file as the second decoder reads it; no test changes it."""
     return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
 
 
 def basis_of(file: str) -> list[Basis]:
-    """The bases that a reader of the file is given."""
+    """Return the bases that a reader of the file is given."""
     return [Basis.of_bytes(data) for data in bases(LINES[file])]
 
 
@@ -47,7 +47,7 @@ def verify(data: bytes, given: Sequence[Basis]) -> None:
 
 
 def unpacked(file: str, device: str = "cpu") -> list[float]:
-    """All values that the library decodes, layer by layer, K before V."""
+    """Return all values that the library decodes, layer by layer, K before V."""
     opened = container.open_file(FOLDER / file)
     if opened.header.is_basis:
         return [
@@ -58,7 +58,7 @@ def unpacked(file: str, device: str = "cpu") -> list[float]:
 
 
 def rows(file: container.File, number: int, side: str) -> list[float]:
-    """All values of a side of a basis."""
+    """Return all values of a side of a basis."""
     data = numpy.frombuffer(file.read_side(number, side)["values"], f"<f{DTYPE_BYTES[file.tensors[f'{number}.{side}.values'].dtype]}")
     return [float(value) for value in data]
 

@@ -62,7 +62,7 @@ os._exit(code)
 
 @functools.cache
 def _server() -> Path:
-    """The folder of a process that forks, which ends with this one."""
+    """Return the folder of a process that forks, which ends with this one."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", __file__, str(folder / "socket")]
@@ -81,7 +81,7 @@ def _server() -> Path:
 
 @functools.cache
 def commands(*modules: str) -> Path:
-    """A folder with the programs ``python`` and ``kvpack``, for which torch, kvpack and ``modules`` are imported already."""
+    """Return a folder with the programs ``python`` and ``kvpack``, for which torch, kvpack and ``modules`` are imported already."""
     folder = Path(tempfile.mkdtemp(dir=_server()))
     script = Path(sys.executable).with_name("kvpack")
     path = str(_server() / "socket")
@@ -92,7 +92,7 @@ def commands(*modules: str) -> Path:
 
 
 def python(*modules: str) -> str:
-    """The path of the program that stands for Python."""
+    """Return the path of the program that stands for Python."""
     return str(commands(*modules) / "python")
 
 

@@ -73,7 +73,7 @@ def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tup
 
 
 def sampled(cache: kvpack.Cache) -> torch.Tensor:
-    """One value in ``SAMPLE`` of every layer, K before V, float32."""
+    """Return one value in ``SAMPLE`` of every layer, K before V, float32."""
     sides = [side.unpack(torch.float32).flatten() for layer in cache for side in layer.sides.values()]
     return torch.cat(sides)[::SAMPLE].contiguous()
 
@@ -89,7 +89,7 @@ def store_identities() -> dict[str, kvpack.Identity]:
 
 
 def store_ids(name: str) -> list[int]:
-    """Token ids of the two chunks of an identity."""
+    """Return token ids of the two chunks of an identity."""
     return list(range(2 * CHUNK)) if name == "plain" else prompt_ids()[:-1]
 
 
@@ -108,20 +108,20 @@ def prompt_ids() -> list[int]:
 
 
 def demo_model() -> Any:
-    """The demo's model for packed caches, named as anywhere."""
+    """Return the demo's model for packed caches, named as anywhere."""
     model = load_model(attention="kvpack")
     model.config._name_or_path = "tinylm"
     return model
 
 
 def batch_ids() -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids ``[row, token]`` of two prompts, the second of which is padded on the left, and their mask."""
+    """Return token ids ``[row, token]`` of two prompts, the second of which is padded on the left, and their mask."""
     rows = [[BOS, *demo_text()[:16]], [0] * 4 + [BOS, *demo_text()[100:112]]]
     return torch.tensor(rows), torch.tensor([[1] * 17, [0] * 4 + [1] * 13])
 
 
 def continued(model: Any, cache: Any, first: list[int], mask: torch.Tensor | None = None) -> list[list[int]]:
-    """The likeliest tokens of every row after ``first``, which follow the cache."""
+    """Return the likeliest tokens of every row after ``first``, which follow the cache."""
     found: list[list[int]] = [[] for _ in first]
     token = torch.tensor(first)[:, None]
     with torch.inference_mode():
@@ -136,7 +136,7 @@ def continued(model: Any, cache: Any, first: list[int], mask: torch.Tensor | Non
 
 
 def files() -> Iterator[Path]:
-    """Every file except the manifest."""
+    """Return every file except the manifest."""
     return (path for path in sorted(FOLDER.rglob("*")) if path.is_file() and path != MANIFEST)
 
 

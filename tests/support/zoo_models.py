@@ -51,7 +51,7 @@ class Architecture:
     kind: str = "AutoModelForCausalLM"
 
     def model(self) -> Any:
-        """The model, the same in every process."""
+        """Return the model, the same in every process."""
         torch.manual_seed(0)
         config = getattr(transformers, self.configuration)(**self.sizes, **_TOKENS)
         model = getattr(transformers, self.kind).from_config(config).eval()
@@ -177,7 +177,7 @@ ZOO = [
 
 
 def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
-    """The model of one architecture, with these sizes changed."""
+    """Return the model of one architecture, with these sizes changed."""
     architecture = next(architecture for architecture in ZOO if architecture.name == name)
     model = Architecture(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
     if attention is not None:
@@ -186,7 +186,7 @@ def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
 
 
 def images(tokens: int = 32) -> dict[str, Any]:
-    """An image of 4 x 4 patches at tokens 8 to 23, as Qwen2-VL takes it."""
+    """Return an image of 4 x 4 patches at tokens 8 to 23, as Qwen2-VL takes it."""
     pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(0))
     types = torch.zeros(1, tokens, dtype=torch.int64)
     types[:, 8:24] = 1

@@ -57,7 +57,8 @@ def import_slot(
     model: ModelArgument | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """The sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's inputs.
+    """Return the sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's
+    inputs.
 
     ``kv_heads`` is the number of KV heads, one for all layers or one per layer: the file records only all channels together. ``windows``
     has the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own. ``latents``
@@ -227,7 +228,7 @@ def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
 
 
 def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
-    """The cells in the order of their positions, None if they are in it. Raises InvalidParameter unless those are consecutive."""
+    """Return the cells in the order of their positions, None if they are in it. Raises InvalidParameter unless those are consecutive."""
     expected = np.arange(first, first + len(positions))
     if np.array_equal(positions, expected):
         return None
@@ -242,7 +243,8 @@ def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None
 
 
 def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
-    """The recipe that stores quantized keys or values as they are. Raises InvalidParameter for another one, and for layers that differ."""
+    """Return the recipe that stores quantized keys or values as they are. Raises InvalidParameter for another one, and for layers that
+    differ."""
     check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
@@ -253,7 +255,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """The types that keys and values go back to, where llama.cpp had them quantized. Raises InvalidParameter for another dtype."""
+    """Return the types that keys and values go back to, where llama.cpp had them quantized. Raises InvalidParameter for another dtype."""
     said = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
     keys, _, values = said.partition(_KINDS)
     if not {keys, values} & QUANTIZED.keys():
@@ -298,7 +300,7 @@ def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int
 
 
 def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
-    """Values ``[kv_head, token, dim]`` as llama.cpp has them."""
+    """Return values ``[kv_head, token, dim]`` as llama.cpp has them."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
     block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
@@ -312,7 +314,7 @@ def _setting(name: str, value: object, least: int, most: int) -> int:
 
 
 def _ids(cache: Cache) -> bytes:
-    """The token ids of all tokens, or none."""
+    """Return the token ids of all tokens, or none."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -344,7 +346,7 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
 
 
 def _most(tokens: int, window: int | None) -> int:
-    """Maximum number of tokens that llama.cpp saves of a layer."""
+    """Return the maximum number of tokens that llama.cpp saves of a layer."""
     return tokens if window is None else min(tokens, window)
 
 

@@ -50,7 +50,8 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """A layer's ``cells`` as states, in ``order``; ``transposed`` values are turned back. Raises MissingFile and InvalidParameter."""
+    """Return a layer's ``cells`` as states, in ``order``; ``transposed`` values are turned back. Raises MissingFile and
+    InvalidParameter."""
     states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
     if values is not None:
         states[f"v.{values.dtype}"] = _rows(reader, values, order, cells, turned=transposed)
@@ -75,7 +76,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
 
 
 def opaque_ids(cache: Cache) -> bytes:
-    """The token ids of all tokens, or none. Raises InvalidParameter for those of other tokens."""
+    """Return the token ids of all tokens, or none. Raises InvalidParameter for those of other tokens."""
     state = cache[0].states.get(IDS)
     if state is None:
         return b""
@@ -88,7 +89,7 @@ def opaque_ids(cache: Cache) -> bytes:
 
 
 def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
-    """The cells of layer ``number``, and its keys and values as llama.cpp has them. Raises InvalidParameter, naming the layer."""
+    """Return the cells of layer ``number``, and its keys and values as llama.cpp has them. Raises InvalidParameter, naming the layer."""
     named, found = _named(layer), []
     if (
         layer.sides
@@ -115,7 +116,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
 
 def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
-    """The type and the rows of keys and of values, of a layer with such states."""
+    """Return the type and the rows of keys and of values, of a layer with such states."""
     found = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")

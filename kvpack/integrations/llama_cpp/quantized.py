@@ -32,7 +32,7 @@ _LARGEST = 32752.0
 
 
 def recipe_of(kind: str, sides: str) -> str:
-    """The clause that stores ``kind``."""
+    """Return the clause that stores ``kind``."""
     return f"{sides}=group:b={QUANTIZED[kind].bits},g={BLOCK},axis=channel,token_scale=fp16"
 
 
@@ -67,7 +67,7 @@ class Quantized:
         return self.blocks[..., :2].contiguous().view(torch.float16)[..., 0]
 
     def side(self, window: int = 0) -> Side:
-        """The packed side, bit for bit."""
+        """Return the packed side, bit for bit."""
         heads, tokens, dim = self.shape[1:]
         codes = _codes(self.blocks[..., 2:], QUANTIZED[self.kind]).flatten(-2)[None]
         scale = self._scale[None]
@@ -81,7 +81,8 @@ class Quantized:
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """The blocks of a side of ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter for another side."""
+    """Return the blocks of a side of ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter for another
+    side."""
     found = QUANTIZED[kind]
     codec, pages = side.codec, side.merged().runs
     if isinstance(codec, Group) and len(pages) == 1 and not side.tail.shape[2]:
@@ -104,7 +105,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Codes ``[..., channel]`` from 0 on, of the bytes of blocks after d."""
+    """Return codes ``[..., channel]`` from 0 on, of the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]
@@ -116,7 +117,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The bytes of blocks after d."""
+    """Return the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80
     half = BLOCK // 2

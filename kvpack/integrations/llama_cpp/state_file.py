@@ -129,14 +129,14 @@ class Reader:
         return begin
 
     def take(self, count: int, what: str) -> bytearray:
-        """The next ``count`` bytes. Raises the errors of ``skip``."""
+        """Return the next ``count`` bytes. Raises the errors of ``skip``."""
         begin = self.skip(count, what)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
     def numbers(self, layout: str, what: str) -> tuple[int, ...]:
-        """The next numbers of a struct layout. Raises the errors of ``skip``."""
+        """Return the next numbers of a struct layout. Raises the errors of ``skip``."""
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), what))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -276,7 +276,7 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """A file of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
+    """Return a file of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])

@@ -195,7 +195,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             backend.close()
 
     def report_status(self) -> dict[str, Any]:
-        """The counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and reason."""
+        """Return the counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and
+        reason."""
         counters = [store.counters() for store in self._opened()]
         refused = self._refused.as_dict()["faults"]
         return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters, "refused": refused}
@@ -253,7 +254,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
-        """The store of objects of one layout. Raises InvalidParameter."""
+        """Return the store of objects of one layout. Raises InvalidParameter."""
         identity = self._identity
         try:
             geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)

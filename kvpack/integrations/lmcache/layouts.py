@@ -56,7 +56,7 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """The geometry of one object. Raises InvalidParameter for one that is not keys and values.
+    """Return the geometry of one object. Raises InvalidParameter for one that is not keys and values.
 
     ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` means that
     objects of one plane hold keys and values.
@@ -77,7 +77,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
 
 
 def others_of(options: Mapping[str, Any]) -> bool:
-    """Whether objects that are not keys and values are kept: the option ``others``. Raises InvalidParameter unless it is "raw"."""
+    """Return True if objects that are not keys and values are kept: the option ``others``. Raises InvalidParameter unless it is "raw"."""
     others = options.get("others")
     if others not in (None, "raw"):
         raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
@@ -85,14 +85,14 @@ def others_of(options: Mapping[str, Any]) -> bool:
 
 
 def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
-    """The geometry of an object that is kept byte for byte, and kvpack's name of its dtype. Raises InvalidParameter."""
+    """Return the geometry of an object that is kept byte for byte, and kvpack's name of its dtype. Raises InvalidParameter."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
 
 
 def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
-    """An object as a buffer of one slot."""
+    """Return an object as a buffer of one slot."""
     if geometry.dim_v is None:
         # Of an engine's own memory, which a copy is not: what is loaded is written there.
         if not x.is_contiguous():
@@ -106,7 +106,7 @@ def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
 
 
 def key_bytes(key: Any) -> bytes:
-    """Everything that LMCache's key of an object names."""
+    """Return everything that LMCache's key of an object names."""
     fields = (
         key.chunk_hash,
         key.model_name.encode(),

@@ -55,7 +55,7 @@ def import_prompt_cache(
     *,
     progress: Progress | None = None,
 ) -> Cache:
-    """The prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
+    """Return the prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
 
     A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
     ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
@@ -121,7 +121,7 @@ def export_prompt_cache(
 
 
 def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
-    """The metadata's meaning. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
+    """Return the metadata's meaning. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
     newer = metadata.get("2.0") == ""
     of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(of_classes)}
@@ -143,7 +143,7 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
+    """Return keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where}: contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
@@ -202,7 +202,7 @@ def _number(where: str, text: str) -> int:
 def _stored_layer(
     number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
-    """The class that contains a layer, its arrays, and its counts in the order of the class's state."""
+    """Return the class that contains a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:
         raise InvalidParameter(f"{held} in a window of {window}, but mlx-lm's counts are at most {_MAX_COUNT}: export fewer tokens")

@@ -34,7 +34,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """The metrics of this process by name; none without prometheus_client."""
+    """Return the metrics of this process by name; none without prometheus_client."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -135,7 +135,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """The longest prefix whose pages every pool has as far as it needs them. Raises InvalidParameter for an unknown policy."""
+        """Return the longest prefix whose pages every pool has as far as it needs them. Raises InvalidParameter for an unknown policy."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         pages = self.batch_exists(keys)
@@ -174,7 +174,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """The number of leading keys that are stored."""
+        """Return the number of leading keys that are stored."""
         return sum(takewhile(bool, self.store.present(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -266,7 +266,7 @@ class Pool:
             return self._set(keys, host_indices, ancestors)
 
     def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """The loads and the saves since the last call, at most ``MAX_RECENT``: pages, and GB/s of the pool's bytes."""
+        """Return the loads and the saves since the last call, at most ``MAX_RECENT``: pages, and GB/s of the pool's bytes."""
         found = []
         for calls in self._calls.values():
             found.append([calls.popleft() for _ in range(len(calls))])
@@ -310,7 +310,7 @@ class Pool:
 
 
 def buffer_of(pool: Any) -> PageBuffer:
-    """The pages of SGLang's host pool as slots, in each of its layouts. Raises InvalidParameter for another."""
+    """Return the pages of SGLang's host pool as slots, in each of its layouts. Raises InvalidParameter for another."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has the dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -366,7 +366,7 @@ def _settings(pool: Any, name: str) -> list[str]:
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
-    """``[page, head, token, channel]`` of each layer."""
+    """Return ``[page, head, token, channel]`` of each layer."""
     match layout:
         case "layer_first":
             return [x[n].view(pages, tokens, *x.shape[2:]).transpose(1, 2) for n in range(layers)]
@@ -414,7 +414,7 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _name(value: Any) -> str:
-    """The text of a name of SGLang's, which may be an enumeration's."""
+    """Return the text of a name of SGLang's, which may be an enumeration's."""
     return str(getattr(value, "value", value))
 
 

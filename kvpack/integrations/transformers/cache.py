@@ -124,7 +124,7 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """A KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
+        """Return a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
 
         Without a model, attention "kvpack" is set by the caller (``model.set_attn_implementation("kvpack")``), and nothing is recorded.
         The options, and what is raised, are those of the class.
@@ -238,7 +238,7 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """The cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
+        """Return the cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
 
         ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are those of ``kvpack.load``; the other
         options are those of ``of``, which checks layers, shapes and identity.
@@ -418,7 +418,7 @@ class KvpackCache(PassCalls):
 
 
 def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
-    """An empty cache of the recipe ``contents``, or one that continues the packed cache ``contents``."""
+    """Return an empty cache of the recipe ``contents``, or one that continues the packed cache ``contents``."""
     if isinstance(contents, Cache):
         return KvpackCache.of(contents, model, **options)
     options.pop("prompt", None)

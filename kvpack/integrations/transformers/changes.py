@@ -15,7 +15,7 @@ FEW = 4
 
 
 def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
-    """The state of every PEFT layer in a transformers model, cheap enough for each pass; empty without adapters."""
+    """Return the state of every PEFT layer in a transformers model, cheap enough for each pass; empty without adapters."""
     # PEFT notes its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -28,7 +28,7 @@ def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
 
 
 def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """The modules that can run under gradient checkpointing, which their attribute ``gradient_checkpointing`` turns on."""
+    """Return the modules that can run under gradient checkpointing, which their attribute ``gradient_checkpointing`` turns on."""
     name = "gradient_checkpointing"
     return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]
 
@@ -64,7 +64,7 @@ def _layer_state(layer: Any) -> tuple[Any, ...]:
 
 
 def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """``model.modules()`` without the names that it makes, which are most of its time."""
+    """Yield ``model.modules()`` without the names that it makes, which are most of its time."""
     waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()

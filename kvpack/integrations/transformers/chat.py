@@ -86,7 +86,7 @@ class Chat:
         template: Mapping[str, Any] | None = None,
         basis: Bases | None = None,
     ) -> Self:
-        """The chat in the file at ``path``, to be continued with the same model, in this or any other process.
+        """Return the chat in the file at ``path``, to be continued with the same model, in this or any other process.
 
         ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
         messages, or whose messages cannot be read with this tokenizer.
@@ -146,7 +146,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with(self, message: Any) -> list[Message]:
-        """All messages with the new ones."""
+        """Return all messages with the new ones."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):
@@ -160,7 +160,7 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def _rendered(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
-        """The conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
+        """Return the conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
         from jinja2 import TemplateError
 
         if not self._has_template:
@@ -230,7 +230,7 @@ class Chat:
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
-    """The messages of a chat that ``Chat.save`` kept in a file; None if there are none.
+    """Return the messages of a chat that ``Chat.save`` kept in a file; None if there are none.
 
     Raises InvalidParameter if ``tokenizer`` does not decode the file's token ids to them.
     """
@@ -267,7 +267,7 @@ class _Tokens:
                 self._ends.append(end)
 
     def parts(self, content: str) -> list[Any]:
-        """``content`` as texts and ranges of token ids ``[start, stop]``; the next content is looked for behind this one."""
+        """Return ``content`` as texts and ranges of token ids ``[start, stop]``; the next content is looked for behind this one."""
         kept = _longest_ending(content, self.text, self.at)
         begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
         if begin < 0:
@@ -316,7 +316,7 @@ def _digest(messages: list[Message]) -> str:
 
 
 def _cut(text: str, size: int) -> list[str]:
-    """``text`` in parts of at most ``size`` bytes of UTF-8."""
+    """Return ``text`` in parts of at most ``size`` bytes of UTF-8."""
     parts, data = [], text.encode()
     while data:
         part = data[:size].decode(errors="ignore")

@@ -89,13 +89,13 @@ class CompiledCalls(operators.Tickets):
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_seen(self, layer: int) -> torch.Tensor:
-        """The number of tokens that one layer has seen, int64 ``[]`` in the CPU's memory, in compiled code."""
+        """Return the number of tokens that one layer has seen, int64 ``[]`` in the CPU's memory, in compiled code."""
         seen: torch.Tensor
         seen, self.tickets[layer] = seen_tokens(self.tickets[layer], layer)
         return seen
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """``starts`` in compiled code."""
+        """Return ``starts`` in compiled code."""
         starts: torch.Tensor
         starts, self.tickets[layer] = first_seen(self.tickets[layer], columns, layer, queries)
         return starts
@@ -147,7 +147,7 @@ def _calls(ticket: torch.Tensor) -> CompiledCalls:
 # Schemas are written out: here annotations are text, which PyTorch does not read.
 @torch.library.custom_op("kvpack::seen_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def seen_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
+    """Return ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
     return torch.tensor(_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
@@ -160,7 +160,7 @@ def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     "kvpack::first_seen", mutates_args=(), schema="(Tensor ticket, Tensor columns, SymInt layer, SymInt queries) -> (Tensor, Tensor)"
 )
 def first_seen(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``CompiledCalls.starts``, and the next ticket."""
+    """Return ``CompiledCalls.starts``, and the next ticket."""
     return _calls(ticket).starts(layer, queries, columns), ticket.clone()
 
 
@@ -182,7 +182,7 @@ def pass_begins(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | 
 
 @torch.library.custom_op("kvpack::pass_ends", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def pass_ends(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
-    """``Tracking.leave`` after a call with a result; returns the next ticket of all layers."""
+    """Return ``Tracking.leave`` after a call with a result; returns the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()

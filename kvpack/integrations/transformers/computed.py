@@ -94,7 +94,7 @@ class Computed:
         return None if None in rows else [row for row in rows if row is not None]
 
     def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
-        """For each side the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
+        """Return, for each side the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Computed:
 
 
 def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``checksums`` of each; of a few tokens of equal layers together, so that a step does not wait for many launches."""
+    """Return ``checksums`` of each; of a few tokens of equal layers together, so that a step does not wait for many launches."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(given):
         alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
@@ -130,7 +130,7 @@ def _by_row(sums: torch.Tensor) -> list[bytes]:
 
 
 def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
-    """Layer and name, the position of the first token, and the values of each side that can be read."""
+    """Yield layer and name, the position of the first token, and the values of each side that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
             # Nothing but a pass changes packed layers, and reading them decodes them.

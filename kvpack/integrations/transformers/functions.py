@@ -86,7 +86,7 @@ def attention(
 def _plain(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own attention over tensors."""
+    """Return the model's own attention over tensors."""
     function = plain_attention(module, options)
     queries, tokens = query.shape[2], key.shape[2]
     window = options.get("sliding_window")
@@ -116,7 +116,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The first token that each sequence sees, int32 ``[batch]``, where a mask contains that; else None."""
+    """Return the first token that each sequence sees, int32 ``[batch]``, where a mask contains that; else None."""
     # Flex attention has masks of its own, which are no tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None

@@ -111,7 +111,7 @@ class StepGraphs:
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """The step that a pass is; None for any other pass."""
+        """Return the step that a pass is; None for any other pass."""
         given = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = given.get("input_ids"), given.get("position_ids")
         if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -262,7 +262,7 @@ class _CachedSnapshot:
         self._kept: ModelSnapshot | None = None
 
     def now(self, model: torch.nn.Module) -> ModelSnapshot:
-        """The snapshot of ``model``."""
+        """Return the snapshot of ``model``."""
         if self._kept is None or not self._kept.unchanged():
             self._kept = ModelSnapshot(model)
         return self._kept
@@ -284,7 +284,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """The switch of a transformers model, or of the one in a wrapper, made if there is none."""
+        """Return the switch of a transformers model, or of the one in a wrapper, made if there is none."""
         outer = outermost(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -394,7 +394,7 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> Any:
-    """The stream of captures: libraries keep a workspace for each stream."""
+    """Return the stream of captures: libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

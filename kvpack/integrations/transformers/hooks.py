@@ -57,7 +57,7 @@ class Hooks:
 
     @staticmethod
     def on(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """The hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, if the caller has walked it."""
+        """Return the hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, if the caller has walked it."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inside is None else inside)
@@ -78,7 +78,7 @@ class _Unpickled:
         refuse_pickled_model()
 
     def recordings(self) -> list[Recording]:
-        """The recordings of the model's passes."""
+        """Return the recordings of the model's passes."""
         hooks = self._hooks()
         return [] if hooks is None else hooks.recordings
 
@@ -204,7 +204,7 @@ class Recording:
         return self._records[cache]
 
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
-        """The inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
+        """Return the inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
         They describe the keys and values that passes computed. If the cache was changed since, other than by dropping its newest tokens or
         selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass was over.
@@ -226,14 +226,14 @@ class Recording:
             computed.states[record.tokens] = states
 
     def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
-        """The states that were kept, for the argument ``states_at`` of ``kvpack.pack``; none of them where rows were selected since.
+        """Return the states that were kept, for the argument ``states_at`` of ``kvpack.pack``; none of them where rows were selected since.
 
         Raises InvalidParameter for a cache that no recorded pass was over.
         """
         return dict(self._known(past_key_values)[1].states)
 
     def _known(self, past: TransformersCache) -> tuple[Record, Computed]:
-        """The record of a cache as it is now. Raises InvalidParameter for a cache that no recorded pass was over."""
+        """Return the record of a cache as it is now. Raises InvalidParameter for a cache that no recorded pass was over."""
         known = self._records.get(past) if isinstance(past, TransformersCache) else None
         if known is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
@@ -260,12 +260,12 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """The transformers models among the modules of ``model``, the outermost first: PEFT's wrappers are none."""
+    """Return the transformers models among the modules of ``model``, the outermost first: PEFT's wrappers are none."""
     return list(_models_in(model))
 
 
 def outermost(model: torch.nn.Module) -> PreTrainedModel:
-    """The first of ``models_in``."""
+    """Return the first of ``models_in``."""
     return next(_models_in(model))
 
 
@@ -279,14 +279,14 @@ def passes_over(past: Any) -> list[Any]:
 
 
 def _parts(past: Any) -> list[TransformersCache]:
-    """The caches of keys and values that ``past`` is made of."""
+    """Return the caches of keys and values that ``past`` is made of."""
     if isinstance(past, EncoderDecoderCache):
         return [past.self_attention_cache, past.cross_attention_cache]
     return [past] if isinstance(past, TransformersCache) else []
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """The calls of the one KvpackCache that a pass in compiled code is over; None if what is compiled breaks off for the pass."""
+    """Return the calls of the one KvpackCache that a pass in compiled code is over; None if what is compiled breaks off for the pass."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
@@ -456,7 +456,7 @@ _WATCHED = (_Prepare, _PreparePositions, _PrepareCache, _Prefill, _Segments)
 
 
 def _kvpack_caches(past: Any) -> list[Any]:
-    """The KvpackCaches of ``past``."""
+    """Return the KvpackCaches of ``past``."""
     return [cache for cache in _parts(past) if hasattr(cache, "passes")]
 
 

@@ -136,7 +136,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
-        """The first token that one after ``seen`` tokens can attend to: all layers of one window agree, whatever each still holds."""
+        """Return the first token that one after ``seen`` tokens can attend to: all layers of one window agree, whatever each still
+        holds."""
         return self.skipped if self.window is None else max(self.skipped, seen - self.window + 1)
 
     def get_max_length(self) -> int:
@@ -246,7 +247,7 @@ def following_layers(layers: Sequence[Any]) -> list[int]:
 
 
 def rows_of(live: LiveCache) -> int | None:
-    """The number of sequences of a live cache; None before its first tokens."""
+    """Return the number of sequences of a live cache; None before its first tokens."""
     for number in range(len(live)):
         if live.seen(number):
             return live.batch(number)

@@ -22,7 +22,7 @@ QUERIES_AT_A_TIME = 128
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
-    """The mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
+    """Return the mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
 
     Of packed keys, None if attention applies the mask by itself, and with padding on the left the first token that each sequence
     sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of

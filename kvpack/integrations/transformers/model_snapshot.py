@@ -149,7 +149,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def global_hooks() -> int:
-    """The number of hooks on the calls of all modules."""
+    """Return the number of hooks on the calls of all modules."""
     return len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
 
 

@@ -81,7 +81,7 @@ class Expected:
         return [*known, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """For each layer of the model's own cache, True if it has keys and values of its own.
+        """Return, for each layer of the model's own cache, True if it has keys and values of its own.
 
         Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
         """
@@ -91,7 +91,7 @@ class Expected:
         return self._held
 
     def states(self, layers: int) -> list[int]:
-        """For each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
+        """Return, for each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
         known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
         return [*known, *[0] * layers][:layers]
 
@@ -260,19 +260,19 @@ def named(model: Any) -> Named:
 
 
 def identity_of(model: Any) -> dict[str, str]:
-    """The fields of ``named``."""
+    """Return the fields of ``named``."""
     return named(model).fields
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """``identity_of(model)``, its weights named as those of the model of ``basis`` are."""
+    """Return ``identity_of(model)``, its weights named as those of the model of ``basis`` are."""
     found = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**found, "weights": sample_of(model)} if sampled and found else found
 
 
 def sample_of(model: Any) -> str:
-    """The sample of a model's weights that files of earlier versions name; empty if they cannot be read."""
+    """Return the sample of a model's weights that files of earlier versions name; empty if they cannot be read."""
     try:
         return weights_sample(_parts(model))
     except InvalidParameter:
@@ -280,7 +280,7 @@ def sample_of(model: Any) -> str:
 
 
 def weights_now(model: Any) -> str:
-    """The digest of a model's weights as they are now; empty if they cannot be read."""
+    """Return the digest of a model's weights as they are now; empty if they cannot be read."""
     try:
         return weights_of(_parts(model)).text
     except InvalidParameter:
@@ -330,7 +330,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
 
 
 def _parts(model: Any) -> list[ModelPart]:
-    """The modules of the transformers model in ``model``."""
+    """Return the modules of the transformers model in ``model``."""
     found = parts(model)
     if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
         # A module of the caller's, such as one with a value head.
@@ -353,7 +353,7 @@ def _own_cache(module: torch.nn.Module) -> str:
 
 
 def execution_device(model: torch.nn.Module) -> torch.device:
-    """The device on which ``model`` computes: weights that accelerate keeps elsewhere until they are needed are on "meta"."""
+    """Return the device on which ``model`` computes: weights that accelerate keeps elsewhere until they are needed are on "meta"."""
     devices = {parameter.device for parameter in model.parameters()}
     for module in modules_of(model):
         if "_hf_hook" in vars(module) and (device := getattr(vars(module)["_hf_hook"], "execution_device", None)) is not None:
@@ -403,7 +403,7 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
 
 
 def _keys(settings: Any) -> set[str]:
-    """The keys of nested maps."""
+    """Return the keys of nested maps."""
     if not isinstance(settings, Mapping):
         return set()
     return set(settings).union(*(_keys(value) for value in settings.values()))

@@ -98,7 +98,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         self.live.update(layer_idx, key_states, value_states)
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
-        """``LiveCache.attend`` over one layer. Raises InvalidParameter, too, for a window with tokens that the layer has dropped."""
+        """Return ``LiveCache.attend`` over one layer. Raises InvalidParameter, too, for a window with tokens that the layer has dropped."""
         if skipped := self.live.skipped(layer):
             check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
@@ -125,7 +125,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return own.decoded(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """The number of tokens that a layer has seen; in compiled code a tensor, as of transformers' own caches of a fixed size."""
+        """Return the number of tokens that a layer has seen; in compiled code a tensor, as of transformers' own caches of a fixed size."""
         if torch.compiler.is_dynamo_compiling() and not self._dense:
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
@@ -140,7 +140,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
-        """The number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
+        """Return the number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
         if not torch.compiler.is_dynamo_compiling():
             return self.mask_sizes(query_length, layer_idx)
         if self._dense:
@@ -154,7 +154,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self.mask_sizes(query_length, layer_idx)
 
     def mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``get_mask_sizes`` in eager code."""
+        """Return ``get_mask_sizes`` in eager code."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset

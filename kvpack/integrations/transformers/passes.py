@@ -39,7 +39,7 @@ _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 
 
 def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``module`` by name, without those that are None or empty."""
+    """Return the arguments of a call of ``module`` by name, without those that are None or empty."""
     given = dict(kwargs)
     if args:
         parameters = inspect.signature(module.forward).parameters
@@ -99,7 +99,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """The inputs that the ids of this pass, which made ``tokens`` tokens, do not determine."""
+        """Return the inputs that the ids of this pass, which made ``tokens`` tokens, do not determine."""
         found = list(self._found)
         if self._embedded:
             found.insert(0, "came from embeddings, not from token ids")

@@ -49,7 +49,7 @@ def forget_attention(config: Any) -> None:
 
 
 def plain_name(config: Any) -> str:
-    """The name of the attention that plain tensors of models of ``config`` go to: what was set before, "sdpa" or "eager".
+    """Return the name of the attention that plain tensors of models of ``config`` go to: what was set before, "sdpa" or "eager".
 
     Where "kvpack" was not set by a ``KvpackCache``, nothing says which attention was set before: it is transformers' own default.
     """
@@ -61,7 +61,7 @@ def plain_name(config: Any) -> str:
 
 
 def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention function for plain tensors of one attention module. Raises InvalidParameter if there is none."""
+    """Return the attention function for plain tensors of one attention module. Raises InvalidParameter if there is none."""
     if given := [name for name in _CHOSEN_KEYS if options.get(name) is not None]:
         raise InvalidParameter(
             f"{type(module).__name__} passes {' and '.join(given)} in place of a mask, and its own attention would attend to all tokens: "

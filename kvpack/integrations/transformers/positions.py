@@ -72,7 +72,7 @@ class RotaryPositions:
         return cls(deltas, tokens, model)
 
     def offsets(self, rows: int, tokens: int) -> tuple[int, ...] | None:
-        """The delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is not known."""
+        """Return the delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is not known."""
         if not tokens or self._cut is not None:
             return None
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())

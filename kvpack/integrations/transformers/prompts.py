@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
-    """The number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin; at least one is left to compute.
+    """Return the number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin; at least one is left to
+    compute.
 
     Raises InvalidParameter or InvalidType for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
     a cache whose ids are not known, or whose first token depends on anything else.
@@ -100,7 +101,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:
-    """``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
+    """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:

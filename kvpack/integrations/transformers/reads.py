@@ -59,7 +59,7 @@ def _found(model: torch.nn.Module) -> Iterator[_Reading]:
 
 
 def _functions(kind: type) -> Iterable[FunctionType]:
-    """The methods of a class that are not PyTorch's own."""
+    """Return the methods of a class that are not PyTorch's own."""
     parents = [parent for parent in kind.__mro__ if not parent.__module__.startswith("torch.")]
     names = {name: value for parent in reversed(parents) for name, value in vars(parent).items()}
     return (inspect.unwrap(value) for value in names.values() if isinstance(value, FunctionType))

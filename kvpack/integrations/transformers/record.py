@@ -204,7 +204,7 @@ class Record:
         )
 
     def _hidden(self) -> list[Hidden]:
-        """The stretches of hidden tokens, by rows."""
+        """Return the stretches of hidden tokens, by rows."""
         if self._visible is None:
             return []
         edges = torch.nn.functional.pad(~self._visible, (1, 1)).to(torch.int8).diff(dim=1)
@@ -265,7 +265,7 @@ class Record:
 
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
-    """The known ids of each row, int64 ``[row, token]``; one row where all have the same."""
+    """Return the known ids of each row, int64 ``[row, token]``; one row where all have the same."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known])
 
 

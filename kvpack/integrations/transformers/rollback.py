@@ -30,11 +30,11 @@ class Rollback:
         self._states = {} if cache is None else {position: KeptStates(own) for position, own in all_states(cache).items()}
 
     def positions(self) -> tuple[int, ...]:
-        """The numbers of tokens, ascending, after which states are kept."""
+        """Return the numbers of tokens, ascending, after which states are kept."""
         return tuple(sorted(self._states))
 
     def states_before(self, tokens: int) -> dict[int, States]:
-        """The states after fewer than ``tokens`` tokens."""
+        """Return the states after fewer than ``tokens`` tokens."""
         return {position: own.now for position, own in self._states.items() if position < tokens}
 
     def keep(self) -> None:
@@ -48,7 +48,7 @@ class Rollback:
             )
 
     def nearest(self, tokens: int) -> int:
-        """The greatest number of tokens, at most ``tokens``, that the cache can go back to."""
+        """Return the greatest number of tokens, at most ``tokens``, that the cache can go back to."""
         if not self._passes.states or tokens == self._passes.record.tokens:
             return tokens
         return max((position for position in self._states if position <= tokens), default=0)
@@ -77,7 +77,7 @@ class Rollback:
             self._states = {position: own for position, own in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """The states to go back to after the first ``tokens`` tokens; None if no layer keeps any, or all are as they should be.
+        """Return the states to go back to after the first ``tokens`` tokens; None if no layer keeps any, or all are as they should be.
 
         Raises OutOfBounds if they are not known.
         """

@@ -117,7 +117,7 @@ class PackedStates:
         self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """``KvpackCache.attend`` over this layer; in compiled code one operator."""
+        """Return ``KvpackCache.attend`` over this layer; in compiled code one operator."""
         out: torch.Tensor
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
@@ -132,7 +132,7 @@ class PackedStates:
 
     @left_out("an attention mask of other patterns than a causal one or the model's window has its keys decoded in eager code")
     def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The tensors, dense, for a call whose mask hides tokens."""
+        """Return the tensors, dense, for a call whose mask hides tokens."""
         k, v = self.cache.decoded(self.number, self._queries, self._dtype)
         return without_gradients(k, *self._computed), without_gradients(v, *self._computed)
 
@@ -174,7 +174,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """``value``, through which ``backward`` raises InvalidParameter if it would go on to tensors that it was ``computed`` from."""
+    """Return ``value``, through which ``backward`` raises InvalidParameter if it would go on to tensors that it was ``computed`` from."""
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """The switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
+        """Return the switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
         outer = outermost(model)
         switch = _SWITCHES.get(id(outer))
         # A cache may keep the switch of a model that is gone, whose id is then another's.
@@ -53,7 +53,7 @@ class Switch:
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    """The configuration of a model, under the empty name, and those of its parts."""
+    """Return the configuration of a model, under the empty name, and those of its parts."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
     return {"": model.config, **parts}
 

@@ -16,7 +16,7 @@ ABSENT = b"kvpack-absent 1\n"
 
 
 def row_key(key: bytes, place: int) -> bytes:
-    """The name of the row of block ``place`` of the chunk ``key``."""
+    """Return the name of the row of block ``place`` of the chunk ``key``."""
     return key + place.to_bytes(4, "big")
 
 

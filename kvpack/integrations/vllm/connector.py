@@ -97,7 +97,8 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def _placed(vllm_config: Any) -> tuple[Any, bool]:
-    """The options, which name the spec and the tier of the placement, and whether the primary tier holds rows. Raises InvalidParameter.
+    """Return the options, which name the spec and the tier of the placement, and whether the primary tier holds rows. Raises
+    InvalidParameter.
 
     vLLM asks several times for one configuration, also before there is a connector.
     """

@@ -51,7 +51,7 @@ class Group:
         return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
-        """The blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter."""
+        """Return the blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter."""
         geometry = self.geometry
         views = [layer[:, : self.page_bytes].view(geometry.torch_dtype) for layer in layers]
         if self.kind == "attention":
@@ -74,7 +74,7 @@ class Group:
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
-    """The groups that vLLM offloads, in its order. Raises InvalidParameter for layers of several sizes in one group."""
+    """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for layers of several sizes in one group."""
     return [_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
 
 
@@ -105,7 +105,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
 
 
 def _offloaded(kv_cache_config: Any) -> list[Any]:
-    """The groups that vLLM offloads, in its order."""
+    """Return the groups that vLLM offloads, in its order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]

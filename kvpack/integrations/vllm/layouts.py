@@ -27,7 +27,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
-    """The arrangement of a block by its name. Raises InvalidParameter, which lists the names."""
+    """Return the arrangement of a block by its name. Raises InvalidParameter, which lists the names."""
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":
@@ -59,7 +59,7 @@ class Rows:
         return self._blocks * self._elements * self.geometry.torch_dtype.itemsize
 
     def buffer(self, memory: torch.Tensor) -> PageBuffer:
-        """``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidParameter."""
+        """Return ``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidParameter."""
         values = memory[:, : self.nbytes].view(self.geometry.torch_dtype)
         return PageBuffer(self.geometry, *(self._blocks_of(values, *place) for place in self._arranged))
 
@@ -73,7 +73,7 @@ class Rows:
                 )
 
     def _blocks_of(self, values: torch.Tensor, first: int, strides: tuple[int, int, int]) -> list[torch.Tensor]:
-        """One side of every block, ``[row, head, token, channel]``."""
+        """Return one side of every block, ``[row, head, token, channel]``."""
         shape = (values.shape[0], self.geometry.heads, self.geometry.tokens, self.geometry.dim_k)
         begins = range(values.storage_offset() + first, values.storage_offset() + first + values.shape[1], self._elements)
         return [values.as_strided(shape, (values.stride(0), *strides), begin) for begin in begins]

@@ -118,7 +118,8 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """``stats`` of vLLM's scheduler, None for none, with the damaged chunks of each tier since the last call and the ratio of rows."""
+    """Return ``stats`` of vLLM's scheduler, None for none, with the damaged chunks of each tier since the last call and the ratio of
+    rows."""
     found = _empty_stats()
     for tier in manager.secondary_tiers:
         added, tier.damaged_told = tier.damaged_chunks - getattr(tier, "damaged_told", 0), tier.damaged_chunks

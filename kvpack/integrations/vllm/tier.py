@@ -192,7 +192,7 @@ def _results(job: Job) -> list[bool]:
 
 
 def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
-    """The rows of the primary tier. Raises InvalidParameter."""
+    """Return the rows of the primary tier. Raises InvalidParameter."""
     if len(config.groups) != 1:
         raise InvalidParameter(
             f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, but a store supports one: "

@@ -134,12 +134,12 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 transfer.done(wait=True)
 
     def failed_blocks(self) -> set[int]:
-        """The blocks that were not loaded since the last call."""
+        """Return the blocks that were not loaded since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     def count(self, name: str) -> int:
-        """The blocks that were "encoded", "refused", "decoded" or "damaged"."""
+        """Return the blocks that were "encoded", "refused", "decoded" or "damaged"."""
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
     def take_counts(self) -> Counter[tuple[str, ...]]:
@@ -184,7 +184,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
 
     def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
-        """The blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""
+        """Return the blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()
         found, chunk, block = [], 0, 0

@@ -17,7 +17,7 @@ TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2, "q4_
 
 
 def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int = 2, window: int = WINDOW) -> Path:
-    """A model of ``arch`` with random weights: llama, qwen2, gemma3, deepseek2, qwen2vl or mamba."""
+    """Return a model of ``arch`` with random weights: llama, qwen2, gemma3, deepseek2, qwen2vl or mamba."""
     writer, source = gguf.GGUFWriter(path, arch), np.random.default_rng(dim)
     width, vocabulary = heads * dim, len(VOCABULARY)
     writer.add_context_length(1024)
@@ -130,7 +130,7 @@ class Context:
         library.llama_model_free(self.model)
 
     def decode(self, ids: list[int], first: int, sequence: int = 0) -> np.ndarray:
-        """The logits after the last of ``ids``, whose positions begin at ``first``."""
+        """Return the logits after the last of ``ids``, whose positions begin at ``first``."""
         for start in range(0, len(ids), 64):
             part = ids[start : start + 64]
             batch = library.llama_batch_init(len(part), 0, 1)
@@ -149,7 +149,7 @@ class Context:
         return path.read_bytes()
 
     def load(self, path: Path, sequence: int = 0) -> list[int] | None:
-        """The token ids of a file after llama.cpp has loaded it, None if it refuses it."""
+        """Return the token ids of a file after llama.cpp has loaded it, None if it refuses it."""
         array, count = (ctypes.c_int32 * 4096)(), ctypes.c_size_t()
         size = library.llama_state_seq_load_file(self.pointer, str(path).encode(), sequence, array, 4096, ctypes.byref(count))
         assert size in (0, path.stat().st_size)

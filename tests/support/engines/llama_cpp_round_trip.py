@@ -49,13 +49,13 @@ def filled(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequ
 
 
 def after(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
-    """The logits of some tokens after a context has loaded a file of ``ids``."""
+    """Return the logits of some tokens after a context has loaded a file of ``ids``."""
     assert context.load(path, sequence) == ids
     return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """The largest error of logits, relative to the largest of them."""
+    """Return the largest error of logits, relative to the largest of them."""
     return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
 
 

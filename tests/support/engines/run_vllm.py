@@ -31,7 +31,7 @@ SMALL = ROOT / "kvpack" / "demo" / "tinylm"
 
 
 def environment(folder: Path) -> Path:
-    """The Python of a virtual environment with vLLM for CPU and this kvpack."""
+    """Return the Python of a virtual environment with vLLM for CPU and this kvpack."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -67,7 +67,7 @@ def result_of(command: list[Any], store: Path, seconds: float | None = None) -> 
 
 
 def entries(store: Path) -> list[Path]:
-    """The entries of a store, in the order of their names."""
+    """Return the entries of a store, in the order of their names."""
     return sorted(path for pattern in ("?/?/*", "**/*.bin") for path in store.glob(pattern) if path.is_file())
 
 
@@ -113,7 +113,7 @@ def fp8_is_kept(python: Path, model: Path) -> bool:
 
 
 def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
-    """Whether vLLM's own metrics tell what a process has done."""
+    """Return True if vLLM's own metrics tell what a process has done."""
     prefix = "vllm:kv_offload_kvpack_"
     if "memory" in run:
         found = (

@@ -94,7 +94,7 @@ def backend(folder: str, recipe: str, kv: Any, others: dict[Any, Any]) -> Any:
 
 
 def page(made: Any, number: int) -> torch.Tensor:
-    """A page as [side, layer, token, head, channel]."""
+    """Return a page as [side, layer, token, head, channel]."""
     x = made.get_data_page(number * TOKENS, flat=False)
     match made.layout:
         case "layer_first":

@@ -34,7 +34,7 @@ SIZES = {
 
 
 def random_model(kind: str) -> Any:
-    """A random model of two or four layers."""
+    """Return a random model of two or four layers."""
     import transformers
 
     torch.manual_seed(0)

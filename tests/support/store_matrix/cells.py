@@ -70,14 +70,15 @@ class Cell:
 
 
 def told(error: BaseException) -> str:
-    """An exception and where it was raised, in a line."""
+    """Return an exception and where it was raised, in a line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__}: {error} ({where})"
 
 
 def fork(work: Callable[[Note], None], notes: str) -> int:
-    """The process number of a child that does ``work(note)`` and ends; ``note(text, count)`` and exceptions go to the file ``notes``."""
+    """Return the process number of a child that does ``work(note)`` and ends; ``note(text, count)`` and exceptions go to the file
+    ``notes``."""
     sys.stdout.flush()
     with warnings.catch_warnings():
         # From Python 3.12 on a fork beside threads warns; no child waits for one of the parent.

@@ -55,7 +55,7 @@ def _operations(place: Place) -> Sequence[str]:
 
 
 def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, int, int, bool, int | None]]:
-    """Every case, in a random order in which each operation comes as often as the others."""
+    """Return every case, in a random order in which each operation comes as often as the others."""
     by_operation = []
     for operation, most in calls.items():
         codes = SOCKET_ERRORS if operation in SOCKET_OPERATIONS else ERRORS
@@ -101,7 +101,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
 
 
 def open_files() -> set[str]:
-    """The files that this process has open; sockets go when a client is collected."""
+    """Return the files that this process has open; sockets go when a client is collected."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -78,11 +78,11 @@ class Place:
 
     @property
     def lasting(self) -> bool:
-        """Whether entries outlive the server."""
+        """True if entries outlive the server."""
         return "folder" in self.kind.tiers
 
     def open(self, who: int | kvpack.Identity = 0, *, chunk: int = CHUNK, **options: Any) -> kvpack.Store:
-        """The store of one identity, or of one of ``IDENTITIES``; ``options`` are those of every tier."""
+        """Return the store of one identity, or of one of ``IDENTITIES``; ``options`` are those of every tier."""
         identity = who if isinstance(who, kvpack.Identity) else IDENTITIES[who]
         options = {"max_bytes": self.budget, **options}
         tiers = []
@@ -114,7 +114,7 @@ class Place:
         return redis.Redis.from_url(self.server.url, socket_timeout=10)
 
     def most_stored(self) -> int:
-        """The bytes of entries and unfinished files that the fullest tier held at one moment."""
+        """Return the bytes of entries and unfinished files that the fullest tier held at one moment."""
         sizes = [bytes_stored(folder) for folder in self.folders]
         if self.server is not None:
             sizes.append(int(self.client().eval(_STORED, 0)))
@@ -129,7 +129,7 @@ class Place:
         return found
 
     def foreign(self, uid: int | None = None) -> list[str]:
-        """Files and folders that are not ``uid``'s (default: this process's), or that others may read."""
+        """Return files and folders that are not ``uid``'s (default: this process's), or that others may read."""
         uid = os.geteuid() if uid is None else uid
         found = []
         for path in everything(self.folders):
@@ -141,20 +141,20 @@ class Place:
 
 
 def everything(folders: list[str]) -> Iterator[str]:
-    """The path of every file and folder below ``folders``."""
+    """Yield the path of every file and folder below ``folders``."""
     for folder in folders:
         for parent, inner, names in os.walk(folder):
             yield from (os.path.join(parent, name) for name in (*inner, *names))
 
 
 def bytes_stored(folder: str) -> int:
-    """Bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
+    """Return bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
     before, after = (dict(_sizes(folder)) for _ in range(2))
     return sum(size for path, (size, file) in before.items() if after.get(path) == (size, file))
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(path, (bytes, inode)) of every file."""
+    """Yield (path, (bytes, inode)) of every file."""
     for parent, _, names in os.walk(folder):
         if os.path.basename(parent) == "unfinished" or len(os.path.basename(parent)) == 1:
             for name in names:

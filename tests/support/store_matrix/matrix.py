@@ -76,7 +76,7 @@ def places(kind: Kind) -> Iterator[Place]:
 
 
 def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callable[[str], None] | None = None) -> Cell:
-    """One cell; what is raised in it is one of its problems."""
+    """Return one cell; what is raised in it is one of its problems."""
     cell = Cell(kind, fault, progress=progress)
     if "Redis" in KINDS[kind].tiers and redis_server.SERVER is None:
         cell.skipped = "neither redis-server nor valkey-server is installed"
@@ -89,7 +89,7 @@ def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callabl
 
 
 def table(cells: list[Cell]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of a report."""
+    """Return columns and rows of a report."""
     columns = ["kind", "fault", "cases", "reads that hit", "problems", "seconds", ""]
     rows = []
     for cell in cells:

@@ -98,7 +98,7 @@ class _SlowOs:
 
 
 def _in_another(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
-    """``work`` in process ``number`` of a namespace of its own: where the numbers differ, one knows nothing of the other's."""
+    """Return ``work`` in process ``number`` of a namespace of its own: where the numbers differ, one knows nothing of the other's."""
 
     def start(note: Note, number: int = number) -> None:
         if number:

@@ -38,7 +38,7 @@ class Wrong(Exception):
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """The token ids of a prompt: one or two chunks of its family, then its own, and a few more than whole chunks."""
+    """Return the token ids of a prompt: one or two chunks of its family, then its own, and a few more than whole chunks."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -46,13 +46,13 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def chunks(number: int) -> int:
-    """The whole chunks of a prompt."""
+    """Return the whole chunks of a prompt."""
     return len(prompt(number)) // CHUNK
 
 
 @cache
 def packed(who: int, number: int) -> kvpack.Cache:
-    """The cache of a prompt: its values are a function of the identity, the layer and all tokens up to them."""
+    """Return the cache of a prompt: its values are a function of the identity, the layer and all tokens up to them."""
     ids = prompt(number)
 
     def side(*name: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ def packed(who: int, number: int) -> kvpack.Cache:
 
 
 def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
-    """Every stream of chunk ``number`` with its name, dtype and shape."""
+    """Return every stream of chunk ``number`` with its name, dtype and shape."""
     parts: list[bytes] = []
     for layer in whole[:, number * CHUNK : (number + 1) * CHUNK]:
         for name, side in layer.sides.items():
@@ -100,7 +100,7 @@ def prepare() -> None:
 
 
 def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> int:
-    """The chunks of an answer of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
+    """Return the chunks of an answer of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
     if found is None:
         if tokens:
             raise Wrong(f"load says {tokens} tokens and has no cache")
@@ -128,7 +128,7 @@ def require(store: kvpack.Store, wanted: Iterable[tuple[int, int]], who: int, wh
 
 
 def counted(store: kvpack.Store) -> dict[str, object]:
-    """The counters of a store that are not 0."""
+    """Return the counters of a store that are not 0."""
     return {name: count for name, count in store.counters().items() if count}
 
 

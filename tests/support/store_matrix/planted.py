@@ -180,13 +180,13 @@ def _make_room(path: str) -> None:
 
 
 def _another(path: str, folder: str) -> str:
-    """The path of any other entry of a folder."""
+    """Return the path of any other entry of a folder."""
     found = [other for other in glob.glob(f"{folder}/?/?/" + "?" * 64) if other != path]
     return found[0] if found else "/nowhere"
 
 
 def _trusts_plaintext(folder: str) -> bool:
-    """Whether what lies in a folder is not encrypted, so that a whole entry would be what its writer says."""
+    """Return True if what lies in a folder is not encrypted, so that a whole entry would be what its writer says."""
     for other in glob.glob(f"{folder}/?/?/" + "?" * 64):
         if os.path.isfile(other) and os.access(other, os.R_OK):
             with open(other, "rb") as file:
@@ -198,7 +198,7 @@ _MADE: dict[bytes, bytes] = {}
 
 
 def keys(who: int, number: int) -> list[bytes]:
-    """The keys of a prompt's chunks."""
+    """Return the keys of a prompt's chunks."""
     return kvpack.Store("memory://", IDENTITIES[who], chunk=CHUNK, max_bytes=0).keys(prompt(number))
 
 

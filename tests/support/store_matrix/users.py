@@ -90,7 +90,7 @@ def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], No
 
 
 def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
-    """The place with folders of one user, empty."""
+    """Return the place with folders of one user, empty."""
     place.clear()
     for folder in place.folders:
         os.mkdir(folder, mode)
@@ -261,7 +261,7 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
 
 
 def _victim(place: Place, folder: int) -> str:
-    """The path of the second chunk of ``VICTIM`` in one of the folders."""
+    """Return the path of the second chunk of ``VICTIM`` in one of the folders."""
     name = planted.keys(*VICTIM)[1].hex()
     return f"{place.folders[folder]}/{name[0]}/{name[1]}/{name}"
 
@@ -307,7 +307,7 @@ def _largest_bytes() -> int:
 
 
 def _file_bytes() -> int:
-    """The bytes of files that this process has mapped in memory; 0 where the system does not tell."""
+    """Return the bytes of files that this process has mapped in memory; 0 where the system does not tell."""
     with contextlib.suppress(OSError):
         found = re.search(rb"^RssFile:\s+(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
         if found is not None:

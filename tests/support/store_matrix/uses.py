@@ -32,7 +32,7 @@ def keep(place: Place) -> None:
 
 
 def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
-    """One use of one identity's store: (chunks found, chunks compared). ``loaded`` holds caches whose entries may go meanwhile."""
+    """Return one use of one identity's store: (chunks found, chunks compared). ``loaded`` holds caches whose entries may go meanwhile."""
     who, number, what = choice.randrange(len(stores)), choice.randrange(PROMPTS), choice.random()
     store, ids = stores[who], prompt(number)
     if what < 0.45:
@@ -65,7 +65,7 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
 
 
 def each(place: Place) -> int:
-    """Every use once, of two identities; the chunks found. Raises Wrong, and whatever a store raises, which must be nothing."""
+    """Return every use once, of two identities; the chunks found. Raises Wrong, and whatever a store raises, which must be nothing."""
     found = 0
     for who in (0, 2):
         with place.open(who) as store:

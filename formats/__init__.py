@@ -1,4 +1,4 @@
-"""The tables of codecs and of side-cars. A new one is a file here, a row below, and a page or section in spec/."""
+"""Tables of codecs and side-cars. To add one, add a file here, a row below, and a page or section in spec/."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
 
 
 def side_car_words() -> tuple[str, ...]:
-    """Return the options of a recipe that ask for side-cars and steer them."""
+    """Return the names of the recipe options that select and configure side-cars."""
     return tuple(word for side_car in SIDE_CARS.values() for word in side_car.words)
 
 

@@ -175,7 +175,7 @@ class Angle(CodecFamily):
         return functional.embedding(bins, bin_directions(self.bins, norms.device)).mul_(norms[..., None]).flatten(3)
 
     def _norms(self, step: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """Return the norms of all pairs."""
+        """Return the decoded norms of all pairs, float32 ``[batch, kv_head, token, pair]``."""
         norms = torch.addcmul(minimum, step, codes)
         return norms.exp2_() if self.norm == "log" else norms
 
@@ -185,7 +185,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, ``[..., 1]``."""
+    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, shape ``[..., 1]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
     product, squares, length = (
         (one / largest).mul_(other / largest).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Checks of arguments: the message names a value of the wrong type in one short line, with the expected type."""
+"""Argument checks. Each message names the value, its type and the expected type in one short line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS = {"bool", "bool_"}
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` for a message: numbers and short texts as they are, sequences of bytes by their size, anything else by its type."""
+    """Format ``value`` for a message: numbers and short strings in full, bytes by size, anything else by type."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     if value is None or isinstance(value, bool | float | complex | str):
@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
 
 
 def integer(value: Any, what: str) -> int:
-    """Return ``value`` as an integer. Raises InvalidType; ``what`` names the value in the message."""
+    """Convert ``value`` to an integer. Raises InvalidType; ``what`` names the value in the message."""
     if type(value) is int:
         return value
     try:
@@ -45,25 +45,25 @@ def integer(value: Any, what: str) -> int:
 
 
 def check_flag(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is True or False: text such as "no" would count as true."""
+    """Raise InvalidType unless ``value`` is True or False; a string such as "no" would be truthy."""
     if type(value).__name__ not in _FLAGS and not (type(value) is int and value in (0, 1)):
         raise InvalidType(f"{what} is {shown(value)}, expected True or False")
 
 
 def check_callback(value: Any, what: str = "progress") -> None:
-    """Raise InvalidType unless ``value`` is None or can be called."""
+    """Raise InvalidType unless ``value`` is None or callable."""
     if value is not None and not callable(value):
         raise InvalidType(f"{what} is {shown(value)}, expected a function that takes the numbers done and total, or None")
 
 
 def check_mapping(value: Any, what: str, example: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a map; ``example`` is one."""
+    """Raise InvalidType unless ``value`` is None or a mapping; the message shows ``example``."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidType(f"{what} is {shown(value)}, expected a map such as {example}")
 
 
 def items(value: Any, what: str, expected: str) -> list[Any]:
-    """Return the items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` names the items."""
+    """Return the items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` describes the items."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
@@ -71,13 +71,13 @@ def items(value: Any, what: str, expected: str) -> list[Any]:
 
 
 def check_text(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is text."""
+    """Raise InvalidType unless ``value`` is a string."""
     if not isinstance(value, str):
         raise InvalidType(f"{what} is {shown(value)}, expected text")
 
 
 def checked_device(device: Any) -> torch.device:
-    """Return ``device`` as a torch.device that contains values. Raises InvalidParameter for one that this PyTorch cannot use."""
+    """Convert ``device`` to a torch.device. Raises InvalidParameter if this PyTorch cannot allocate tensors on it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -97,7 +97,7 @@ def checked_device(device: Any) -> torch.device:
 
 
 def check_floating(dtype: Any) -> None:
-    """Raise InvalidType unless ``dtype`` is a floating-point dtype of torch."""
+    """Raise InvalidType unless ``dtype`` is a floating-point torch.dtype."""
     if not isinstance(dtype, torch.dtype):
         raise InvalidType(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
     if not dtype.is_floating_point:
@@ -105,7 +105,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number that a float can represent; ``what`` names it in the message."""
+    """Raise InvalidType unless ``value`` is None or a number that fits a float; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{what} is {shown(value)}, expected a number")

@@ -1,8 +1,8 @@
-"""balanced: keys in a frame of a basis in which keys and queries have the same second moments (spec/side-cars.md).
+"""balanced: keys in a calibrated frame in which keys and queries have the same second moments (spec/side-cars.md).
 
-An error in a key costs what the queries make of it. With E[k k^T] = L L^T of keys, E[q q^T] = C of the queries that meet them, and
-L^T C L = U diag(lambda) U^T, keys and queries have the same second moments in the frame diag(lambda)^(1/4) U^T L^-1. Errors that are equal
-in all directions, as those of codecs with a rotation are, cost the least there.
+An error in a key costs as much as the queries make of it. Let E[k k^T] = L L^T over keys, C = E[q q^T] over the queries that attend to
+them, and L^T C L = U diag(lambda) U^T. In the frame diag(lambda)^(1/4) U^T L^-1, keys and queries have the same second moments. Errors
+of equal size in every direction, such as those of codecs with a rotation, cost the least in this frame.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FRAMES = ("balanced", "centered")
 
 @dataclass(frozen=True)
 class Balanced(ValueMap):
-    """Keys in the frames ``frame``, one of ``FRAMES``, of ``layer`` of the basis with SHA-256 ``basis``.
+    """Maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
 
-    ``source`` contains them for a codec that has been given its basis; it is not stored.
+    ``source`` holds the frames once the codec has been given its basis; it is not stored.
     """
 
     name: ClassVar[str] = "balanced"
@@ -93,11 +93,11 @@ class Balanced(ValueMap):
 
     @property
     def place(self) -> str:
-        """The part of the basis that it needs, in words."""
+        """The part of the basis that the codec needs, for messages."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames that it was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -115,7 +115,7 @@ class Balanced(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Return ``query``, and then ``rotation`` forward, as one product."""
+        """Map queries by ``query`` and then ``rotation``, as one matrix product."""
         matrices = self.source_for(q.shape[1]).on(q.device).query_matrices(rotation)
         # A product of three dimensions is called faster than one that is broadcast.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

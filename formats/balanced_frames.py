@@ -1,4 +1,4 @@
-"""The balanced frames of a layer's keys, as a basis contains them (spec/basis.md)."""
+"""Balanced frames of a layer's keys, as stored in a basis (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_GROWTH = 2.0**10
 
 
 class BalancedFrames:
-    """The balanced frames of the keys of one layer: float32 ``[kv_head, column, channel]``, what each column is in the original frame."""
+    """Balanced frames of one layer's keys: float32 ``[kv_head, column, channel]``, each column as a vector in the original frame."""
 
     def __init__(self, matrices: torch.Tensor) -> None:
         self.matrices = matrices
@@ -33,14 +33,14 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def of_heads(self, heads: int) -> BalancedFrames:
-        """Return these frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
         return self
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
+        """Return the inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
 
         Raises OutOfRange if a matrix is too badly conditioned (rules basis-19 and basis-24).
         """
@@ -54,9 +54,9 @@ class BalancedFrames:
         return found.to(self.matrices.device)
 
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
-        """Return the maps of queries into the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, each rounded once.
+        """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, rounded once.
 
-        Keys are mapped and then rotated, queries by one product with these. They are kept.
+        Keys are mapped first and rotated second; these matrices do both for queries. They are cached.
         """
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
@@ -66,7 +66,7 @@ class BalancedFrames:
         return self._query_matrices[rotation]
 
     def on(self, device: torch.device) -> BalancedFrames:
-        """Return the same frames on ``device``; a copy is kept."""
+        """Return a copy of the frames on ``device``, which is cached."""
         if self.matrices.device == device:
             return self
         key = str(device)
@@ -79,9 +79,7 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """The calibrated input of a recipe for the keys of a ``layer``: frames of a kind, or mean squared ``queries``, and the basis'
-    SHA-256.
-    """
+    """Calibrated input for a ``layer``'s keys: frames of a kind, or mean squared ``queries``, and the SHA-256 of the basis."""
 
     digest: bytes
     layer: int

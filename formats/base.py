@@ -63,9 +63,9 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 class Layout:
     """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
 
-    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry": each ``tokens_per_row``
-    tokens of a sequence have as many entries as flags or counts say (``Codec.entries``). ``batch_axis`` is None for a stream whose
-    first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
+    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry" (the number of rows for each
+    ``tokens_per_row`` tokens of a sequence depends on stored flags or counts; see ``Codec.entries``). ``batch_axis`` is None for a stream
+    whose first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
     """
 
     dtype: str
@@ -76,11 +76,11 @@ class Layout:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides of a dense array of this shape, in values."""
+        """Return the strides, in values, of a contiguous array of this shape."""
         return _strides(self.shape)
 
     def array(self, data: memoryview) -> numpy.ndarray[Any, Any]:
-        """Return the stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
+        """View the stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
         array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
         return array
 
@@ -92,11 +92,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens to be encoded as one run, for a codec that must see all of them before it encodes the first.
+    """The tokens to encode as one run, for codecs that must see all of them before encoding the first.
 
-    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is
-    that of the first token, and ``norms``, float32 ``[batch, kv_head, token]``, are those of the layer's keys in each head, as far as they
-    are known.
+    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is the
+    position of the first token. ``norms``, float32 ``[batch, kv_head, token]``, are the norms of the layer's keys in each head, if known.
     """
 
     shape: tuple[int, int, int, int]
@@ -108,7 +107,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunEncoder:
-    """Encodes a run: ``streams`` holds the streams with one row per run, ``encode(block, start)`` returns the others.
+    """Encoder of one run: ``streams`` holds the streams with one row per run, and ``encode(block, start)`` returns the others.
 
     A block is finite float32 ``[batch, kv_head, token, dim]``; its first token ``start`` is a multiple of the token group.
     """
@@ -118,7 +117,7 @@ class RunEncoder:
 
 
 class _Checks(NamedTuple):
-    """What a codec's checks go through: code streams with their planes, streams of finite numbers, rules, and a stream of all sequences."""
+    """Inputs of a codec's checks: code streams with their planes, streams of finite numbers, rules, and a stream of all sequences."""
 
     packed: list[tuple[str, Columns, list[str]]]
     finite: list[str]
@@ -129,7 +128,7 @@ class _Checks(NamedTuple):
 
 
 class CodecSummary(NamedTuple):
-    """Properties of a codec by name; ``entries`` are the streams with one row per entry, ``has_run_rows`` says if any has one per run."""
+    """Properties of a codec by name; ``entries`` are the streams with one row per entry; ``has_run_rows``: any has one per run."""
 
     features: frozenset[str]
     bases_needed: frozenset[bytes]
@@ -144,7 +143,7 @@ class CodecSummary(NamedTuple):
 
 
 class Codec(ABC):
-    """A codec with its parameters bound to one head dim: one of a family (``family.CodecFamily``), or one with side-cars."""
+    """A codec with parameters bound to one head dim: a family member (``family.CodecFamily``), or one with side-cars."""
 
     id: ClassVar[str]
     takes_side_cars: ClassVar[bool] = True
@@ -155,10 +154,10 @@ class Codec(ABC):
     @property
     @abstractmethod
     def nominal_bits(self) -> float:
-        """Bits per value as the source paper counts them; the file's size gives the true figure."""
+        """Bits per value as the source paper counts them; the file size gives the actual figure."""
 
     def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
-        """Return its side-car of a class, if it has one."""
+        """Return the codec's side-car of class ``wanted``, or None."""
         for side_car in self.side_cars:
             if isinstance(side_car, wanted):
                 return side_car
@@ -166,30 +165,30 @@ class Codec(ABC):
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """Kinds of scales proportional to norms (``head_norms.HEADS``, ``TOKENS``) that heads or tokens share: the largest norm decides."""
+        """Kinds of norm-proportional scales (``head_norms.HEADS``, ``TOKENS``) that heads or tokens share."""
         return frozenset()
 
     @property
     def changes_norms(self) -> bool:
-        """True if encoding changes the norms of the given values first."""
+        """True if encoding starts with a step that changes the norms of the values."""
         return False
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-        """Return the norms of the values that are encoded, float32 ``[batch, kv_head, token]``; ``before`` is that of ``begin``.
+        """Return the norms of the values as the codec will encode them, float32 ``[batch, kv_head, token]``.
 
-        Raises OutOfRange for values that cannot be encoded.
+        ``before`` has the same meaning as in ``begin``. Raises OutOfRange for values that cannot be encoded.
         """
         none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
         return torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
 
     @property
     def features(self) -> frozenset[str]:
-        """The required features that stand for parameters which the first readers of version 1 do not know."""
+        """Required features for parameters that the first readers of version 1 do not know."""
         return frozenset()
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        """The SHA-256 of each basis that readers of its values need."""
+        """SHA-256 of each basis that readers need to decode the values."""
         return frozenset()
 
     @property
@@ -203,17 +202,17 @@ class Codec(ABC):
         return self
 
     def with_family(self, family: Codec) -> Codec:
-        """Return ``family`` with the side-cars of this codec."""
+        """Return ``family`` combined with the side-cars of this codec."""
         return family
 
     @cached_property
     def rotation(self) -> Rotation:
-        """The rotation between the original and the coded frame: by ``rotation_kind`` and ``seed``, none for a codec without them."""
+        """The rotation from the original to the coded frame, set by ``rotation_kind`` and ``seed``; the identity by default."""
         return rotation_of(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
 
     @property
     def exact_dtype(self) -> str | None:
-        """The dtype ("bf16", "fp16" or "fp32") whose values the codec keeps bit for bit, NaN and infinity too; None if it is lossy."""
+        """The dtype ("bf16", "fp16" or "fp32") that the codec stores bit for bit, including NaN and infinity; None if it is lossy."""
         return None
 
     @property
@@ -223,7 +222,7 @@ class Codec(ABC):
 
     @property
     def fixed_heads(self) -> int | None:
-        """The number of heads of every side that it codes; None for any."""
+        """The only number of heads that the codec accepts; None for any."""
         return None
 
     @property
@@ -233,7 +232,7 @@ class Codec(ABC):
 
     @property
     def run_values(self) -> int:
-        """The values per head in rows of runs that decoding converts as a whole: readers with a limit of memory count them."""
+        """Values per head in run rows that decoding converts at once; readers with a memory limit count them."""
         return 0
 
     @abstractmethod
@@ -245,9 +244,9 @@ class Codec(ABC):
         """Return the streams other than packed codes, stored after the codes in this order."""
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        """Create the encoder of ``run``; it may measure the whole run first, or build a lookup table that will pay off.
+        """Create the encoder of ``run``. It may first measure the whole run or build a lookup table that will pay off.
 
-        ``before`` contains the streams of the preceding run of the side: runs with equal run rows can be joined.
+        ``before`` contains the streams of the side's preceding run: runs with equal run rows can be joined.
         """
         return RunEncoder({}, lambda block, _: self.encode(block))
 
@@ -277,11 +276,11 @@ class Codec(ABC):
         return streams[name].shape[2]
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; for codecs that have one."""
+        """Return the values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; only for codecs that have one."""
         raise NotImplementedError
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> Mapping[str, torch.Tensor]:
-        """Return ``streams`` as an encoder makes them, after all but the first ``tokens`` of their last token group have been left out."""
+        """Return ``streams`` as an encoder would produce them if the last token group had only its first ``tokens`` tokens."""
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -297,33 +296,30 @@ class Codec(ABC):
         return self.rotation.forward(q)
 
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return, for each stream with one row per entry, its rows in a run of ``tokens`` tokens of ordinary values."""
+        """Return, for each stream with one row per entry, its number of rows in a run of ``tokens`` ordinary tokens."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, for each stream with one row per entry, its rows per token and sequence, integers ``[token, batch]``.
+        """Return, for each stream with one row per entry, its number of rows per token and sequence, integers ``[token, batch]``.
 
-        An entry of ``tokens_per_row`` tokens is counted once for these: integers ``[row, batch]``.
+        An entry that covers ``tokens_per_row`` tokens is counted once for all of them: integers ``[row, batch]``.
         """
         return {}
 
     def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, for each stream with one row per entry whose entries name their tokens, the token of each entry in use, int64,
-        ascending.
-        """
+        """Return, for each stream whose entries name their tokens, the token of each entry in use, int64, ascending."""
         return {}
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``ordered``, with tokens counted from ``tokens`` before the first; entries that are not in use are left
-        out."""
+        """Return the streams of ``ordered`` with token numbers increased by ``tokens``; unused entries are dropped."""
         return {}
 
     def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``ordered`` of the sequences ``indices``, int64 ``[row]``, in that order."""
+        """Return the streams of ``ordered`` for the sequences ``indices``, int64 ``[row]``, in that order."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Name, dtype and shape of every stored stream for ``tokens`` tokens; a code stream has one array per plane."""
+        """Return the name, dtype and shape of every stored stream for ``tokens`` tokens; a code stream has one array per plane."""
         layout = {}
         for stream, packing in self.packings().items():
             for plane, words in enumerate(packing.planes):
@@ -331,7 +327,7 @@ class Codec(ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Layouts of the streams without rows of a side of this size: those of ``layout`` without the number of rows."""
+        """Return the layouts of the streams whose number of rows does not depend on the tokens, for a side of this size."""
         if (batch, heads) not in self.made:
             self.made[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.made[batch, heads]
@@ -339,7 +335,7 @@ class Codec(ABC):
 
     @cached_property
     def summary(self) -> CodecSummary:
-        """What headers and encoders ask for of every side: files have thousands of sides of a few codecs."""
+        """Return the properties that headers and encoders read for every side, cached: files have thousands of sides but few codecs."""
         layouts = self.row_layouts
         return CodecSummary(
             self.features,
@@ -356,12 +352,12 @@ class Codec(ABC):
 
     @cached_property
     def made(self) -> Kept:
-        """What was made from this codec, by what it was made for: sides of many layers and files share it."""
+        """Cache of values derived from this codec, keyed by use; sides of many layers and files share it."""
         return Kept()
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """The streams without tokens: the dtype of each, what a row stands for and how long it is."""
+        """Layouts of the streams without a token count: dtype, what a row stands for, and row length."""
         return self.layout(1, 1, 0)
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -374,21 +370,21 @@ class Codec(ABC):
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
     def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
-        """Return the codes, int32 ``[batch, kv_head, token, symbols]`` per digit, independent of how this codec packs them.
+        """Return the codes, int32 ``[batch, kv_head, token, symbols]`` per digit, in a form independent of the packing.
 
         ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel equivalent to it.
         """
         return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the codes into code streams: the inverse of the method ``digits``."""
+        """Pack the codes into code streams; the inverse of ``digits``."""
         packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack a digit as ``stream``, or in two factors as ``stream_low`` and ``stream_high`` where this codec splits it."""
+        """Pack a digit as ``stream``, or as two factors ``stream_low`` and ``stream_high`` if this codec splits it."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -396,7 +392,7 @@ class Codec(ABC):
         return self.pack(f"{stream}_low", digit & low - 1) | self.pack(f"{stream}_high", digit >> low.bit_length() - 1)
 
     def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> torch.Tensor:
-        """Unpack the digit that ``pack_factored`` packed."""
+        """Unpack a digit packed by ``pack_factored``."""
         packings = self.packings()
         if stream in packings:
             return self.unpack(stream, streams, unpacker)[0]
@@ -404,20 +400,20 @@ class Codec(ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Return True if ``other`` stores the same codes and differs at most in their packing."""
+        """Return True if ``other`` stores the same codes, whatever their packing."""
         mine, others = self.params(), other.params()
         return mine.keys() == others.keys() and all(mine[name] == others[name] for name in mine.keys() - _PACKING)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """Repack the streams for ``other``, which has the ``same_codes``: nothing is decoded or lost."""
+        """Repack the streams for ``other``, which has the ``same_codes``; no value is decoded or lost."""
         scales = {name: streams[name] for name in self.scales(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse stored bytes that no writer may produce.
 
-        ``arrays`` holds the streams as numpy arrays (no scale is bfloat16), or as arrays read in blocks. Raises
-        InvalidPayload for a digit outside its alphabet, a nonzero spare bit, a scale that is not finite, and by ``payload_rules``.
+        ``arrays`` holds the streams as numpy arrays (no scale is bfloat16) or as arrays read in blocks. Raises InvalidPayload for a digit
+        outside its alphabet, a nonzero spare bit, a scale that is not finite, and violations of ``payload_rules``.
         """
         checks = self._checks
         for stream, packing, planes in checks.packed:
@@ -436,11 +432,11 @@ class Codec(ABC):
         return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), of_batch)
 
     def finite_streams(self) -> list[str]:
-        """Return streams other than codes whose values must be finite: all with floating-point numbers."""
+        """Return the streams other than codes whose values must be finite: by default all with floating-point numbers."""
         return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        """Checks of stored bytes that other codecs do not need, in order; each raises InvalidPayload."""
+        """Return this codec's own checks of stored bytes, in order; each raises InvalidPayload."""
         return ()
 
     def run_rules(self) -> tuple[RunRule, ...]:
@@ -488,7 +484,7 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
 def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
     """Round ``values`` to the stored float ``dtype`` ("F16" or "F32").
 
-    Raises OutOfRange, naming ``what``, the place and both values, when one does not fit.
+    Raises OutOfRange if a value does not fit; the message contains ``what``, the position, the value and its limit.
     """
     half = dtype == "F16"
     # One pass over the unrounded values: 65520 and above would round to infinity.

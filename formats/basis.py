@@ -1,7 +1,7 @@
-"""The rows of a basis: what a model's keys or values of one layer are described in (spec/basis.md).
+"""Rows of a basis: the calibrated frame of a model's keys or values in one layer (spec/basis.md).
 
-For each head: the mean in the coded frame, the matrix that leads from the coded frame to the original one, the weights of its
-columns, and the tables of every run of columns at every width.
+For each head: the mean in the coded frame, the matrix from the coded frame to the original one, the weights of its columns, and the
+tables of every run of columns at every width.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_LAYER = 4095
 
 
 def not_given(place: str) -> MissingBasis:
-    """Return the error of a codec that needs ``place`` of its basis, and has none."""
+    """Create the error for a codec that needs ``place`` of its basis and was given no basis."""
     return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
 
 
@@ -47,12 +47,12 @@ LARGEST_GAIN = 65504.0
 
 
 def runs_of(dim: int) -> int:
-    """Return the runs of columns of a head; the last one may be partial."""
+    """Return the number of runs of columns of a head; the last one may be partial."""
     return -(-dim // RUN_COLUMNS)
 
 
 def rows_of(dim: int) -> int:
-    """Return the rows of ``dim`` values for a head's basis."""
+    """Return the number of rows, of ``dim`` values each, in a head's basis."""
     return 2 + dim + -(-TABLE_VALUES * runs_of(dim) // dim)
 
 
@@ -62,7 +62,7 @@ def run_slice(run: int, dim: int) -> slice:
 
 
 class BasisRows:
-    """The rows of one layer and side as float32 ``[batch or 1, kv_head, row, dim]``, and the parts of them.
+    """The rows of one layer and side, float32 ``[batch or 1, kv_head, row, dim]``, and views of their parts.
 
     Raises InvalidParameter for fewer than ``rows_of(dim)`` rows.
     """
@@ -82,19 +82,19 @@ class BasisRows:
         return self.rows.shape[3]
 
     def of_heads(self, heads: int) -> BasisRows:
-        """Return these rows, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these rows if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
         return self
 
     @cached_property
     def mean(self) -> torch.Tensor:
-        """The mean in the coded frame, float32 ``[batch, kv_head, 1, column]``."""
+        """Mean in the coded frame, float32 ``[batch, kv_head, 1, column]``."""
         return self.rows[:, :, :1].to(torch.float32) * MEAN_UNIT
 
     @cached_property
     def matrix(self) -> torch.Tensor:
-        """The coded frame's columns in the original frame, float32 ``[batch, kv_head, column, channel]``."""
+        """Columns of the coded frame in the original frame, float32 ``[batch, kv_head, column, channel]``."""
         return self.rows[:, :, 1 : 1 + self.dim].to(torch.float32)
 
     @cached_property
@@ -109,20 +109,20 @@ class BasisRows:
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
-        """Return the values of the codes of a run at ``width`` bits, float32 ``[batch, kv_head, code]``."""
+        """Return the decoded values of a run's codes at ``width`` bits, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def tables_of(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """Return the values of codes of ``width`` bits of ``runs`` of 8 columns, one of each head: float32 ``[batch, run, code]``.
+        """Return the decoded values of codes of ``width`` bits for ``runs`` of 8 columns of ``heads``: float32 ``[batch, run, code]``.
 
-        Two of these have the table of a run of ``RUN_COLUMNS``.
+        Two runs of 8 columns share the table of one run of ``RUN_COLUMNS``.
         """
         found = self._tables[:, list(heads), [run // 2 for run in runs]]
         return found[..., (1 << width) - 2 : (2 << width) - 2]
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
+        """Return the inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
         Raises the errors of ``check_reach`` and ``inverse_of``.
         """
@@ -131,7 +131,7 @@ class BasisRows:
         return inverse_of(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on(self, device: torch.device) -> BasisRows:
-        """Return the same rows on ``device``; a copy is kept."""
+        """Return a copy of the rows on ``device``, which is cached."""
         if self.rows.device == device:
             return self
         key = str(device)
@@ -141,9 +141,9 @@ class BasisRows:
 
 
 class Calibrated(NamedTuple):
-    """The calibrated input of a codec: the ``rows`` of a layer and side, the SHA-256 of the basis, and the values derived from the bits.
+    """Calibrated input of a codec: the ``rows`` of a layer and side, the SHA-256 of the basis, and values derived from the bit budget.
 
-    That is the ``widths`` of the runs for the codec klt, and for transform the ``frames`` and the ``step``.
+    The derived values are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
     """
 
     rows: BasisRows
@@ -155,7 +155,7 @@ class Calibrated(NamedTuple):
 
 
 def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
-    """Return rows ``[row, dim]`` of the tables of a head: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
+    """Return a head's tables as rows ``[row, dim]``: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
     values = torch.cat([table for run in tables for table in run])
     rows = rows_of(dim) - 2 - dim
     padded = torch.zeros(rows * dim, dtype=values.dtype, device=values.device)

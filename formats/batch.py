@@ -1,4 +1,4 @@
-"""The sequences of a batch: which rows of every stream belong to each."""
+"""Sequences of a batch: select the rows of every stream that belong to given sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the streams of the sequences ``indices``, int64 ``[row]`` inside the batch and on the streams' device, in that order.
+    """Return the streams of the sequences ``indices``, int64 ``[row]``, in that order.
 
-    Rows are copied, never decoded. An index that occurs twice gives two equal sequences.
+    Indices must be within the batch and on the streams' device. Rows are copied, never decoded. A repeated index repeats its sequence.
     """
     counts, named = codec.entries(streams), codec.selected(streams, indices)
     result = {}
@@ -30,8 +30,7 @@ def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Ten
 
 
 def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the row numbers of the entries of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token,
-    batch]``."""
+    """Return the entry numbers of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
     # Entry i of a token and sequence is i rows after its first entry, in the source and in the result.

@@ -65,5 +65,5 @@ class BlockRotation(ValueMap):
 
 
 def size_of_words(options: Options) -> int:
-    """Return the block size that a recipe requests; 0 if it requests none. Raises InvalidParameter for a size out of range."""
+    """Return the block size that a recipe requests, or 0. Raises InvalidParameter for a size out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

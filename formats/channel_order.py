@@ -30,7 +30,7 @@ _MAX_OF_U8 = 256
 
 @dataclass(frozen=True)
 class ChannelOrder(ValueMap):
-    """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; the encoder spreads over blocks of ``size`` channels.
+    """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; large channels are spread over blocks of ``size``.
 
     Raises InvalidParameter if ``dim`` channels are more than the dtype can number.
     """
@@ -65,11 +65,11 @@ class ChannelOrder(ValueMap):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the stream ``channel_order``."""
+        """Return the layout of the stream ``channel_order``."""
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return the order for a run, ``[batch, kv_head, 1, dim]``: the channels by their size, dealt to the blocks back and forth."""
+        """Return a run's order ``[batch, kv_head, 1, dim]``: channels sorted by size and dealt to the blocks back and forth."""
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():
@@ -80,11 +80,11 @@ class ChannelOrder(ValueMap):
         return {STREAM: rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``[batch, kv_head, row, dim]`` with the channels in the stored order."""
+        """Return ``x`` ``[batch, kv_head, row, dim]`` with its channels in the stored order."""
         return x.gather(-1, _order(streams).expand(x.shape))
 
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``[batch, kv_head, row, dim]`` with the channels back in their own order."""
+        """Return ``x`` ``[batch, kv_head, row, dim]`` with its channels in the original order."""
         return x.gather(-1, _order(streams).argsort(-1).expand(x.shape))
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:

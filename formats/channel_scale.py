@@ -1,7 +1,7 @@
-"""channel_scale: each channel of a head divided by a factor before anything else is done with it (spec/side-cars.md).
+"""channel_scale: each channel of a head divided by its own factor before any other step (spec/side-cars.md).
 
-Keys of many models have a few channels far larger than the others; a rotation spreads them over all, and every code then
-describes them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
+Keys of many models have a few channels far larger than the others. A rotation spreads them over all channels, so that every code has to
+describe them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _SPAN = 16
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """Factors stored as ``dtype``; ``paired`` gives the channels j and j + dim / 2, which RoPE mixes, the larger factor of the two.
+    """Factors stored as ``dtype``. If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors.
 
-    With ``queries``, float32 ``[kv_head, dim]``, the mean squares of what the channels of queries hold, factors are balanced: keys and
-    queries have the same size in every channel.
+    With ``queries``, float32 ``[kv_head, dim]``, the mean square of each query channel, the factors are balanced: they make keys and
+    queries
+    equally large in every channel.
     """
 
     name: ClassVar[str] = "channel_scale"
@@ -86,14 +87,14 @@ class ChannelScale(ValueMap):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the stream ``channel_scale``."""
+        """Return the layout of the stream ``channel_scale``."""
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Factors ``[batch, kv_head, 1, dim]`` of a run: max(1, rms / (``ordinary`` median rms)), rms of a channel.
+        """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, rms / (``ordinary`` median rms)), with the rms of each channel.
 
-        It is that of the median of spans of 16 tokens: an outlier in one token would scale the channel of all others. Balanced factors are
-        in proportion to (E[k^2] / E[q^2])^(1/4) of the channel, and their geometric mean is 1.
+        A channel's rms is that of the median of spans of 16 tokens, because an outlier in one token would scale the channel of all others.
+        Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         batch, heads, tokens, dim = run.shape
         squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
@@ -135,10 +136,9 @@ class ChannelScale(ValueMap):
 
 
 def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the balanced factors of mean squares of keys ``[batch, kv_head, 1, dim]``, in which values of 2^-10 of the average stand for
-    less.
+    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``; values below 2^-10 of the average are raised to it.
 
-    Raises InvalidParameter for ``queries`` of another number of heads.
+    Raises InvalidParameter if ``queries`` has another number of heads.
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(f"the basis has queries of {len(queries)} heads, but the keys have {keys.shape[1]}")

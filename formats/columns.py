@@ -59,7 +59,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
-    """Stored bytes of one row of ``symbols`` symbols."""
+    """Return the stored bytes of one row of ``symbols`` symbols."""
     return Columns(symbols, tuple(bases), fields).row_bytes
 
 
@@ -123,7 +123,7 @@ class Columns:
 
     @cached_property
     def place_values(self) -> tuple[tuple[int, ...], ...]:
-        """For each digit, the place value of each of its fields in the column."""
+        """Place value, for each digit, of each of its fields in the column."""
         values, weight = [], 1
         for base in self.bases:
             values.append(tuple(weight * base**k for k in range(self.fields)))
@@ -142,7 +142,7 @@ class Columns:
 
     @cached_property
     def planes(self) -> tuple[int, ...]:
-        """The words per row of each plane."""
+        """Number of words per row of each plane."""
         full = (self.width,) * (self.column_bytes // 2)
         return (*full, (self.width + 1) // 2) if self.column_bytes % 2 else full
 
@@ -165,7 +165,7 @@ class Columns:
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pack digits: each is ``[..., symbols]`` of any dtype, with integers below its alphabet.
+        """Pack digits, each ``[..., symbols]`` of any dtype with integers below its alphabet.
 
         Returns one uint16 tensor ``[..., words]`` per plane.
         """
@@ -246,9 +246,7 @@ class Columns:
                 self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """Return the rules that ``check`` applies to the words of each plane, None for no rule; None if single words cannot show all
-        errors.
-        """
+        """Return the rules that ``check`` applies to the words of each plane, or None if single words cannot show all errors."""
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
@@ -259,7 +257,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions show that these rows are valid; False if some need a check of each value."""
+        """Return True if reductions show that these rows are valid, and False if some values must be checked one by one."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((over_rows(planes[0], numpy.maximum) <= self._column_limits).all())
@@ -290,7 +288,7 @@ class Columns:
                 _refuse(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
-        """Return the numbers of the planes that set spare bits."""
+        """Return the numbers of the planes with nonzero spare bits."""
         wrong = []
         for number, spare in self._spare_bits.items():
             if (over_rows(planes[number], numpy.bitwise_or) & spare).any():
@@ -299,13 +297,13 @@ class Columns:
 
     @cached_property
     def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:
-        """The spare bits of each word, for every plane, by its number, that has any."""
+        """Spare bits of each word, by the number of the plane, for planes that have any."""
         spare = {number: ~numpy.array(allowed, dtype=numpy.uint16) for number, allowed in enumerate(self.symbol_bits(0))}
         return {number: bits for number, bits in spare.items() if bits.any()}
 
     @cached_property
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
-        """The largest value of each column, when a column is one word with one digit; otherwise None.
+        """Largest value of each column if a column is one word with one digit; otherwise None.
 
         The unused fields are the highest, so a column is valid exactly when it is below base^(used fields).
         """
@@ -314,7 +312,7 @@ class Columns:
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """For bitfields: the bits of each word of each plane that belong to symbol ``first`` and later symbols."""
+        """Return, for bitfields, the bits of each word of each plane that belong to symbol ``first`` and later symbols."""
         digits = list(zip(self.bases, self.place_values, strict=True))
         columns = [
             sum(place * (base - 1) for base, places in digits for place in places[self._fields_before(first, c) : self.used_fields(c)])
@@ -336,7 +334,7 @@ def _joined(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
-    """sum_k base^k fields[..., k, :], halving the number of fields per step: few passes over long contiguous rows."""
+    """Return sum_k base^k fields[..., k, :], halving the number of fields per step: a few passes over long contiguous rows."""
     count = fields.shape[-2]
     if count == 1:
         return fields[..., 0, :]
@@ -347,14 +345,14 @@ def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
-    """Return at least 16 bits of every column from bit ``position`` up: a column may be wider than any numpy integer."""
+    """Return at least 16 bits of every column from bit ``position`` up; a column may be wider than any numpy integer."""
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
 
 
 def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Return each word of a row combined over all rows; taking many rows at once reduces along contiguous memory."""
+    """Combine each word of a row over all rows; combining many rows at once keeps the reduction contiguous in memory."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_SIDE_BY_SIDE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
@@ -364,14 +362,14 @@ def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.nda
 
 
 class WordRule(NamedTuple):
-    """For each word of a row, an unsigned integer of 16 bits: the bits that it leaves zero, and the largest value that it may have."""
+    """Constraints on each 16-bit word of a row: the bits that must be zero, and the largest allowed value."""
 
     spare: tuple[int, ...]
     limits: tuple[int, ...]
 
 
 class _Place(NamedTuple):
-    """The place of checked rows: rows from ``first`` of the stream ``where``; ``axes`` is its shape without the last axis."""
+    """Position of checked rows for messages: rows from ``first`` of the stream ``where``; ``axes`` is its shape without the last axis."""
 
     where: str
     first: int

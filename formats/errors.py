@@ -1,6 +1,6 @@
-"""The errors that kvpack raises: one flat hierarchy, one class per cause, each also the built-in class that callers catch.
+"""The errors that kvpack raises: one flat hierarchy with one class per cause. Each class is also a built-in that callers catch.
 
-A message names what was wrong, where, the rule, and both values (found and expected).
+A message names what was wrong, where, the rule, and both values (actual and expected).
 The command line prints the same message and exits with the class's ``exit_code``:
 1: the file is invalid, 2: the request is wrong, 3: the system refused (disk, permissions).
 """

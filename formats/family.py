@@ -1,4 +1,4 @@
-"""The base of a codec family: one codec file defines one family, which is one row of the table ``formats.CODECS``."""
+"""Base class of codec families. One codec file defines one family, which is one row of the table ``formats.CODECS``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STEERING = {"stored": False}
 
 
 def ranged(low: int, high: int) -> dict[str, Any]:
-    """Metadata of an integer parameter from ``low`` to ``high``."""
+    """Return the metadata of an integer parameter from ``low`` to ``high``."""
     return {"range": (low, high)}
 
 
 def among(known: Iterable[Any]) -> dict[str, Any]:
-    """Return metadata for a parameter that is one of the texts or integers ``known``."""
+    """Return the metadata of a parameter that is one of the strings or integers ``known``."""
     return {"known": tuple(known)}
 
 
@@ -38,15 +38,17 @@ SEED = ranged(0, 2**64 - 1)
 class CodecFamily(Codec):
     """A codec that a recipe or a header names by its ``id``.
 
-    Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so
-    equality, repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``.
-    A field's metadata declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. With ``STEERING``
-    and a default it only steers the encoder and is never stored. With ``OPTIONAL`` it is stored unless it has its default, so that files
-    written before the field existed keep their bytes.
+    Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,
+    repr
+    and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``.
+    A field's metadata declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. A field with
+    ``STEERING`` and a default only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default,
+    so
+    that files written before the field existed keep their bytes.
     """
 
     def __post_init__(self) -> None:
-        """Raise InvalidParameter for a parameter out of its declared values; a codec adds what depends on several of them."""
+        """Raise InvalidParameter for a parameter outside its declared values. Codecs add checks that involve several parameters."""
         ranges, choices = _declared_checks(type(self))
         for name, low, high in ranges:
             if not low <= (value := getattr(self, name)) <= high:
@@ -57,13 +59,12 @@ class CodecFamily(Codec):
 
     @classmethod
     def check_value(cls, name: str, value: int) -> None:
-        """Raise InvalidParameter unless ``value`` is in the range that the parameter ``name`` is declared to have."""
+        """Raise InvalidParameter unless ``value`` is in the declared range of the parameter ``name``."""
         check_range(cls.id, name, value, *_declared(cls)[name]["range"])
 
     @classmethod
     def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
-        """Return the parameter ``name`` by a recipe's ``word``, which has the same name unless it is given (``Options`` describes
-        ``omitted``)."""
+        """Read the parameter ``name`` from a recipe's ``word``, by default the word of that name (see ``Options`` for ``omitted``)."""
         values, word = _declared(cls)[name], word or name
         if "range" in values:
             return options.integer(word, default, *values["range"], omitted=omitted)
@@ -79,8 +80,7 @@ class CodecFamily(Codec):
         """
 
     def params(self) -> dict[str, Any]:
-        """Return the header's map of this codec: ``id``, then every stored field by name; an optional field with its default is left
-        out."""
+        """Return the header's map of this codec: ``id``, then every stored field by name, without optional fields at their default."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
@@ -92,7 +92,8 @@ class CodecFamily(Codec):
     def from_params(cls, params: Mapping[str, Any]) -> Self:
         """Create the codec from a header map without its ``id``.
 
-        Raises InvalidParameter for a missing or unknown name, an optional field with its default, a wrong type or a value out of range.
+        Raises InvalidParameter for a missing or unknown name, an optional field stored with its default, a wrong type or a value out of
+        range.
         """
         fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
         odd = set(params) ^ {field.name for field in fields}
@@ -120,7 +121,7 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
-    """Return the metadata of every parameter whose values are declared."""
+    """Return the metadata of every parameter with declared values."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 

@@ -1,7 +1,8 @@
-"""The frames of a basis: what the codec transform describes keys or values of one layer in (spec/basis.md, Transform matrices).
+"""Frames of a basis: the coordinates in which the codec transform represents keys or values of one layer (spec/basis.md, Transform
+matrices).
 
-A frame is a mean, and for each of its columns a row of channels, a scale that stands for how far the column spreads, and by it a table
-of the frequencies of its symbols. Keys are described as they are before RoPE turns them.
+A frame consists of a mean and, for each column, a row of channels, a scale (the column's spread) and the number of a table of symbol
+frequencies chosen by that scale. Keys are represented as they are before RoPE.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _TURNED_TOKENS = 1 << 12
 
 
 class Rope(NamedTuple):
-    """The RoPE of keys: ``frequencies`` in radians per position, float32, of the channel pairs that ``pairing`` names.
+    """The rotary embedding of keys: ``frequencies`` in radians per position, float32, of the channel pairs that ``pairing`` names.
 
-    Sequences of more than ``longest`` tokens are turned by others.
+    The model uses other frequencies for sequences of more than ``longest`` tokens.
     """
 
     frequencies: tuple[float, ...]
@@ -50,8 +51,7 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``x``, float32 ``[..., token, dim]``, turned by the positions from ``first`` on, or turned ``back``, into ``out`` if
-        given."""
+        """Rotate ``x``, float32 ``[..., token, dim]``, by the positions from ``first`` on, or ``back``; write to ``out`` if given."""
         pairs = len(self.frequencies)
         sign = -1 if back else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
@@ -66,7 +66,7 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of the angles of at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        """Return the cosines and sines for at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
         cos, sin = (one[:tokens] for one in first_cos_sin(self.frequencies))
         # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -76,17 +76,17 @@ class Rope(NamedTuple):
 
 @lru_cache(TABLES_KEPT)
 def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the angles of the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
+    """Return the cosines and sines for the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
     angles = torch.arange(_TURNED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
 class Tables:
-    """Tables of symbols: ``frequencies`` int64 ``[table, symbol]``, and the decoded value, in steps, of every symbol except the first, the
-    escape.
+    """Symbol tables: ``frequencies`` int64 ``[table, symbol]`` and ``values``, the decoded value in steps of every symbol but the first
+    (escape).
 
-    Frequencies of a table sum to 2^12. ``values`` is float32 ``[table, symbol - 1]``, of the levels from -``reach`` to ``reach``.
+    The frequencies of a table sum to 2^12. ``values`` is float32 ``[table, symbol - 1]``, for the levels from -``reach`` to ``reach``.
     """
 
     def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
@@ -108,12 +108,12 @@ class Tables:
 
     @cached_property
     def by_symbol(self) -> torch.Tensor:
-        """Decoded value of every symbol in steps; 0 for the escape: float32 ``[table · symbol]``."""
+        """Decoded value of every symbol in steps, 0 for the escape: float32 ``[table · symbol]``."""
         return torch.nn.functional.pad(self.values, (1, 0)).flatten()
 
     @cached_property
     def bits(self) -> Numbers:
-        """Average bits of a symbol of each table, float64 ``[table]``, including escapes."""
+        """Average bits per symbol of each table, float64 ``[table]``, including escapes."""
         counts = self.frequencies.astype(numpy.float64)
         return (rans.cost(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
 
@@ -123,9 +123,10 @@ ESCAPE_BITS = 32
 
 
 class Frames:
-    """The frames of one layer and side: ``rows`` float32 ``[frame, 1 + column, channel]``, the mean first, and ``scales``.
+    """The frames of one layer and side: ``rows`` float32 ``[frame, 1 + column, channel]``, the mean first, and ``scales`` ``[frame,
+    column]``.
 
-    Scales are ``[frame, column]``. Frames are those of the heads, or there is one of all channels of all heads.
+    There is one frame per head, or a single frame over all channels of all heads.
     """
 
     def __init__(self, rows: torch.Tensor, scales: Numbers, tables: Tables, rope: Rope | None = None) -> None:
@@ -148,13 +149,13 @@ class Frames:
         return self.count * self.columns // dim
 
     def of_heads(self, heads: int, dim: int) -> Frames:
-        """Return these frames, which are those of ``heads`` heads. Raises InvalidParameter for any other number."""
+        """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
         return self
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
-        """Return ``rows`` on ``device``; a copy is kept."""
+        """Return a copy of ``rows`` on ``device``, which is cached."""
         if self.rows.device == device:
             return self.rows
         if str(device) not in self._elsewhere:
@@ -163,7 +164,7 @@ class Frames:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """The inverse of the rows of the columns, float32 ``[frame, channel, column]``, for encoders.
+        """Return the inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
         Raises the errors of ``check_reach`` and ``inverse_of``.
         """
@@ -172,10 +173,10 @@ class Frames:
         return inverse_of(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
-        """Return the number of the table of every column at ``step``, int64 ``[frame, column]``."""
+        """Return the table number of every column at ``step``, int64 ``[frame, column]``."""
         result: Numbers = numpy.clip((step - self.scales) // SCALES_PER_TABLE, 0, self.tables.count - 1)
         return result
 
     def expected_bits(self, step: int) -> float:
-        """Return bits per value that symbols at ``step`` take on average, by the tables."""
+        """Return the average bits per value that the tables predict at ``step``."""
         return float(self.tables.bits[self.tables_at(step)].mean())

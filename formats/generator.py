@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 
 
 class Generator:
-    """SplitMix64: the same 64-bit words for the same ``seed`` (0 to 2^64 - 1) everywhere."""
+    """SplitMix64. Each ``seed`` (0 to 2^64 - 1) gives the same 64-bit words on every machine."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
@@ -57,7 +57,7 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """Return the results of ``count`` calls of ``Generator.disc``, vectorized: a header may ask for thousands in every layer."""
+    """Return the results of ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
     found: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, left = 0, count
     while not found or left > 0:

@@ -46,11 +46,11 @@ SMALLEST_HALF = 2.0**-24
 class Group(CodecFamily):
     """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
 
-    ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With ``-per-head`` every head
-    has its own, so that a head with a large key costs the other heads nothing.
+    A ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With ``-per-head`` every head
+    has its own factor, so that a head with a large key costs the other heads no precision.
     ``scale_dtype`` u8 stores scales and centers in 8 bits, with one range per head and run.
-    ``centre`` tells the encoder to use the middle of the group's range or (symmetric) zero, and ``norm_rule``
-    steers the token scales; neither is stored.
+    ``centre`` selects whether the encoder centers on the middle of the group's range or (symmetric) on zero, and ``norm_rule`` steers the
+    token scales; neither is stored.
     """
 
     id: ClassVar[str] = "group"
@@ -170,13 +170,13 @@ class Group(CodecFamily):
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
 
     def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which have been divided by ``factor``."""
+        """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which are already divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._scaled_together, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return ``x`` in the coded frame, divided by the token scales if the codec has them, and the stream of token scales."""
+        """Map ``x`` to the coded frame and divide it by the token scales if the codec has them; also return the stream of token scales."""
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
@@ -188,7 +188,7 @@ class Group(CodecFamily):
 
     @property
     def _scaled_together(self) -> tuple[int, ...]:
-        """The axes of the values that share a token scale."""
+        """Axes of the values that share a token scale."""
         return (3,) if self.scale_per_head else (1, 3)
 
     def _centre(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -199,11 +199,11 @@ class Group(CodecFamily):
 
     @property
     def _members(self) -> int:
-        """The axis of ``_grouped`` along which a group's members are."""
+        """Axis of ``_grouped`` that runs over the members of a group."""
         return 3 if self.axis == "token" else 4
 
     def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return a codec with binary16 scales, and streams for it that decode to the same bits: 8-bit scales are looked up."""
+        """Return an equivalent codec with binary16 scales and its streams: 8-bit scales are looked up, and decoded bits stay the same."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
@@ -217,7 +217,7 @@ class Group(CodecFamily):
         return ((1 << self.bits) - 1) / 2
 
     def _grouped(self, u: torch.Tensor) -> torch.Tensor:
-        """Groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
+        """Arrange values as groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
 
         A partial last group repeats its last member, which changes neither its minimum nor its maximum.
         """
@@ -234,7 +234,7 @@ class Group(CodecFamily):
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """Return the values of ``codes`` with these scales and centers, before the token scale."""
+        """Return the values of ``codes`` with the given scales and centers, before the token scale."""
         dim = self._members
         grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))

@@ -1,4 +1,4 @@
-"""The norms of tokens in each of their heads, and the tokens whose norms are far from the usual ones (spec/writers.md, Raw tokens)."""
+"""Token norms per head, and detection of tokens with unusual norms (spec/writers.md, Raw tokens)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def norms_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def over_heads(norms: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token over all heads, ``[batch, token]``, by those in each head, ``[batch, kv_head, token]``."""
+    """Return the norm of each token over all heads, ``[batch, token]``, from the norms per head, ``[batch, kv_head, token]``."""
     return norms.square().sum(1).sqrt()
 
 
 def usual(norms: torch.Tensor) -> torch.Tensor:
-    """Return the median of the page of each token, for ``norms`` ``[..., token]``; norms that are NaN do not count."""
+    """Return each token's page median of ``norms`` ``[..., token]``; NaN norms do not count."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
         median = pages.nanmedian(-1).values
@@ -52,9 +52,10 @@ def usual(norms: torch.Tensor) -> torch.Tensor:
 
 
 def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask, bool ``[batch, token]``, of tokens whose norm is above ``ratio`` times the usual norm in one head.
+    """Return a mask, bool ``[batch, token]``, of tokens with a norm above ``ratio`` times the usual norm in some head; None if there are
+    none.
 
-    A head whose usual norm is 0 has none: among tokens of zeros, such as padding, any other is far from the median. None: no token has.
+    A head with a usual norm of 0 is skipped: among zero tokens, such as padding, every other token is far from the median.
     """
     if not _has_large(norms, ratio):
         return None
@@ -65,10 +66,10 @@ def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
 def misfit(
     norms: torch.Tensor, shared: Collection[str], given: torch.Tensor | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the misfit of each token with what it is encoded by, float32 ``[batch, token]``; above 1, it is too large.
+    """Return how badly each token fits the scales or means it shares, float32 ``[batch, token]``; values above 1 are too large.
 
-    ``norms`` ``[batch, kv_head, token]`` are those of the values that scales are measured from, and ``shared`` says what shares a scale:
-    ``HEADS``, ``TOKENS`` or both. ``given`` and ``kept`` are those of ``own_excess``, for codecs that change norms.
+    ``norms`` ``[batch, kv_head, token]`` are the norms that scales are measured from, and ``shared`` says what shares a scale: ``HEADS``,
+    ``TOKENS`` or both. ``given`` and ``kept`` are the arguments of ``own_excess``, for codecs that change norms.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else excess(norms) / SHARED_RATIO
     if given is not None:
@@ -79,7 +80,7 @@ def misfit(
 def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """Return the factor by which each token widens the usual range of its group, in its largest head: float32 ``[batch, token]``.
 
-    A scale that heads share is taken out of the values before. 0 stands for tokens that no head finds larger than ``GROUP_RATIO``.
+    A scale that heads share has already been divided out. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
     """
     none = torch.zeros_like(norms[:, 0])
     # One of two tokens is not an outlier.
@@ -96,10 +97,11 @@ def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
 def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Return the factor by which each token's own error exceeds the usual one, in its largest head: float32 ``[batch, token]``.
 
-    ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` those of what the codec encodes in their place, with an
-    error in proportion: maps and means that are far from a token leave more of it to encode than of others. The factor is that of the coded
-    norm, or that of its share of the token's norm if that is smaller: neither tokens that are large as a whole nor small ones count.
-    ``kept`` tokens, bool ``[batch, token]``, and zeros have none: 0.
+    ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` the norms of what the codec encodes instead; its error
+    is
+    proportional to them. Maps and means that are far from a token leave more of it to encode than of other tokens. The factor is the excess
+    of the coded norm, or of its share of the token's norm if that is smaller: tokens that are large as a whole do not count, nor do small
+    ones. The factor is 0 for ``kept`` tokens, bool ``[batch, token]``, and for zeros.
     """
     if coded.shape[2] < 3:
         # One of two tokens is not an outlier.
@@ -111,10 +113,11 @@ def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | No
 
 
 def excess(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which a scale that heads share is for the head that it fits least: float32 ``[batch, token]``.
+    """Return the factor by which a scale shared by heads is too large for the head that it fits least: float32 ``[batch, token]``.
 
-    ``norms`` are those in each head. The scale is in proportion to the norm over all heads; a head needs as much of it as its norm is above
-    its usual one, and no head needs less than the usual scale. 0 stands for tokens whose scale is at most ``SHARED_RATIO`` times the usual.
+    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs as much of it as its norm exceeds
+    its
+    usual norm, and at least the usual scale. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
     """
     scale = over_heads(norms)
     medians = usual(scale)
@@ -125,20 +128,20 @@ def excess(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative(norms: torch.Tensor) -> torch.Tensor:
-    """Return norms divided by the usual norm of their head; infinite if that is 0."""
+    """Divide norms by the usual norm of their head; infinite where that is 0."""
     medians = usual(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
 
 def few(chosen: torch.Tensor) -> torch.Tensor:
-    """Return ``chosen``, bool ``[batch, token]``, without the tokens of pages that have more than ``FEW`` of them."""
+    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``FEW`` chosen tokens."""
     batch, tokens = chosen.shape
     counts = functional.pad(chosen, (0, -tokens % PAGE)).reshape(batch, -1, PAGE).sum(2)
     return chosen & (counts <= FEW).repeat_interleave(PAGE, 1)[:, :tokens]
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the norms that tokens are measured by, ``[..., page, token]``, and how many tokens of each page these are: its last ones."""
+    """Yield the norms that tokens are compared with, ``[..., page, token]``, and how many tokens to judge by them: the last ones."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE * PAGE
     if whole:
@@ -148,9 +151,7 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _has_large(norms: torch.Tensor, ratio: float) -> bool:
-    """Return True if any of ``norms`` is above ``ratio`` times the median of its page. Medians of all pages would dominate the time of a
-    choice.
-    """
+    """Return True if any norm is above ``ratio`` times its page median; checked before computing all medians, which are expensive."""
     for pages, count in _pages(norms):
         largest = pages[..., -count:].amax(-1)
         wide = largest > ratio * pages.amin(-1)

@@ -1,4 +1,4 @@
-"""The encoder's needs from a basis: inverses of its matrices, and bounds of decoded values (spec/basis.md)."""
+"""Encoder helpers for a basis: inverses of its matrices, and bounds of decoded values (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INVERSE_ERROR = 2.0**-8
 
 
 def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the inverses of ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names the matrices.
+    """Invert ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names them in errors.
 
     Raises OutOfRange if there is no inverse, or if it changes values by more than ``INVERSE_ERROR``.
     """
@@ -36,7 +36,7 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
-    """Raise OutOfRange if a token, whose columns reach ``largest`` ``[..., column]``, may decode to an infinity (rule basis-20).
+    """Raise OutOfRange if a token whose columns reach ``largest`` ``[..., column]`` may decode to an infinity (rule basis-20).
 
     ``matrices`` are ``[..., column, channel]``, ``mean`` is added to channels ``[..., channel]``, and ``what`` names the matrices.
     """

@@ -1,8 +1,8 @@
-"""key_mean: the mean of each page of keys, apart from what the codec encodes (spec/side-cars.md).
+"""key_mean: the mean of each page of keys, stored apart from what the codec encodes (spec/side-cars.md).
 
-Keys of one head share a large part, most of their energy in many models: a code that describes it in every token spends its precision
-on what the tokens have in common. Stored once per page it costs a few hundredths of a bit per value, and attention adds one product with
-the query to the scores of a page.
+Keys of one head share a large component, most of their energy in many models. A codec that describes it in every token spends its
+precision on what the tokens have in common. Stored once per page it costs a few hundredths of a bit per value, and attention adds one
+product with the query to the scores of a page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BITS = (4, 8)
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
-    """The mean of every ``tokens`` tokens of a head in the coded frame, ``bits`` per channel, with a scale in binary16."""
+    """The mean of every ``tokens`` tokens of a head in the coded frame, with ``bits`` per channel and a binary16 scale."""
 
     name: ClassVar[str] = "key_mean"
     words: ClassVar[tuple[str, ...]] = ("mean", "mean_bits")
@@ -82,7 +82,7 @@ class KeyMean(PageVector):
         return self.tokens
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return ``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
+        """Return the layouts of ``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
         pages = -(-tokens // self.tokens)
         return {
             CODES: Layout("U8", (batch, heads, pages, self.dim * self.bits // 8), self.tokens),
@@ -90,7 +90,7 @@ class KeyMean(PageVector):
         }
 
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Take the mean of each page out of the blocks of ``run``; the rest may have any mean that rounding leaves."""
+        """Subtract the mean of each page from the blocks of ``run``; rounding may leave the rest a small mean."""
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             streams = self.stored(rotation.forward(self.measured(block)))
@@ -112,7 +112,7 @@ class KeyMean(PageVector):
         return x - self._of_tokens(self.measured(x), x.shape[2])
 
     def stored(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange for a scale above binary16."""
+        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame to streams. Raises OutOfRange for a scale above binary16."""
         most = 2 ** (self.bits - 1) - 1
         scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")
         step = scale.to(torch.float32)[..., None]

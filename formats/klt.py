@@ -1,7 +1,8 @@
-"""klt: columns of a calibrated basis, each at a width of its own, with or without a gain per token (spec/codecs/klt.md).
+"""klt: columns of a calibrated basis, each with its own width, with or without a gain per token (spec/codecs/klt.md).
 
-There are two forms. In one each run of 16 columns has a width that all heads share, and a head's codes are rows of words; in the other
-each head has widths of its own for runs of 8, and the codes of all heads of a token are one row of bytes, as many for a run as its width.
+There are two forms. In the first, each run of 16 columns has a width that all heads share, and a head's codes are rows of words. In the
+second, each head has its own widths for runs of 8 columns, and the codes of all heads of a token are one row of bytes, with as many bytes
+per run as its width.
 
 The basis is the Karhunen-Loeve transform of a model's keys or values of one layer, weighted by what their errors cost the model
 (formats/basis.py). Source: transform coding with fixed rates, Gersho and Gray 1992, ch. 8; weights as in Fisher-weighted SVD,
@@ -57,9 +58,9 @@ WIDTHS = ("shared", "heads")
 class Klt(CodecFamily):
     """``widths`` has the bits of each run of 16 columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``.
 
-    With the stream ``codes`` in ``fields`` it has those of each run of 8 columns of each head.
+    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead.
     ``rows`` says where the rows of the basis are: in its own file (``basis``), or in the stream ``rows`` as fp16 or fp32.
-    ``source`` holds them for a codec that has been given its basis; it is not stored.
+    ``source`` holds the rows once the codec has been given its basis; it is not stored.
     """
 
     id: ClassVar[str] = "klt"
@@ -119,7 +120,7 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """Return the codec of heads whose runs of 8 columns have ``widths``, head after head."""
+        """Create the codec for heads with their own ``widths`` of runs of 8 columns, listed head by head."""
         return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
 
     @classmethod
@@ -134,7 +135,7 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """Return the codec whose heads share ``widths`` of runs of 16 columns, with the default F of every stream."""
+        """Create the codec for heads that share ``widths`` of runs of 16 columns, with the default F of every stream."""
         counts = columns_of(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)
@@ -149,12 +150,12 @@ class Klt(CodecFamily):
 
     @property
     def fixed_heads(self) -> int | None:
-        """The heads whose widths it has; None if heads share them."""
+        """Number of heads that ``widths`` covers; None if heads share widths."""
         return len(self.widths) // head_runs_of(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the codes of all heads of a token, where each head has its own widths; else 0."""
+        """Bytes of the codes of all heads of a token if each head has its own widths; otherwise 0."""
         return sum(count for part in self.runs for count in part.byte_counts)
 
     @property
@@ -168,7 +169,7 @@ class Klt(CodecFamily):
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """The runs with codes, where each head has its own widths, by width; else none."""
+        """Runs with codes, by width, if each head has its own widths; otherwise empty."""
         return () if self.fixed_heads is None else _runs(self.widths, self.dim)
 
     @property
@@ -177,7 +178,7 @@ class Klt(CodecFamily):
 
     @property
     def place(self) -> str:
-        """The part of the basis that the codec needs, in words."""
+        """The part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
@@ -198,17 +199,16 @@ class Klt(CodecFamily):
         return result
 
     def parts(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """Return the rows of the basis for ``streams``, on their device. Raises MissingBasis, and InvalidParameter for another number of
-        heads."""
+        """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         some = next(iter(streams.values()))
         return self.source_for(self.fixed_heads or some.shape[1]).on(some.device)
 
     def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
-        """Return the same codec with its rows as ``source``, named by their own digest where they are in ``streams`` and not in the basis.
+        """Return the same codec with its rows as ``source``; rows stored in ``streams`` are named by their own digest.
 
-        Raises MissingBasis, and InvalidParameter for another number of heads.
+        Raises MissingBasis, or InvalidParameter for another number of heads.
         """
         parts = self.parts(streams)
         if "rows" not in streams:
@@ -218,7 +218,7 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the rows that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -306,7 +306,7 @@ class Klt(CodecFamily):
         return streams
 
     def codes_of_heads(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[Runs, torch.Tensor]]:
-        """Yield the runs of each width, where each head has its own, and their codes, int64 ``[batch, run, token, column]``."""
+        """Yield the runs of each width and their codes, int64 ``[batch, run, token, column]``, if each head has its own widths."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
             places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
@@ -325,7 +325,7 @@ class Klt(CodecFamily):
         return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
 
     def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse bits of columns that do not exist, in the codes of all heads."""
+        """Refuse nonzero bits of nonexistent columns in the codes of all heads."""
         spare = ~numpy.array(self.code_bits, numpy.uint8)
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
@@ -366,12 +366,12 @@ class Klt(CodecFamily):
 
 
 def default_gain(dim: int, own: bool) -> str:
-    """Return the gain of a recipe that names none, at head dim ``dim``; ``own``: of heads with widths of their own."""
+    """Return the gain for a recipe that names none, at head dim ``dim``; ``own`` is True if heads have their own widths."""
     return "none" if own and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
-    """Return the widths of a head's runs, ascending, without 0: there is a code stream for each."""
+    """Return the distinct nonzero widths of a head's runs, ascending; there is one code stream for each."""
     return sorted({*widths} - {0})
 
 
@@ -386,8 +386,7 @@ def columns_of(widths: bytes, dim: int) -> dict[int, list[int]]:
 
 
 class Runs(NamedTuple):
-    """Runs of 8 columns with one ``width``, of ``columns`` columns each: the head and the number of each, and its ``places`` in a row of
-    bytes."""
+    """Runs of 8 columns of one ``width``, of ``columns`` columns each: their heads, numbers, and ``places`` in a row of bytes."""
 
     width: int
     columns: int
@@ -402,7 +401,7 @@ class Runs(NamedTuple):
 
 @lru_cache(TABLES_KEPT)
 def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
-    """Return the runs with codes of heads with ``widths`` of their own, by width, whole ones before those at the end of a head."""
+    """Group the runs with codes, for heads with their own ``widths``, by width; full runs come before those at the end of a head."""
     found: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_runs_of(dim)
     for number, width in enumerate(widths):
@@ -419,19 +418,19 @@ def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
 
 
 def head_runs_of(dim: int) -> int:
-    """Return the runs of 8 columns of a head; the last one may be partial."""
+    """Return the number of runs of 8 columns of a head; the last one may be partial."""
     return -(-dim // HEAD_RUN_COLUMNS)
 
 
 def _bytes_of(digits: torch.Tensor, width: int) -> torch.Tensor:
-    """Return codes ``[..., 8]`` of ``width`` bits as ``width`` bytes, the first code in the lowest bits: uint8."""
+    """Pack codes ``[..., 8]`` of ``width`` bits into ``width`` bytes, first code in the lowest bits: uint8."""
     shifts = torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=digits.device)
     words = (digits.to(torch.int64) << shifts).sum(-1)[..., None]
     return (words >> torch.arange(0, 8 * width, 8, device=digits.device) & 0xFF).to(torch.uint8)
 
 
 def _digits_of(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the inverse of ``_bytes_of``, int64 ``[..., 8]``; bytes that are left out at the end are zeros."""
+    """Invert ``_bytes_of``: int64 ``[..., 8]``; missing bytes at the end count as zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
@@ -460,7 +459,7 @@ def _check_widths(widths: bytes, dim: int) -> None:
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries.
 
-    Of equal entries one device would otherwise take another than the next.
+    The stable sort breaks ties between equal entries, on which devices would otherwise differ.
     """
     batch, heads, _, _ = values.shape
     ordered, codes = table.expand(batch, heads, -1).sort(dim=-1, stable=True)
@@ -470,10 +469,11 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factors of tokens: ``own`` is their weighted squared length, ``common`` that with the ``decoded`` token, all float32.
+    """Return the gains of tokens from ``own``, their weighted squared length, and ``common``, its product with the ``decoded`` token;
+    float32.
 
-    |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). Where x and d are more than 45 degrees
-    apart, that is not so, and the factor of least error is stored.
+    |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees apart, that no
+    longer holds, and the factor with the least error is stored.
     """
     near = (common > 0) & (own * decoded <= 2 * common.square())
     found = torch.where(near, own / common, common.clamp_min(0) / decoded)

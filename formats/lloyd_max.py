@@ -1,4 +1,4 @@
-"""Lloyd-Max tables of a known density, in binary64 (spec/codecs: tables travel in the header, so no reader needs this)."""
+"""Lloyd-Max tables for a known density, in binary64 (spec/codecs: tables are stored in the header, so no reader needs this)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEPS = 100
 
 
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
-    """Return the ``levels`` centroids, ascending, that minimise the mean squared error of a density.
+    """Return the ``levels`` centroids, ascending, that minimize the mean squared error of a density.
 
     ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``: the density is constant in a cell.
     The result is a fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints).
@@ -54,14 +54,14 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
 
 
 def octahedral_density(magnitude: Array) -> Array:
-    """Density on [0, 1] of |xi| (and of |eta|) for directions uniform on the sphere. Source: OCTOPUS Eq. 7, both signs."""
+    """Return the density on [0, 1] of |xi| (and of |eta|) for directions uniform on the sphere. Source: OCTOPUS Eq. 7, both signs."""
     a = magnitude
     density: Array = 2 / (numpy.pi * numpy.sqrt(a**2 + (1 - a) ** 2)) * ((1 - a) / (1 - 2 * a + 3 * a**2) + a / (2 - 4 * a + 3 * a**2))
     return density
 
 
 def triplet_norm_masses(edges: Array, dim: int) -> Array:
-    """Return the relative mass between ``edges`` of asin(norm), for three coordinates of a direction uniform in ``dim`` >= 4 dimensions.
+    """Return the mass between ``edges`` of asin(norm), for three coordinates of a uniform direction in ``dim`` >= 4 dimensions.
 
     Source: OCTOPUS Eq. 4 with r = sin(angle), which removes the pole at r = 1 for each of these dims.
     """
@@ -71,7 +71,7 @@ def triplet_norm_masses(edges: Array, dim: int) -> Array:
 
 
 def coordinate_masses(edges: Array, dim: int) -> Array:
-    """Return the relative mass between ``edges`` of asin(|u|), for a coordinate of a direction uniform in ``dim`` >= 2 dimensions.
+    """Return the relative mass between ``edges`` of asin(|u|), for a coordinate of a uniform direction in ``dim`` >= 2 dimensions.
 
     Source: OCTOPUS Eq. 3 with u = sin(angle), which removes the pole at u = 1 for each of these dims.
     """
@@ -80,8 +80,7 @@ def coordinate_masses(edges: Array, dim: int) -> Array:
 
 
 def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
-    """Return the relative mass, between ``edges``, of the angle whose tangent is the norm of ``second`` Gaussian values over that of
-    ``first``.
+    """Return the relative mass between ``edges`` of atan(|b| / |a|), for Gaussian vectors a of ``first`` and b of ``second`` values.
 
     Source: PolarQuant, the polar form of a Gaussian vector; with ``first`` = ``second``: sin^(first - 1) of twice the angle.
     """
@@ -91,7 +90,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _without_underflow() -> numpy.errstate:
-    """Allow underflow: tails of densities vanish, which is an error if the process has configured numpy so."""
+    """Allow underflow: the tails of densities vanish, which raises if the process has configured numpy to do so."""
     return numpy.errstate(under="ignore")
 
 
@@ -122,7 +121,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of the angle between two radii, of ``first`` and ``second`` values, little-endian float32."""
+    """Return ``levels`` centroids of the angle between radii of ``first`` and ``second`` values, little-endian float32."""
     with _without_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

@@ -1,7 +1,7 @@
-"""lossless: exponents entropy-coded, signs and fractions as they are (spec/codecs/lossless.md).
+"""lossless: exponents entropy-coded, signs and fractions stored unchanged (spec/codecs/lossless.md).
 
-Exponents of neighboring values are alike, and the other bits are nearly random. Sources: SplitZip and FlexKV code the exponents of a
-KV cache too, in fields of fixed width; entropy-coded exponents of weights are those of DFloat11 (arXiv 2504.11651).
+Exponents of neighboring values are similar, and the other bits are nearly random. Sources: SplitZip and FlexKV also code the exponents of
+a KV cache, in fields of fixed width; DFloat11 (arXiv 2504.11651) entropy-codes the exponents of weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ below the smallest and above the largest."""
 
 
 class Form(NamedTuple):
-    """The fields of a value, from the lowest bit up: fraction, exponent, sign."""
+    """Bit widths of a value's fields, from the lowest bit up: fraction, exponent, sign."""
 
     fraction_bits: int
     exponent_bits: int
@@ -129,8 +129,10 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return frequencies int64 ``[batch · kv_head, symbol]`` for exponents of these ``counts``, or where they cost less those
-        ``before``."""
+        """Return the frequencies int64 ``[batch · kv_head, symbol]`` for exponents with these ``counts``.
+
+        The tables of ``before`` are reused if new ones, which take space of their own, would save nothing.
+        """
         tables = rans.frequencies(_with_room(counts))
         if before is not None:
             last = _numbers(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
@@ -149,8 +151,9 @@ class Lossless(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def coded(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
-        """Return the streams of ``x`` except ``frequencies``, by ``tables``, int64 ``[batch · kv_head, symbol]``; every symbol in ``x`` has
-        a frequency.
+        """Return the streams of ``x`` except ``frequencies``, coded by ``tables``, int64 ``[batch · kv_head, symbol]``.
+
+        Every symbol in ``x`` must have a frequency.
         """
         batch, heads, tokens, dim = x.shape
         bits = self._bits(x)
@@ -165,7 +168,7 @@ class Lossless(CodecFamily):
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the streams of coded chunks, which are by chunk, then sequence, then head."""
+        """Return the streams of coded chunks, ordered by chunk, then sequence, then head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -175,7 +178,7 @@ class Lossless(CodecFamily):
         }
 
     def _bits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` in the codec's dtype, its bits as int16."""
+        """Return the bits of ``x`` in the codec's dtype, int16."""
         return rounded(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:
@@ -188,20 +191,22 @@ class Lossless(CodecFamily):
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the symbols of every chunk of a head, int64, for the tokens of each run."""
+        """Return the symbols in every chunk of a head, int64, given the tokens of each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values of a run, or of its first tokens, in their dtype; fewer tokens than were coded are the first of their chunk."""
+        """Return the values of a run, or of its first tokens, in their dtype; a cut chunk keeps its first tokens."""
         return self._joined(self.digits(streams)[0], streams)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._joined(digits[0], streams).to(torch.float32)
 
     def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
-        """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``; a part of one chunk is as long as its
-        tokens."""
+        """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``.
+
+        A single partial chunk is as long as its tokens.
+        """
         batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
         flat = {name: _numbers(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
@@ -228,7 +233,7 @@ class Lossless(CodecFamily):
         return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` whose last chunk has only its first ``tokens`` tokens left: the chunk is coded again, by the same tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is coded again by the same tables."""
         begin = streams["signed_fractions.0"].shape[2] - tokens
         last = {
             name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
@@ -247,7 +252,7 @@ class Lossless(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse frequencies that do not sum to 2^12, states below 2^16, and counts of other words."""
+        """Refuse frequencies that do not sum to 2^12, states below 2^16, and word counts that do not match the words."""
         for first, (block,) in row_blocks(arrays["frequencies"]):
             sums = block.sum(1, dtype=numpy.int64)
             if (sums != rans.TOTAL).any():
@@ -264,7 +269,7 @@ class Lossless(CodecFamily):
         return (self._check_chunks,)
 
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Refuse a chunk that an encoder cannot have made: it reads other words than its own, or ends in another state than it began."""
+        """Refuse chunks that no encoder produces: the words read or the final state do not match."""
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
@@ -291,7 +296,7 @@ class Lossless(CodecFamily):
 
 
 def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks to be decoded together, by the end of each in the words."""
+    """Yield ranges of chunks to decode together, given the end of each chunk in the words."""
     first = 0
     while first < len(ends):
         begin = int(ends[first - 1]) if first else 0
@@ -302,8 +307,7 @@ def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _with_room(counts: Numbers) -> Numbers:
-    """Return ``counts`` ``[table, symbol]``, with 1 for the symbols that have room without occurring; of many values, that is next to
-    none."""
+    """Raise zero ``counts`` ``[table, symbol]`` to 1 for symbols that may still occur, which costs next to nothing for many values."""
     present = counts > 0
     room = present.copy()
     for step in range(1, _BELOW + 1):
@@ -315,7 +319,7 @@ def _with_room(counts: Numbers) -> Numbers:
 
 
 def _states(words: Numbers) -> Numbers:
-    """States uint32 ``[chunk, LANES]`` from stored words ``[chunk, 2 · LANES]``, the lower half of each first."""
+    """Combine stored words ``[chunk, 2 · LANES]``, lower half first, into states uint32 ``[chunk, LANES]``."""
     return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
 
 
@@ -329,7 +333,7 @@ def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def _replaced(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
-    """Return ``stream`` with ``new`` in place of its last ``rows`` rows."""
+    """Replace the last ``rows`` rows of ``stream`` with ``new``."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 

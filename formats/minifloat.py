@@ -1,6 +1,6 @@
-"""minifloat: floats of 8 or 4 bits, with the scales that engines keep next to them (spec/codecs/minifloat.md).
+"""minifloat: floats of 8 or 4 bits with the scales that engines store next to them (spec/codecs/minifloat.md).
 
-Covers fp8 caches (e4m3, e5m2; one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (scales of 8 bits per block of channels).
+Covers fp8 caches (e4m3, e5m2; one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (8-bit scales per block of channels).
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, Sec. 5 and 6.3; NVIDIA's NVFP4.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Element(NamedTuple):
-    """A float of a sign, ``exponent_bits`` and ``fraction_bits``; codes of magnitude from ``finite`` on are NaN or infinity."""
+    """A float with a sign, ``exponent_bits`` and ``fraction_bits``; codes of magnitude ``finite`` and above are NaN or infinity."""
 
     exponent_bits: int
     fraction_bits: int
@@ -47,7 +47,7 @@ class Element(NamedTuple):
         return self.value(self.finite - 1)
 
     def value(self, code: int) -> float:
-        """Return the value of a code without NaN and infinity."""
+        """Return the value of a code that is neither NaN nor infinity."""
         exponent, fraction = divmod(code & (1 << self.bits - 1) - 1, 1 << self.fraction_bits)
         significand = fraction + (1 << self.fraction_bits if exponent else 0)
         magnitude = significand * 2.0 ** (max(exponent, 1) - self.bias - self.fraction_bits)
@@ -119,17 +119,17 @@ class Minifloat(CodecFamily):
 
     @property
     def block(self) -> int:
-        """Channels that share a scale of 8 bits."""
+        """Channels that share an 8-bit scale."""
         return BLOCKS[self.scale_dtype]
 
     @property
     def blocks(self) -> int:
-        """Blocks of a token; the last one may be partial."""
+        """Blocks per token; the last one may be partial."""
         return -(-self.dim // self.block)
 
     @property
     def run_scale(self) -> str | None:
-        """The stream with one scale per run, if there is one."""
+        """Name of the stream with one scale per run, or None."""
         if self.granularity == "block":
             return "global_scale" if self.scale_dtype == "e4m3" else None
         return None if self.granularity == "token" else "scale"
@@ -192,13 +192,13 @@ class Minifloat(CodecFamily):
         return self.pack("codes", encoded(scaled, self.element)) | streams
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., dim]`` as ``[..., block, channel of the block]``, with zeros in what a partial last block lacks."""
+        """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``, padding a partial last block with zeros."""
         spare = self.blocks * self.block - self.dim
         whole = functional.pad(values, (0, spare)) if spare else values
         return whole.reshape(*values.shape[:-1], self.blocks, self.block)
 
     def _of_channels(self, grouped: torch.Tensor) -> torch.Tensor:
-        """Return the inverse of ``_in_blocks``."""
+        """Invert ``_in_blocks``."""
         return grouped.flatten(-2)[..., : self.dim]
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -226,7 +226,7 @@ class Minifloat(CodecFamily):
         return (self._check_numbers,)
 
     def _check_numbers(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse elements and scales of blocks that are NaN or infinite, and scales of blocks below zero."""
+        """Refuse elements and block scales that are NaN or infinite, and negative block scales."""
         if self.element != "e2m1":
             # Elements of 8 bits are the bytes of words; bytes without an element are zero.
             for plane in range(len(self.packings()["codes"].planes)):
@@ -267,7 +267,7 @@ class Minifloat(CodecFamily):
 
 
 def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the codes of the elements nearest to float32 ``x``, ties to even; beyond the largest, the largest. Integers, of any dtype."""
+    """Encode float32 ``x`` to the codes of the nearest elements, ties to even, clamped to the largest. Returns integers of any dtype."""
     form = ELEMENTS[element]
     if element == "e2m1":
         size = x.abs().clamp_max_(form.largest)
@@ -281,7 +281,7 @@ def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Return ``encoded`` by operations that every device has, int32."""
+    """Compute ``encoded`` with operations that every device has; int32."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -295,26 +295,27 @@ def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the e8m0 codes, int32, of blocks by their ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
+    """Return the e8m0 codes, int32, of blocks with ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
     emax = ELEMENTS[element].value(ELEMENTS[element].finite - 1)
     return ((largest.contiguous().view(torch.int32) >> 23) - floor_log2(emax)).clamp_min_(0)
 
 
 def floor_log2(value: float) -> int:
-    """Return the exponent of the largest power of two that is at most ``value``, for ``value`` of at least 1."""
+    """Return the exponent of the largest power of two that is at most ``value``, which must be at least 1."""
     return int(value).bit_length() - 1
 
 
 def most_of(codec: Minifloat) -> float:
-    """Return the largest quotient of a value and a scale of a run."""
+    """Return the largest quotient of a value and its run's scale."""
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return the scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite if they do not fit.
 
-    Those of the run before, ``last``, are kept where they are neither too small nor far too large: runs of one scale can be joined.
-    A larger one then has room to grow, so that later runs seldom need another. 0 stands for no scale.
+    The scales of the preceding run, ``last``, are kept unless they are too small or far too large, because runs with one scale can be
+    joined.
+    A new, larger scale has room to grow, so that later runs seldom need another. 0 means no scale yet.
     """
     most = most_of(codec)
     half = codec.scale_dtype == "fp16"
@@ -327,7 +328,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``most`` in binary16 (``half``) or float32; one unit more where a subnormal scale would saturate values."""
+    """Return ``largest`` / ``most`` in binary16 (``half``) or float32, one unit larger if a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
     scale = _over(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
@@ -337,7 +338,7 @@ def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
 
 
 def _over(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Return ``x`` / ``number``, correctly rounded on every device: PyTorch multiplies by a number's reciprocal on CUDA devices."""
+    """Divide ``x`` by ``number``, correctly rounded on every device; on CUDA, PyTorch multiplies by a number's reciprocal instead."""
     return x / x.new_full((), number)
 
 
@@ -347,7 +348,7 @@ def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @kept_on_device
 def element_values(element: str) -> torch.Tensor:
-    """Return the value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which no reader accepts."""
+    """Return the value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which readers refuse."""
     form = ELEMENTS[element]
     half = 1 << form.bits - 1
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)

@@ -1,9 +1,9 @@
 """The option norm_rule: how an encoder chooses the stored factor of a token; decoders do not depend on it.
 
-A codec of directions decodes a token x to a factor times a direction d, the sum of its codes. As papers store it, the factor is
-x's norm ("norm"). That keeps the error small, but d is nearest to x's direction, and so too short along it: every product with
-x, and every score of attention, shrinks. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2, at the same bytes;
-after a random rotation the decoded token is then x on average. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
+A codec of directions decodes a token x to a factor times a direction d, the sum of its codes. Papers store x's norm as the factor
+("norm"). That keeps the error small, but d, the direction nearest to x's, is too short along x: every product with x, and every
+attention score, shrinks. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2 at the same size; after a random rotation
+the expected decoded token is x. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def norm_rule_of(options: Options) -> str:
 
 
 def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 rows ``[row, dim]`` in the frame of ``rotation``, over their norms, and these, float32 ``[row]``.
+    """Rotate rows ``[row, dim]`` into the frame of ``rotation`` and normalize them; return float32 unit rows and their norms ``[row]``.
 
     A subnormal norm leaves a row shorter than 1.
     """
@@ -42,7 +42,7 @@ def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, tor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``unbiased_factor`` of rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
+    """Return ``unbiased_factor`` for rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
@@ -50,11 +50,13 @@ def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor,
 def unbiased_factor(
     norm: torch.Tensor, product: torch.Tensor, decoded: torch.Tensor, dtype: str, squares: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """Return the factor to be stored as ``dtype`` (of ``LIMITS``) of rows x = ``norm`` u, where u decodes to d.
+    """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
-    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows that are more than 45 degrees off d
-    keep their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. A factor
-    that does not fit if the norm does becomes the largest number.
+    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows more than 45 degrees away from d keep
+    their
+    norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. If the norm fits but the
+    factor
+    does not, the factor becomes the largest number.
     """
     kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

@@ -1,4 +1,4 @@
-"""octahedral: directions of triplets on the octahedron, triplet norms, one norm per token (spec/codecs/octahedral.md).
+"""octahedral: triplet directions on the octahedron, triplet norms, and one norm per token (spec/codecs/octahedral.md).
 
 Source: OCTOPUS Sec. 3, Eq. 1-13 and Algorithm 1.
 """
@@ -127,7 +127,7 @@ class Octahedral(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of rows ``[row, dim]``, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
         rows, length, norm = _measured(rows)
         x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
@@ -183,7 +183,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _directions(self) -> int:
-        """The number of directions in the quarter square: the place value of the bits above them in a digit."""
+        """Number of directions in the quarter square, which is the place value of the digit's bits above them."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows scaled so that their squares fit float32, the norms ``[row, 1]`` of the scaled rows, and the true norms ``[row]``."""
+    """Scale rows so that their squares fit float32; return them, their norms ``[row, 1]``, and the true norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
         return rows, length, length[:, 0]
@@ -296,7 +296,7 @@ def signed_directions(table: bytes) -> torch.Tensor:
 
 @kept_on_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
-    """Return every direction times every norm, float32 ``[norm * direction, 3]``, as decoding multiplies them."""
+    """Multiply every direction by every norm as decoding does: float32 ``[norm * direction, 3]``."""
     return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 

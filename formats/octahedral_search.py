@@ -1,8 +1,8 @@
 """The octahedral map and the search for the nearest direction of an octahedral codebook, with the encoder's roundings.
 
-The search stays in the quarter square xi, eta >= 0: a codeword is never nearer than its mirror image on the
-direction's own side of x = 0 and y = 0, so the signs are stored and not searched. A direction is three float32
-tensors of one shape: nonnegative x and y, and z of any sign; its length does not matter.
+The search stays in the quarter square xi, eta >= 0. A codeword is never nearer than its mirror image on the direction's own side of
+x = 0 and y = 0, so the signs are stored and not searched. A direction is three float32 tensors of one shape: nonnegative x and y, and z
+of any sign. Its length does not matter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALLEST_SUM = 1e-30
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (|xi|, |eta|) in [0, 1] of a direction; (0, 0) for the zero vector. Source: OCTOPUS Eq. 5.
 
-    For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y serves both signs of z.
+    For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y covers both signs of z.
     """
     folded = (-z).clamp_(min=0)
     scale = torch.add(x, y).add_(z).add_(folded, alpha=2).clamp_(min=_SMALLEST_SUM).reciprocal_()
@@ -54,7 +54,7 @@ def midpoints(table: bytes) -> list[float]:
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """Return the number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
+    """Count the ascending ``bounds`` below each value; float32 in the shape of ``values``."""
     if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
@@ -66,12 +66,12 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
 
 @lru_cache(_CODEBOOKS_KEPT)
 def codebook(table: bytes, device: torch.device) -> Codebook:
-    """Return the codebook of a table of magnitudes (see ``codebook_directions``), its tensors on ``device``."""
+    """Return the codebook of a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
     return Codebook(table, device)
 
 
 class Codebook:
-    """Searches for the nearest direction: the one with the largest scalar product (OCTOPUS Eq. 12)."""
+    """Search for the nearest direction, the one with the largest scalar product (OCTOPUS Eq. 12)."""
 
     def __init__(self, table: bytes, device: torch.device) -> None:
         self.levels = len(table) // 4
@@ -81,7 +81,7 @@ class Codebook:
         self._device = device
 
     def nearest(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Return the index ``i + levels * j`` that ``rounding`` finds, int32 in the shape of ``x``.
+        """Return the index ``i + levels * j`` that ``rounding`` selects, int32 in the shape of ``x``.
 
         scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
         local3x3: the best of the nearest magnitudes and their neighbors. full: the best of all magnitudes.
@@ -99,7 +99,7 @@ class Codebook:
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Return the search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
+        """Run the search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the result of the local 3x3 search: looked up by grid cell, searched only in cells that codewords share."""
+        """Return the result of the local 3x3 search by grid lookup; only cells that codewords share are searched."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
@@ -135,18 +135,21 @@ class Codebook:
 
     @property
     def _cells(self) -> int:
-        """Cells along each side of the lookup grid: few enough that only some percent of directions fall into shared cells."""
+        """Cells along each side of the lookup grid: enough that only a few percent of directions fall into shared cells."""
         return min(_CELLS_A_LEVEL * self.levels, _MAX_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:
-        """The codeword nearest to every direction of a cell, or -1, int16 ``[(cells + 1)^2]`` with xi fastest.
+        """The codeword nearest to every direction of a cell, or -1: int16 ``[(cells + 1)^2]`` with xi fastest.
 
-        A cell has the codeword on which its four corners agree; that is enough. The directions nearest to one codeword
-        form an intersection of half-spaces, which is convex. The map from the square is linear on either side of the fold
-        xi + eta = 1, which runs along diagonals of cells, so a cell, or each half of a cell on the fold, is the cone over
-        its corners. The local searches find the nearest of all codewords (the tests compare them with the full search).
-        The last cell of a row or column is for a coordinate of exactly 1 and equals the cell before it.
+        A cell has the codeword on which its four corners agree, which is sufficient: the directions nearest to one codeword form an
+        intersection
+        of half-spaces, which is convex. The map from the square is linear on either side of the fold xi + eta = 1, which runs along
+        diagonals of
+        cells, so a cell, or each half of a cell on the fold, is the cone over its corners. The local searches find the nearest of all
+        codewords
+        (the tests compare them with the full search). The last cell of a row or column is for a coordinate of exactly 1 and equals the cell
+        before it.
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []

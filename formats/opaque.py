@@ -1,4 +1,4 @@
-"""opaque: bytes of an engine's slots that may not be recoded (spec/row.md, Opaque bytes). A codec of rows, which no file names."""
+"""opaque: bytes of an engine's slots that must not be recoded (spec/row.md, Opaque bytes). Only rows use this codec, never files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opaque(CodecFamily):
-    """``dim`` bytes per token and head, stored as they are. Their values are the integers 0 to 255."""
+    """``dim`` bytes per token and head, stored unchanged. Their values are the integers 0 to 255."""
 
     id: ClassVar[str] = "opaque"
 

@@ -1,4 +1,4 @@
-"""The options of one codec in a recipe. Readers consume words one by one; a word that no reader consumes is unknown."""
+"""Options of one codec in a recipe. Readers consume words one by one; a word that no reader consumes is unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT: Final = ""
 
 
 class UnknownWord(InvalidParameter):
-    """An option or value that a codec does not know; ``word`` is the part of the recipe to point at."""
+    """An option or value that the codec does not know; ``word`` is the part of the recipe to point at."""
 
     def __init__(self, message: str, word: str) -> None:
         super().__init__(message)
@@ -27,13 +27,15 @@ class UnknownWord(InvalidParameter):
 
 
 class Options:
-    """The ``name=value`` words given to ``codec``. Every reader names its default and its range.
+    """The ``name=value`` words given to ``codec``. Every reader specifies its default and its range.
 
-    ``omitted`` of a reader is the value that a recipe without the word means, if it is not the default: None if that depends on the head
-    dim or on the values. The meaning of an omitted word never changes: recipes are stored without it.
+    A reader's ``omitted`` is the value that a recipe without the word means, if it is not the default; None if that depends on the head dim
+    or
+    on the values. The meaning of an omitted word never changes, because recipes are stored without it.
 
-    ``sketched`` tells the codec that a side-car will describe its residual; ``calibrated`` is what it takes from a basis, if it needs one,
-    and ``balanced`` what its side-car does.
+    ``sketched`` is True if a side-car will describe the codec's residual. ``calibrated`` is the codec's input from a basis, if it needs
+    one,
+    and ``balanced`` the input of its side-car.
     """
 
     def __init__(
@@ -50,27 +52,27 @@ class Options:
         self._canonical: dict[str, str] = {}
 
     def canonical(self) -> dict[str, str]:
-        """Return the words that were read, sorted by name, with one spelling for each meaning and without those that restate a default."""
+        """Return the words that were read, sorted by name, in canonical spelling and without those that restate a default."""
         return dict(sorted(self._canonical.items()))
 
     def respell(self, words: Mapping[str, str | None]) -> None:
-        """Replace the spelling of words that mean something together; None leaves a word out."""
+        """Replace the spelling of words that belong together; None drops a word."""
         for name, text in words.items():
             self._canonical.pop(name, None)
             if text is not None:
                 self._canonical[name] = text
 
     def given(self, name: str) -> bool:
-        """Return True if the word ``name`` is among those given."""
+        """Return True if the word ``name`` was given."""
         return name in self._words
 
     def mention(self, names: tuple[str, ...]) -> bool:
-        """Return True if one of the options ``names`` is among the words."""
+        """Return True if any of the options ``names`` was given."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """Return an integer from ``low`` to ``high``; without a default the word is required."""
+        """Read an integer from ``low`` to ``high``; without a default the word is required."""
         text = self._read(name)
         if text is None:
             if default is None:
@@ -86,7 +88,7 @@ class Options:
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """Return one or more integers from ``low`` to ``high``, joined by dots; the word is required."""
+        """Read one or more integers from ``low`` to ``high``, joined by dots; the word is required."""
         text = self._read(name)
         if text is None:
             raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
@@ -98,7 +100,7 @@ class Options:
         return tuple(known[word] for word in words)
 
     def choice(self, name: str, default: str, known: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
-        """Return one of the words in ``known``."""
+        """Read one of the words in ``known``."""
         text = self._read(name)
         if text is None:
             return default
@@ -108,7 +110,7 @@ class Options:
         return text
 
     def share(self, name: str, default: float) -> float:
-        """Return a share above 0 and below 1, as a decimal number of at most four places."""
+        """Read a share above 0 and below 1, a decimal number of at most four places."""
         text = self._read(name)
         if text is None:
             return default
@@ -119,7 +121,7 @@ class Options:
         return value
 
     def ratio(self, name: str, default: float) -> float:
-        """Return a number above 1 and up to 1,000, as a decimal number of at most four places."""
+        """Read a number above 1 and up to 1,000, a decimal number of at most four places."""
         text = self._read(name)
         if text is None:
             return default
@@ -130,7 +132,7 @@ class Options:
         return value
 
     def text(self, name: str) -> str | None:
-        """Return any word; None if it is not given."""
+        """Read any word; None if it is not given."""
         text = self._read(name)
         if text is not None:
             self._note(name, text, None)
@@ -145,7 +147,7 @@ class Options:
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
     def _note(self, name: str, text: str, omitted: str | None) -> None:
-        """Record the spelling ``text`` of a word that was given, unless leaving it out means the same."""
+        """Record the spelling ``text`` of a given word, unless leaving it out means the same."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

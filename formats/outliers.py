@@ -1,4 +1,4 @@
-"""outliers: chunks of four values that are far larger than the others, stored as they are (spec/side-cars.md).
+"""outliers: chunks of four values that are far larger than the others, stored in binary16 (spec/side-cars.md).
 
 Source: HQMQ Sec. 3, median-multiplier outlier extraction (Med3x at a multiplier of 3).
 """
@@ -72,7 +72,7 @@ class Outliers(FramePart):
         return Columns(self.dim // CHUNK, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the planes of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and
+        """Return the layouts of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and
         chunk."""
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
@@ -96,7 +96,7 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return ``u`` ``[batch, kv_head, token, dim]`` with zeros for its outliers, and the streams that hold them.
+        """Zero the outliers of ``u`` ``[batch, kv_head, token, dim]``, and return the result and the streams that contain them.
 
         Raises OutOfRange if an outlier does not fit binary16.
         """
@@ -110,18 +110,18 @@ class Outliers(FramePart):
         return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``frame`` ``[batch, kv_head, token, dim]``, float32, with the outliers in their places."""
+        """Put the outliers back into ``frame`` ``[batch, kv_head, token, dim]``, float32."""
         chunks = _chunks(frame).clone()
         chunks.permute(2, 0, 1, 3, 4)[self.flags(streams).permute(2, 0, 1, 3)] = streams[VALUES][0, 0].to(torch.float32)
         return chunks.flatten(3)
 
     def flags(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the outlier chunks, bool ``[batch, kv_head, token, chunk]``."""
+        """Return a mask of the outlier chunks, bool ``[batch, kv_head, token, chunk]``."""
         (flags,) = self.packing.unpack([streams[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))])
         return flags != 0
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for spare bits, flags whose number differs from that of the outliers, and values that no writer produces."""
+        """Raise InvalidPayload for spare bits, flags that do not match the number of outliers, and values that no writer produces."""
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
@@ -143,7 +143,7 @@ def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:
-    """Return ``u`` in chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
+    """View ``u`` as chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""polar: pairs of channels, then pairs of radii, level by level: one angle per pair, and the last radii (spec/codecs/polar.md).
+"""polar: pairs of channels, then pairs of radii, level by level, with one angle per pair and the last radii (spec/codecs/polar.md).
 
 Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with equal bits on every level, as in OCTOPUS Table 1.
 """
@@ -47,13 +47,13 @@ class Level:
 
     @property
     def angles(self) -> int:
-        """Angles per token; each combines two radii, and one radius more may pass on unchanged."""
+        """Angles per token; each combines two radii, and an odd last radius passes on unchanged."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True)
 class Polar(CodecFamily):
-    """``bits`` holds the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
+    """``bits`` lists the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
 
     ``angle_table`` holds the angles of every level above the first, ascending, little-endian float32; the first is uniform.
     ``norm_rule`` steers the encoder and is not stored.
@@ -103,22 +103,22 @@ class Polar(CodecFamily):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels from the pairs of channels up."""
+        """The levels, starting with the pairs of channels."""
         return _levels(self.dim, self.bits)
 
     @property
     def radii(self) -> int:
-        """Radii per token after the last level."""
+        """Number of radii per token after the last level."""
         return self.dim - sum(level.angles for level in self.levels)
 
     @property
     def stream_levels(self) -> dict[str, tuple[Level, ...]]:
-        """The levels of each code stream."""
+        """Levels of each code stream."""
         return _streams(self.levels)
 
     @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
-        """The part of ``angle_table`` for each kind of pair of each level; the first level has none."""
+        """Part of ``angle_table`` for each kind of pair of each level; the first level has none."""
         return _tables(self.levels, self.angle_table)
 
     def packings(self) -> dict[str, Columns]:
@@ -219,7 +219,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(TABLES_KEPT)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """Return the levels of each code stream: consecutive levels of equal bits share a stream, named after the first."""
+    """Return the levels of each code stream: consecutive levels with equal bits share a stream, named after the first."""
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
         numbers, members = zip(*run, strict=True)
@@ -245,7 +245,7 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """Return (cos, sin) of the angles of a level, ``[..., angle, 2]``, by their codes."""
+    """Return (cos, sin) of a level's angles, ``[..., angle, 2]``, by their codes."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)

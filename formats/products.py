@@ -1,4 +1,4 @@
-"""Matrix products of float32, whatever a process has chosen for its own (spec/packing.md, Rotation)."""
+"""Float32 matrix products that ignore the process's precision settings (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ MIN_ROWS = 16
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``rows @ matrix``, float32 ``[..., row, k]`` and ``[..., k, column]``, each result with the error of sums of float32.
+    """Return ``rows @ matrix``, for float32 ``[..., row, k]`` and ``[..., k, column]``, with the error of float32 sums.
 
-    Where the process lets products round their factors to tf32 or bf16, these are of binary64. On the CPU a row's result does not depend
-    on how many others there are.
+    If the process lets products round their factors to tf32 or bf16, the product is computed in binary64. On the CPU a row's result does
+    not
+    depend on the number of rows.
     """
     count = rows.shape[-2]
     if rows.device.type != "cpu" or count >= MIN_ROWS or is_reduced("cpu"):
@@ -23,16 +24,14 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``product`` of which a row's result may depend on how many others there are: attention, and searches."""
+    """Return ``product`` for attention and searches: a row's result may depend on the number of rows."""
     if is_reduced(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix
 
 
 def is_reduced(device_type: str) -> bool:
-    """Return True if float32 products on devices of a type may round their factors (``torch.set_float32_matmul_precision`` and related
-    settings).
-    """
+    """Return True if float32 products on devices of a type may round their factors (see ``torch.set_float32_matmul_precision``)."""
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn
     # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one if both were used.

@@ -1,4 +1,4 @@
-"""qjl: the residual of a codec, stored as its norm and the signs of a second rotation of it (spec/side-cars.md).
+"""qjl: the residual of a codec, stored as its norm and the signs of its second rotation (spec/side-cars.md).
 
 It makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
 """
@@ -30,7 +30,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """The sketch of residuals of head dim ``dim``: signs of a signed Hadamard rotation by ``seed``, norms stored as ``norm``."""
+    """Sketch of residuals of head dim ``dim``: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")
@@ -76,12 +76,12 @@ class Qjl(ResidualSketch):
         return Columns(self.dim, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the planes of ``qjl_signs``, and ``qjl_norm``."""
+        """Return the layouts of the planes of ``qjl_signs``, and of ``qjl_norm``."""
         planes = {f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of residuals ``[batch, kv_head, token, dim]``. Raises OutOfRange if a norm does not fit its width."""
+        """Encode residuals ``[batch, kv_head, token, dim]`` to streams. Raises OutOfRange if a norm does not fit its width."""
         norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
         negative = (self.rotation.forward(residual) < 0).to(torch.int32)
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}

@@ -175,7 +175,7 @@ def _length(planes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares_are_safe(radius: torch.Tensor) -> bool:
-    """Return True if the largest radius of every token is far from where a square overflows or underflows."""
+    """Return True if the largest radius of every token is far from where its square would overflow or underflow."""
     smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 

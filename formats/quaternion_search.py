@@ -1,13 +1,13 @@
-"""The nearest of the 24 S codewords of the quaternion codec, exactly (spec/codecs/quaternion.md).
+"""Exact search for the nearest of the 24 S codewords of the quaternion codec (spec/codecs/quaternion.md).
 
-Chunks travel as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
+Chunks are passed as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
 
 - products: all inner products, for a few chunks;
 - explicit: one rotation per secondary quaternion, after which the nearest Hurwitz unit has a closed form;
 - grid: the octahedral map sends half of the directions (the other half are their negatives) into a cube of cells.
   A cell lists the codewords that can be nearest somewhere in it, mostly one to three; only these are compared.
 
-A codeword leaves a cell's list only when another codeword beats it in the whole cell. The map is projective in every
+A codeword is removed from a cell's list only if another codeword beats it in the whole cell. The map is projective in every
 octant, so the difference of two inner products is linear in a cell: its minimum has a closed form.
 """
 
@@ -40,7 +40,7 @@ _ENTRIES_AT_ONCE = 1 << 20
 
 
 class Search:
-    """Nearest codewords in one codebook.
+    """Searches one codebook for the nearest codewords.
 
     ``secondary`` is float32 ``[S, 4]``; ``codebook`` is float32 ``[24 S, 4]`` with unit p of secondary s in row s * 24 + p.
     """
@@ -156,7 +156,7 @@ class Grid:
         return winner.index_copy_(0, longer, found)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codeword of longer lists, given the nearer of the first two; each round has fewer chunks left."""
+        """Return the nearest codewords for longer lists, given the nearer of the first two; each round has fewer chunks left."""
         best = _combined(planes, _gathered(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -172,7 +172,7 @@ class Grid:
 
 
 def _gathered(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """Return the entries ``index`` of every row, gathered row by row, which is several times faster."""
+    """Gather the entries ``index`` of every row, row by row, which is several times faster."""
     return [row.index_select(0, index) for row in rows]
 
 
@@ -207,7 +207,7 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
 
 
 def _concatenated(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Return rows of all ``lists`` in one width: that of the last list, at least two. Shorter rows repeat their first column."""
+    """Concatenate ``lists`` at the width of the last list, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -228,11 +228,11 @@ def _pruned_in_blocks(
 
 
 def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """Return True if each listed codeword can be nearest somewhere in its cell, bool like ``lists``.
+    """Return a mask, bool like ``lists``, of the codewords that can be nearest somewhere in their cell.
 
-    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner
-    of the cell plus a slope along each of the three axes, and so is the difference of two; its minimum over
-    the cell adds the negative slopes.
+    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner of the cell plus a slope
+    along
+    each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.
     """
     low = cells * (2 / size) - 1
     sign = torch.where(low < 0, -1.0, 1.0)
@@ -285,7 +285,7 @@ def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sign_bit(values: torch.Tensor) -> torch.Tensor:
-    """1 for a negative float32 (including -0), otherwise 0: int32, several times faster than a comparison."""
+    """Return 1 for a negative float32 (including -0), otherwise 0: int32, several times faster than a comparison."""
     return values.view(torch.int32) >> 31 & 1
 
 
@@ -301,9 +301,7 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
 
 
 def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
-    """Take ``score`` and ``contender`` where ``score`` is above ``best``, in place; a sign mask is several times faster than
-    torch.where.
-    """
+    """Replace ``best`` and ``winner`` in place where ``score`` is larger; a sign mask is several times faster than torch.where."""
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
     torch.maximum(best, score, out=best)

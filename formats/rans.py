@@ -1,8 +1,8 @@
 """rANS: the entropy coder of codecs whose sizes depend on their values (spec/rans.md).
 
-A chunk is a sequence of symbols that is coded by itself: ``LANES`` coders take turns, symbol i is coded by lane i mod ``LANES``, and
-all lanes share one sequence of 16-bit words. Everything is integer arithmetic, in numpy, over all lanes of many chunks at once: the
-check of a file needs no torch.
+A chunk is an independently coded sequence of symbols: ``LANES`` coders take turns, symbol i is coded by lane i mod ``LANES``, and all lanes
+share one sequence of 16-bit words. Everything is integer arithmetic in numpy, vectorized over all lanes of many chunks, so that checking
+a file does not need torch.
 Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv 1402.3392).
 """
 
@@ -29,9 +29,9 @@ MAX_SYMBOLS = 1 << 16
 
 
 class Chunks(NamedTuple):
-    """Coded chunks: ``words`` uint16 ``[word]`` of one chunk after another, and for each ``counts`` int64 and ``states`` uint32.
+    """Coded chunks: ``words`` uint16 ``[word]``, one chunk after another, word ``counts`` int64 ``[chunk]``, and first ``states``.
 
-    ``counts`` is ``[chunk]``, and ``states``, the first ones, ``[chunk, LANES]``.
+    ``states`` are uint32 ``[chunk, LANES]``.
     """
 
     words: Numbers
@@ -40,23 +40,22 @@ class Chunks(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """``symbols`` uint8 ``[chunk, symbol]``, and for each chunk the number of words that it ``read`` and its last ``states``."""
+    """Decoded ``symbols`` uint8 ``[chunk, symbol]``, and for each chunk the number of words ``read`` and the final ``states``."""
 
     symbols: Numbers
     read: Numbers
     states: Numbers
 
     def faulty(self, counts: Numbers) -> Numbers:
-        """Return the chunks that do not end as an encoder began them: ``counts`` words are read, and every state is ``MIN_STATE``."""
+        """Return the chunks that no encoder produces: not exactly ``counts`` words were read, or a final state is not ``MIN_STATE``."""
         result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return result
 
 
 def frequencies(counts: Numbers) -> Numbers:
-    """Return frequencies int64 ``[table, symbol]`` that sum to ``TOTAL``, near the proportions of ``counts``; at least 1 if a count is not
-    0.
+    """Return frequencies int64 ``[table, symbol]`` near the proportions of ``counts``, with sum ``TOTAL``; at least 1 for a nonzero count.
 
-    A table without counts gives all to symbol 0.
+    A table without counts assigns everything to symbol 0.
     """
     counts = counts.astype(numpy.int64)
     counts[:, 0] += counts.sum(1) == 0
@@ -71,7 +70,7 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the bits ``[table]`` of symbols with these ``counts`` ``[table, symbol]`` by ``table``; infinite if one has no frequency."""
+    """Return the bits ``[table]`` of symbols with ``counts`` ``[table, symbol]`` under ``table``; infinite if one has no frequency."""
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
     result: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
@@ -83,16 +82,17 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Call ``compiled_encoder`` if it is set and supports the call, else ``encoded``."""
+    """Encode with ``compiled_encoder`` if it is set and supports the call, otherwise with ``encoded``."""
     found = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
     return encoded(symbols, lengths, tables, table) if found is None else found
 
 
 def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Code the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` by ``tables`` ``[table, symbol]``.
+    """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with ``tables`` ``[table, symbol]``.
 
-    ``table`` is the number of each chunk's table, ``[chunk]``, or of every symbol's, ``[chunk, symbol]``. Every symbol has a frequency
-    above 0.
+    ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a frequency
+    above
+    0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)
@@ -119,16 +119,16 @@ compiled: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None =
 
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
-    """Call ``compiled`` if it is set and supports the call, else ``decoded``."""
+    """Decode with ``compiled`` if it is set and supports the call, otherwise with ``decoded``."""
     found = compiled(chunks, lengths, tables, table) if compiled is not None else None
     return decoded(chunks, lengths, tables, table) if found is None else found
 
 
 def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
-    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols behind the last of a chunk are of no meaning.
+    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols after a chunk's last one are undefined.
 
-    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` is the number of each chunk's, ``[chunk]``, or of every symbol's,
-    ``[chunk, symbol]``. Any words, counts and states are safe, and ``Decoded.faulty`` tells those that no encoder makes.
+    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol,
+    ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``Decoded.faulty`` reports those that no encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -171,8 +171,7 @@ def _rows_of(table: Numbers, step: int) -> Numbers:
 
 
 def slots_of(tables: Numbers) -> Numbers:
-    """Return, for every slot of every table, flat uint32: its symbol, the symbol's frequency - 1 from bit 8 on, its first slot from bit 20
-    on."""
+    """Return all slots of all tables, flat uint32: the symbol, its frequency - 1 from bit 8 on, and its first slot from bit 20 on."""
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables
     packed = numpy.arange(tables.shape[1]) | (tables - 1 << 8) | starts << 20

@@ -1,4 +1,4 @@
-"""Checks of rANS chunks that readers make (spec/rans.md): first states, and ends of chunks."""
+"""Reader checks of rANS chunks (spec/rans.md): first states, and ends of chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_states(states: Array, where: str) -> None:
-    """Raise InvalidPayload for a first state below 2^16; ``states`` are uint16 ``[..., 2 · LANES]``, the low half of each first."""
+    """Raise InvalidPayload for a first state below 2^16; ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
     for first, (block,) in row_blocks(states):
         low = block[:, 1::2] == 0
         if low.any():
@@ -27,7 +27,7 @@ def check_states(states: Array, where: str) -> None:
 
 
 def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
-    """Raise InvalidPayload for the first chunk of ``counts`` words that no encoder makes; ``place`` gives the indices of a chunk."""
+    """Raise InvalidPayload for the first chunk that no encoder produces, given its word ``counts``; ``place`` returns a chunk's indices."""
     faulty = found.faulty(counts)
     if faulty.any():
         one = int(faulty.argmax())

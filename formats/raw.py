@@ -68,12 +68,12 @@ class Raw(CodecFamily):
         return streams["values"].to(torch.float32)
 
     def finite_streams(self) -> list[str]:
-        """Return None: any bytes are valid."""
+        """Return an empty list: any bytes are valid."""
         return []
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``x`` of any float dtype in ``dtype``, ties to even; values of that dtype keep their bits.
+    """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """

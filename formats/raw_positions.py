@@ -1,10 +1,10 @@
 """raw_positions: some tokens stored unquantized, in every head, by their positions (spec/side-cars.md).
 
-Attention sinks have keys of low norm and values near zero, wherever they stand: a codec that is good on average is at its worst on
-them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose for both sides; a
-side whose heads or tokens share scales adds the tokens that make them too large for the others, and a side with maps or means those that
-leave more to encode of than of others. Sources: StreamingLLM
-(arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+Attention sinks have keys of low norm and values near zero, wherever they are in a sequence; codecs that are good on average are worst on
+them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose the tokens for both
+sides. A side whose heads or tokens share scales adds the tokens that make these scales too large for the others, and a side with maps or
+means adds the tokens that leave more to encode than others. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR
+Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ _MAX_FIRST = 1 << 16
 
 @dataclass(frozen=True)
 class RawPositions(KeptTokens):
-    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those whose norm is far from their page's median.
+    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those with a norm far from their page's median.
 
-    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 stands for no such bound. With ``high_norm``, tokens are
-    also kept if the norm in one head is above ``high_norm`` times the median of that head, and on a side whose heads or tokens share
-    scales or that has maps or means, if they do not fit them (``head_norms.misfit``): both if a page has few of them.
+    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 disables the bound. With ``high_norm``, tokens are also
+    kept
+    if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit what they share (scales of heads
+    or
+    tokens, maps or means; see ``head_norms.misfit``). Both apply only to pages with few such tokens.
 
-    The norms are those of a token's keys, on both sides of a layer, as far as the encoder is given keys (``Run.norms``).
+    The norms are those of a token's keys, on both sides of a layer, if the encoder is given the keys (``Run.norms``).
     """
 
     name: ClassVar[str] = "raw_positions"
@@ -82,7 +84,7 @@ class RawPositions(KeptTokens):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return ``raw_positions``, token and sequence of each raw token, in that order, and ``raw_values``, their values."""
+        """Return the layouts of ``raw_positions``, token and sequence of each raw token, and of ``raw_values``, their values."""
         return {
             POSITIONS: Layout("U16", (1, 1, 0, _HALVES), per="entry", batch_axis=None),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
@@ -108,11 +110,11 @@ class RawPositions(KeptTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
-        """Return the tokens of a run to keep raw, bool ``[batch, token]``, by the norms of their keys, ``norms`` ``[batch, kv_head,
-        token]``.
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
 
-        ``position`` is that of the first token. Where it is None, a run that ``continues`` no other begins the sequence. Those that do not
-        fit the codec are not among them (``with_misfits``).
+        ``position`` is the position of the first token. If it is None, a run that ``continues`` no other one begins the sequence. Tokens
+        that do
+        not fit the codec are added later (``with_misfits``).
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -134,7 +136,7 @@ class RawPositions(KeptTokens):
     def encode(
         self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return ``x`` ``[batch, kv_head, token, dim]`` without the ``chosen`` tokens (``replaced``), and the streams that hold these.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replaced``); return ``x`` and their streams.
 
         ``start`` is the number of the first token in its run. Raises OutOfRange if a value does not fit the dtype.
         """
@@ -142,7 +144,7 @@ class RawPositions(KeptTokens):
         return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)
 
     def stored(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """Return the streams that contain each ``token`` of a ``sequence`` of ``x``, as ``encode``."""
+        """Return the streams that contain each ``token`` of a ``sequence`` of ``x``; arguments as in ``encode``."""
         values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
 
@@ -174,7 +176,7 @@ class RawPositions(KeptTokens):
             raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, {where}.{VALUES} holds {rows} raw tokens")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for positions out of order or of tokens that are not there, and for unused ones that are not zero."""
+        """Raise InvalidPayload for positions that are out of order or out of range, and for unused ones that are not zero."""
         tokens, last, used = sum(runs), -1, 0
         for first, (block,) in row_blocks(arrays[POSITIONS]):
             words = block.astype(numpy.int64)
@@ -204,15 +206,15 @@ class RawPositions(KeptTokens):
 
 
 def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """Return ``chosen`` tokens, bool ``[batch, token]``, and those of pages with few that do not fit (``head_norms.misfit``)."""
+    """Add to ``chosen``, bool ``[batch, token]``, the ``misfits`` (``head_norms.misfit``) of pages that have few of them."""
     return chosen | few((misfits > 1) & ~chosen)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Pages with a fixed number of raw tokens each: ``rest`` is the input of the codec, as in ``replaced``.
+    """Pages with a fixed number of raw tokens each; ``rest`` is the codec's input, as returned by ``replaced``.
 
-    ``streams`` are ``[page, slot, ...]``, of unused slots zero; ``left_out``, ``[page, 2]``, is that of ``tokens_of_slots``.
+    ``streams`` are ``[page, slot, ...]``, zero in unused slots; ``left_out``, ``[page, 2]``, is returned by ``tokens_of_slots``.
     """
 
     rest: torch.Tensor
@@ -221,20 +223,21 @@ class Slots:
 
 
 def slots_of(tokens: int, least: int = 0) -> int:
-    """Return the raw tokens that rows of pages of ``tokens`` tokens have room for, ``least`` of them at least."""
+    """Return the number of raw tokens that rows of pages of ``tokens`` tokens have room for, at least ``least``."""
     return max(least, tokens // SLOT_TOKENS)
 
 
 def in_slots(
     raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> Slots:
-    """Return the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` by their norms, the lowest ones if they are more than the slots.
+    """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
-    ``norms`` are those of ``RawPositions.choose``, and ``misfits`` what ``head_norms.misfit`` finds, for sides that share scales.
-    A page does not know where in its sequence it stands: the first tokens are no other ones here. A token of high norm comes before those
-    of low norm, and is raw only in codecs that encode tokens together: in others, no token suffers from it. Last come tokens that make a
-    shared scale too large, the worst first, however many a page has. For codecs that encode tokens one by one, and whose heads share no
-    scale, the host does not wait for the values. Raises OutOfRange for a value that does not fit the dtype.
+    ``norms`` are those of ``RawPositions.choose``, and ``misfits`` the result of ``head_norms.misfit`` for sides that share scales. A page
+    does not know its position in the sequence, so the first tokens of a sequence are not special here. If there are too few slots, tokens
+    of high norm come first, the largest ones leading; they are raw only in codecs that encode tokens together, because in others no token
+    suffers from them. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page has.
+    For codecs that encode tokens one by one, and whose heads share no scale, the host does not wait for the values. Raises OutOfRange for a
+    value that does not fit the dtype.
     """
     tokens = x.shape[2]
     token, left_out = tokens_of_slots(raw, norms, token_group, slots, misfits)
@@ -258,11 +261,10 @@ def in_slots(
 def tokens_of_slots(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, as ``in_slots``, and how many have no slot, int64 ``[page,
-    2]``.
+    """Return the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and how many have no slot, int64 ``[page, 2]``.
 
-    The tokens are int64 ``[page, slot]``, ascending; unused slots have the number of tokens. Of those without a slot, all are counted, and
-    those that cost others precision.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The two counts of tokens without a slot are
+    all of them, and those that cost other tokens precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -279,7 +281,7 @@ def tokens_of_slots(
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``; the host does not
+    """Put the raw tokens of ``streams`` ``[page, slot, ...]`` into pages ``values`` ``[page, kv_head, token, dim]``; the host does not
     wait."""
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
@@ -292,10 +294,9 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
 
 
 def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
-    """Return the values of each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]`` in ``dtype``: ``[entry, kv_head,
-    dim]``.
+    """Return the values of each ``token`` of a ``sequence`` of ``x`` in ``dtype``: ``[entry, kv_head, dim]``.
 
-    Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
+    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
     values = exact.to(getattr(torch, TORCH_NAMES[dtype]))
@@ -311,9 +312,9 @@ def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtyp
 
 
 def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]`` with other values for each ``token`` of a ``sequence``; they are the ``chosen`` ones.
+    """Replace each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]``; ``chosen`` is their mask.
 
-    They are the mean of the other tokens of its token group, which widens no group, or zero if there are none.
+    The new value is the mean of the other tokens of the token group, which widens no group, or zero if there are none.
     """
     if not len(token):
         return x
@@ -334,7 +335,7 @@ def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chose
 
 
 def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """Return ``run`` with other values for its ``chosen`` tokens, as ``replaced``."""
+    """Return ``run`` with its ``chosen`` tokens replaced as by ``replaced``."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0
@@ -348,12 +349,12 @@ def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
 
 
 def _numbers(words: Any) -> Any:
-    """Return the tokens of positions ``[entry, word]`` of int64, -1 for an unused one."""
+    """Return the token numbers of positions ``[entry, word]``, int64, -1 for unused ones."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
 def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token and sequence, int64, of each raw token."""
+    """Return the token and the sequence, int64, of each raw token."""
     words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _numbers(words)
     used = token >= 0
@@ -361,12 +362,12 @@ def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the stream of positions of tokens and sequences, int64."""
+    """Return the stream of positions for token and sequence numbers, int64."""
     return _words(token + 1, sequence)[None, None]
 
 
 def _words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, of tokens' numbers, which count from 1, and of their sequences."""
+    """Return the words, uint16 ``[entry, 4]``, of token numbers, counted from 1, and of sequence numbers."""
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

@@ -19,10 +19,7 @@ PALEY_ORDERS = (12, 20, 28)
 
 @lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
-    """Return the +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right.
-
-    Raises InvalidParameter for any other order.
-    """
+    """Return the +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right."""
     paley = _paley_order(order)
     rows = _paley(paley)
     while len(rows) < order:
@@ -57,7 +54,7 @@ def _character(prime: int) -> list[int]:
 
 
 def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Paley's first construction, prime = 3 mod 4: I + S, S = [[0, 1], [-1, Q]], Q_ij = chi(i - j)."""
+    """Build Paley's first construction, prime = 3 mod 4: I + S, S = [[0, 1], [-1, Q]], Q_ij = chi(i - j)."""
     chi = _character(prime)
     rows = [(1,) * (prime + 1)]
     rows += [(-1, *(chi[(i - j) % prime] + (i == j) for j in range(prime))) for i in range(prime)]
@@ -65,7 +62,7 @@ def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], Q_ij = chi(i - j).
+    """Build Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], Q_ij = chi(i - j).
 
     Each entry c = +1 or -1 becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
     """
@@ -107,7 +104,7 @@ class Rotation:
 
 @lru_cache(maxsize=TABLES_KEPT)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return the rotation, which all codecs with these parameters share. Raises the errors of ``Rotation``."""
+    """Return the rotation shared by all codecs with these parameters. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 

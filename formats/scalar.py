@@ -111,7 +111,7 @@ class Scalar(CodecFamily):
 
     @property
     def parts(self) -> tuple[ScalarPart, ...]:
-        """The channels of each width, in the order of the code streams."""
+        """Channels of each width, in the order of the code streams."""
         return _parts(self.dim, self.bits, self.bits_high, self.high_channels)
 
     def packings(self) -> dict[str, Columns]:
@@ -125,7 +125,7 @@ class Scalar(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of rows ``[row, dim]``, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
         unit, norm = unit_rows(rows, self.rotation)
         codes = []
         for part, table in zip(self.parts, self._tables, strict=True):

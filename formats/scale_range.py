@@ -1,6 +1,6 @@
-"""8-bit scales and centers: a code is linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
+"""8-bit scales and centers: codes are linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
 
-Equal steps of the root are finer for small values, so outlier channels of a head cost the groups of its ordinary channels little.
+Equal steps of the root are finer for small values, so that the outlier channels of a head cost the groups of ordinary channels little.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _root(values: torch.Tensor) -> torch.Tensor:
 def chosen(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """Return the range for a run whose ``blocks`` have these scales and centers, ``[batch, kv_head, row, group]`` each.
+    """Return the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
 
-    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined, and
-    otherwise widened, so that repeated appends seldom need another range. ``empty`` is returned if there are no values.
-    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the place, for a value beyond ``LARGEST``.
+    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined; otherwise it is widened, so
+    that repeated appends seldom need another range. ``empty`` is returned if there are no values.
+    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the position, for a value beyond ``LARGEST``.
     """
     ends: list[torch.Tensor] = []
     for scale, centre in blocks:

@@ -1,16 +1,16 @@
-"""The interface of every side-car: its parameters, its streams, and its place in coding (spec/side-cars.md).
+"""The interface of every side-car: its parameters, its streams, and its place in the coding order (spec/side-cars.md).
 
 A side-car file contains one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
 1. ``KeptTokens`` take whole tokens out of the values.
-2. ``ValueMap`` maps the values of each head linearly, before the codec's rotation leads to the coded frame.
-3. ``PageVector`` takes a vector that the tokens of a page share out of the values.
+2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them into the coded frame.
+3. ``PageVector`` subtracts a vector that the tokens of a page share.
 4. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
 5. ``ResidualSketch`` describes the codec's error.
 
-Decoding puts the parts back in the coded frame, adds the vectors of pages and the sketched residuals, then inverts the rotation and the
-maps, then puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and
-maps inverted in reverse order); their keys and streams in a file have the same order.
+Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
+puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
+inverted in reverse order). Their keys and streams in a file have the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class RunStep:
     """A side-car's step before the codec for one run: ``streams`` have one row per run, and ``encode(block, start)`` is called per block.
 
-    A block is finite float32 ``[batch, kv_head, token, dim]``, its first token ``start``, a multiple of the token group. ``encode``
+    A block is finite float32 ``[batch, kv_head, token, dim]``. Its first token ``start`` is a multiple of the token group. ``encode``
     returns the block for the next step, and the streams with one row per token or entry.
     """
 
@@ -67,20 +67,19 @@ class SideCar(ABC):
     @classmethod
     @abstractmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        """Return the side-car that a recipe's ``options`` for this ``side`` ("k" or "v") request; None if they request none.
+        """Return the side-car that a recipe's ``options`` request for this ``side`` ("k" or "v"), or None.
 
-        Raises InvalidParameter for an option that is out of range, or that needs another option.
+        Raises InvalidParameter for an option that is out of range or that needs another option.
         """
 
     @classmethod
     @abstractmethod
     def of_params(cls, dim: int, value: Any) -> Self:
-        """Return the side-car with this ``value`` in the header. Raises InvalidParameter for a type or a value that the format does not
-        have."""
+        """Create the side-car from its ``value`` in a header. Raises InvalidParameter for an invalid type or value."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Return its value in the header: a string, an integer or a map, from which ``of_params`` makes an equal side-car."""
+        """Return the side-car's value in the header, a string, an integer or a map; ``of_params`` inverts it."""
 
     @property
     def nominal_bits(self) -> float:
@@ -89,25 +88,25 @@ class SideCar(ABC):
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        """The SHA-256 of each basis that readers of its values need."""
+        """SHA-256 of each basis that readers need to decode the values."""
         return frozenset()
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Name, dtype and shape of its streams, in stored order."""
+        """Return the name, dtype and shape of the side-car's streams, in stored order."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows of each token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
+        """Return the number of rows per token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
         return {}
 
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the rows of every stream with one row per entry, in a run of ``tokens`` tokens of ordinary values."""
+        """Return the number of rows of every stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Refuse stored bytes that no writer may produce; ``arrays`` are all streams of the side. Raises InvalidPayload.
 
-        Without a check of its own, a side-car's binary16 and float32 values are finite.
+        The default checks that binary16 and float32 values are finite.
         """
         for name in self.layout(1, 1, 0):
             if arrays[name].dtype.kind == "f":
@@ -118,11 +117,11 @@ class SideCar(ABC):
         return
 
     def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """For streams whose entries name their tokens, and have no counts: the token of each entry in use, int64, ascending."""
+        """Return, for streams whose entries name their tokens, the token of each entry in use, int64, ascending."""
         return {}
 
     def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams with tokens counted from ``tokens`` before the first one; entries not in use are dropped."""
+        """Return the streams with token numbers increased by ``tokens``; unused entries are dropped."""
         return {}
 
     def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -133,52 +132,51 @@ class SideCar(ABC):
 class KeptTokens(SideCar):
     """Takes whole tokens, in all heads, out of the values, and keeps them in the original frame.
 
-    The order of its entries is by token, then by sequence.
+    Entries are ordered by token, then by sequence.
     """
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Choose the tokens of ``run`` to keep; ``before`` are the streams of the run that precedes it in its side.
+        """Choose the tokens of ``run`` to keep; ``before`` contains the streams of the side's preceding run.
 
-        The step replaces them by values that widen none of the groups of tokens that the ``codec`` encodes together.
+        The step replaces the tokens by values that widen none of the token groups that ``codec`` encodes together.
         """
 
     @abstractmethod
     def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token and sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
+        """Return the token and the sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
     def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return their values, float32 ``[entry, kv_head, dim]``."""
+        """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``x`` ``[batch, kv_head, token, dim]`` with ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, in their
-        places."""
+        """Put ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.places(streams)] = kept
         return result
 
 
 class ValueMap(SideCar):
-    """Maps the values of each head linearly; its streams, if it has any, have one row per run.
+    """Maps the values of each head linearly; its streams, if any, have one row per run.
 
     Attention maps queries instead of keys, and sums of values instead of values: it relies on the map being linear.
     """
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return its streams for ``run``, whose blocks have passed the maps before it."""
+        """Return the map's streams for ``run``, whose blocks have passed the maps before it."""
         return {}
 
     @abstractmethod
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map ``[batch, kv_head, row, dim]`` float32 of the run that ``streams`` belong to."""
+        """Map ``[batch, kv_head, row, dim]`` float32, given the run's ``streams``."""
 
     @abstractmethod
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Undo ``forward``."""
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Apply the transpose of ``inverse`` to queries: their products with mapped keys are those of ``q`` with keys.
+        """Apply the transpose of ``inverse`` to queries: products with mapped keys equal those of ``q`` with the original keys.
 
         For an orthogonal map it is ``forward``; any other map defines its own.
         """
@@ -195,24 +193,26 @@ class ValueMap(SideCar):
 
 
 class PageVector(SideCar):
-    """Takes a vector out of the tokens of each page, in the coded frame. A page is ``page_tokens`` tokens of a run, its last one shorter.
+    """Subtracts one vector per page from the tokens, in the coded frame. A page is ``page_tokens`` tokens of a run; the last may be
+    shorter.
 
-    They are a token group: kept tokens have the mean of the others, so that the vector does not depend on them.
+    A page is a token group: kept tokens are replaced by the mean of the others, so that the vector does not depend on them.
     """
 
     @property
     @abstractmethod
     def page_tokens(self) -> int:
-        """The tokens of a page."""
+        """Tokens per page."""
 
     @abstractmethod
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Take the vectors out of the blocks of ``run``, which ``rotation`` leads to the coded frame."""
+        """Subtract the vectors from the blocks of ``run``; ``rotation`` maps them to the coded frame."""
 
     @abstractmethod
     def rest(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an approximation of the remainder of ``x`` ``[batch, kv_head, token, dim]``, whose first token begins a page, in the
-        original frame.
+        """Return approximately what remains of ``x`` ``[batch, kv_head, token, dim]`` without its vectors, in the original frame.
+
+        The first token of ``x`` must begin a page.
         """
 
     @abstractmethod
@@ -220,7 +220,7 @@ class PageVector(SideCar):
         """Return the vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page, with the vectors added."""
+        """Add the vectors to ``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page."""
         return frame + self._of_tokens(self.vectors(streams), frame.shape[2])
 
     def _of_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -233,38 +233,37 @@ class FramePart(SideCar):
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Measure ``run``, whose blocks are in the coded frame; ``before`` are the streams of the run that precedes it in its side.
+        """Measure ``run``, whose blocks are in the coded frame; ``before`` contains the streams of the side's preceding run.
 
         The step returns the rest, and the streams that contain the part.
         """
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32 with the part in its place."""
+        """Put the part back into ``frame`` ``[batch, kv_head, token, dim]`` float32."""
 
 
 class ResidualSketch(SideCar):
-    """Describes the residual: the codec's input less its decoded values."""
+    """Describes the residual: the codec's input minus its decoded values."""
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; 0 if a part is put back
-        exactly."""
+        """Encode a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; it is 0 where a part is put back exactly."""
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return ``frame`` ``[batch, kv_head, token, dim]`` float32 with the estimated residual added."""
+        """Add the estimated residual to ``frame`` ``[batch, kv_head, token, dim]`` float32."""
 
 
 def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
-    """Return ``value``, a string of ``known``. Raises InvalidParameter for any other value."""
+    """Return ``value`` if it is one of the strings ``known``. Raises InvalidParameter otherwise."""
     if type(value) is not str or value not in known:
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
 def typed_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """Return ``value``, a map of the keys of ``types`` in their order, each of its type. Raises InvalidParameter for any other value."""
+    """Return ``value`` if it is a map with the keys of ``types`` in order, each of its type. Raises InvalidParameter otherwise."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")

@@ -1,4 +1,4 @@
-"""A codec with side-cars (spec/side-cars.md). Each side-car has a file of its own; ``side_car`` defines the order of their steps."""
+"""A codec with side-cars (spec/side-cars.md). Each side-car has its own file; ``side_car`` defines the order of their steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ _LARGE = 2.0**100
 class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter for a codec that takes none, as it loses nothing that a side-car could keep, and for one with a basis, which
-    takes those ``of_every_codec``; and for vectors of pages with a codec that encodes tokens together.
+    Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a codec with a basis and a side-car that
+    is
+    not ``of_every_codec``; and for page vectors with a codec that encodes tokens together.
     """
 
     id: ClassVar[str] = ""
@@ -80,7 +81,7 @@ class WithSideCars(Codec):
 
     @cached_property
     def folded_frame(self) -> Balanced | None:
-        """The only value map, if queries take it and the codec's rotation as one product."""
+        """The only value map, if it and the codec's rotation are applied to queries as one product."""
         (one,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return one if isinstance(one, Balanced) and type(self.codec).query is Codec.query else None
 
@@ -195,8 +196,11 @@ class WithSideCars(Codec):
         return {**encoder.streams, **encoder.encode(x, 0)}
 
     def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Watch | None = None) -> RunEncoder:
-        """As ``Codec.begin``; ``kernel(codec, block)`` returns the streams of the codec, or None if the codec must encode the block
-        itself, and ``watch(block, start)`` is called with what the codec encodes from token ``start`` on.
+        """Begin a run as in ``Codec.begin``.
+
+        ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
+        called
+        with the codec's input from token ``start`` on.
         """
         steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
@@ -216,7 +220,7 @@ class WithSideCars(Codec):
         return RunEncoder({**inner.streams, **own}, encode)
 
     def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps that the blocks of ``run``, without ``kept`` tokens, take to the codec, and the streams with one row per run."""
+        """Return the steps before the codec for the blocks of ``run``, without ``kept`` tokens, and the streams with one row per run."""
         steps = _Steps(run)
         own: dict[str, torch.Tensor] = {}
 
@@ -240,13 +244,13 @@ class WithSideCars(Codec):
         return steps, own
 
     def _less_vectors(self, run: Run) -> Run:
-        """Return ``run`` less the vectors of its pages: maps are measured on what the codec will encode."""
+        """Subtract the page vectors from ``run``, because maps are measured on what the codec will encode."""
         for vector in self.page_vectors:
             run = replace(run, blocks=partial(_mapped, vector.rest, run.blocks))
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """Return the streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the parts taken out."""
+        """Return the streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the removed parts."""
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
@@ -268,14 +272,14 @@ class WithSideCars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Return the codec's decoded ``frame`` completed by all side-cars, in the coded frame."""
+        """Apply all side-cars to the codec's decoded ``frame``, in the coded frame."""
         frame = self._corrected(frame, streams)
         for tokens in self.kept_tokens:
             frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.places(streams)[1], streams), streams)
         return frame
 
     def coded(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Return ``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, in the coded frame."""
+        """Map ``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, to the coded frame."""
         if not len(kept):
             return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
@@ -290,7 +294,7 @@ class WithSideCars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Return the codec's decoded ``frame`` completed by all side-cars, in the original frame."""
+        """Apply all side-cars to the codec's decoded ``frame``, and return it in the original frame."""
         values = self.original(self._corrected(frame, streams), streams)
         for tokens in self.kept_tokens:
             values = tokens.put(values, tokens.kept(streams), streams)
@@ -317,7 +321,7 @@ class WithSideCars(Codec):
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Return the queries ``[batch, kv_head, row, dim]`` whose products with the codec's decoded values are those of ``q`` with keys."""
+        """Map queries ``[batch, kv_head, row, dim]`` so that products with the codec's decoded values equal those of ``q`` with keys."""
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -348,7 +352,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable[[],
 
 
 class _Steps:
-    """The steps that the blocks of ``run`` take to the codec."""
+    """The steps that the blocks of ``run`` pass through before the codec."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -358,7 +362,7 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a block, its first token ``start``, after all steps, and the streams that they return."""
+        """Pass a block, with first token ``start``, through all steps; return it and their streams."""
         return _after(tuple(self._steps), block, start)
 
     def run(self) -> Run:

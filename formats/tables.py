@@ -1,4 +1,4 @@
-"""Lookup tables of decoders, computed once and cached per device."""
+"""Lookup tables for decoders, computed once and cached per device."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _lock = threading.Lock()
 
 
 def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cache the results of ``compute`` by its arguments; the returned function takes ``device`` as its last argument.
+    """Cache the results of ``compute`` by argument; the returned function takes ``device`` as its last argument.
 
-    The most recently used tables are kept, at most ``KEPT_BYTES`` in all.
+    The most recently used tables are kept, at most ``KEPT_BYTES`` in total.
     """
 
     def table(*arguments: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _keep(key: tuple[Any, ...], made: torch.Tensor) -> None:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may have it and does not exist in the child."""
+    """Replace the lock in a forked child: a parent thread that holds it does not exist there."""
     global _lock
     _lock = threading.Lock()
 
@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Kept(dict[Any, Any]):
-    """Values by what they were made for; it forgets all once there are many."""
+    """A dictionary of derived values that clears itself when it has many entries."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= _MAX_KEPT:

@@ -1,4 +1,4 @@
-"""Norms of tokens as they are stored: in binary16 or float32, or as a byte of their logarithm (spec/packing.md, Norms of 8 bits)."""
+"""Stored token norms: binary16, float32, or one byte of their logarithm (spec/packing.md, Norms of 8 bits)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log8_values() -> torch.Tensor:
 
 @kept_on_device
 def log8_bounds() -> torch.Tensor:
-    """Return the least norm of each code from 1 on, float32 ``[255]``: halves of steps, and half of the smallest norm."""
+    """Return the least norm of each code from 1 on, float32 ``[255]``: half steps, and half of the smallest norm."""
     return torch.tensor([_power(0) / 2, *(_power(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
@@ -66,5 +66,5 @@ def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
 
 
 def decoded_norms(stored: torch.Tensor) -> torch.Tensor:
-    """Return the ``stored`` norms, float32 of their shape."""
+    """Return the ``stored`` norms as float32 of the same shape."""
     return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)

@@ -1,7 +1,7 @@
-"""transform: columns of a calibrated frame in whole steps, entropy-coded by static tables (spec/codecs/transform.md).
+"""transform: columns of a calibrated frame, quantized uniformly and entropy-coded by static tables (spec/codecs/transform.md).
 
-Transform coding, as for pictures: a decorrelating transform, a uniform quantizer, an entropy coder. Keys are coded as they are before
-RoPE turns them. Sources: V. Goyal, Theoretical foundations of transform coding (2001); KVTC (arXiv 2511.01815) for KV caches.
+Transform coding as for images: a decorrelating transform, a uniform quantizer, an entropy coder. Keys are coded as they are before RoPE.
+Sources: V. Goyal, Theoretical foundations of transform coding (2001); KVTC (arXiv 2511.01815) for KV caches.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _SYMBOLS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Transform(CodecFamily):
-    """Levels at 2^(-``step`` / 16) of the columns of the frames of ``side`` of ``layer`` in the basis with SHA-256 ``basis``.
+    """Columns of ``side`` of ``layer``, in the frames of the basis with SHA-256 ``basis``, as levels of size 2^(-``step`` / 16).
 
-    ``chunk`` tokens are coded together. ``source`` contains the frames for a codec that has been given its basis; it is not stored.
+    ``chunk`` tokens are coded together. ``source`` holds the frames once the codec has been given its basis; it is not stored.
     """
 
     id: ClassVar[str] = "transform"
@@ -94,7 +94,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits that the basis predicts; without a basis, those of an ordinary recipe."""
+        """Bits predicted by the basis; without one, those of an ordinary recipe."""
         return _USUAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -103,7 +103,7 @@ class Transform(CodecFamily):
 
     @property
     def step_size(self) -> float:
-        """Value of level 1."""
+        """Decoded value of level 1."""
         return float(2.0 ** (-self.step / SCALES_PER_OCTAVE))
 
     @property
@@ -112,7 +112,7 @@ class Transform(CodecFamily):
 
     @property
     def place(self) -> str:
-        """The part of the basis that the codec needs, in words."""
+        """The part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     def packings(self) -> dict[str, Columns]:
@@ -141,7 +141,7 @@ class Transform(CodecFamily):
         return {"words": (halves[..., 0] + (halves[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames that the codec was given. Raises MissingBasis, and InvalidParameter for another number of heads."""
+        """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
             raise not_given(self.place)
         try:
@@ -150,7 +150,7 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"the {self.place}: {error}") from None
 
     def rope_of(self, source: Frames) -> Rope | None:
-        """Return the RoPE of the side at its positions."""
+        """Return the RoPE to apply to this side, or None."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -162,7 +162,7 @@ class Transform(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode as if the first token had position 0.
 
-        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences whose RoPE the basis does not know.
+        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences longer than the basis' RoPE covers.
         """
         return self._encode(x, 0)
 
@@ -201,21 +201,21 @@ class Transform(CodecFamily):
         return {name: stream_of(streams[name], x.device) for name in self.row_layouts}
 
     def tables_of(self, source: Frames, heads: int) -> Numbers:
-        """Return the number of the table of every column of every block, uint8 ``[kv_head, column]``."""
+        """Return the table number of every column of every block, uint8 ``[kv_head, column]``."""
         found = source.tables_at(self.step).astype(numpy.uint8)
         return found if self.scope == "head" else found.reshape(self.dim, heads).T
 
     def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
-        """Return the streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+        """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
 
-        ``source`` are the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
+        ``source`` contains the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
         """
         return coded(groups, source.tables, self.tables_of(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Yield the symbols of ``streams`` in pieces of whole sequences of a token group, in the order of groups, sequences and heads.
+        """Yield the number of the first chunk and the symbols of pieces of ``streams``: whole sequences of a token group.
 
-        Each is the number of its first chunk, and its symbols. Raises the errors of ``source_for``.
+        The order is by group, sequence and head. Raises the errors of ``source_for``.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
@@ -225,7 +225,7 @@ class Transform(CodecFamily):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return all tokens of the chunks of ``streams``: the first of them, where only these are wanted."""
+        """Decode all tokens in the chunks of ``streams``; of a cut chunk, the first ones."""
         batch, heads, _ = streams["columns"].shape
         device, source = streams["columns"].device, self.source_for(heads)
         tokens = numpy.minimum(in_order(streams["tokens"])[::batch], self.chunk)
@@ -275,8 +275,7 @@ class Transform(CodecFamily):
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` whose last chunk has only its first ``tokens`` tokens left: its symbols are coded again, by the same
-        tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is coded again by the same tables."""
         heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
@@ -298,7 +297,7 @@ class Transform(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse columns that do not exist, states below 2^16, and counts of other words."""
+        """Refuse nonexistent columns, states below 2^16, and word counts that do not match the words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
                 at = first_place(block > self.dim, first, arrays["columns"].shape)
@@ -312,7 +311,7 @@ class Transform(CodecFamily):
         return (self._check_counts,)
 
     def _check_counts(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload unless the counts of tokens are those of the runs."""
+        """Raise InvalidPayload unless the token counts match the runs."""
         rows = arrays["columns"].shape[2]
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
@@ -324,7 +323,7 @@ class Transform(CodecFamily):
         return (self._check_symbols,)
 
     def _check_symbols(self, arrays: Mapping[str, Array], where: str) -> None:
-        """With the basis, refuse chunks that an encoder cannot have made."""
+        """With the basis, refuse chunks that no encoder produces."""
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
@@ -350,7 +349,7 @@ class Transform(CodecFamily):
             self.check_ends(rans.Decoded(found.symbols, found.read, found.states), found.counts, (batch, heads), where, first)
 
     def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Refuse what ``rans_checks.check_ends`` refuses of chunks in the order of token groups, sequences and heads, from ``first`` on.
+        """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads, from ``first`` on.
 
         The words of escapes count as read; ``shape`` is batch and kv_head.
         """
@@ -369,7 +368,7 @@ def default_chunk(dim: int) -> int:
 
 
 def _positions(stream: torch.Tensor) -> Numbers:
-    """Return the positions int64 ``[batch, row]`` of a stream ``[batch, 1, row, 2]``."""
+    """Decode a stream ``[batch, 1, row, 2]`` to positions, int64 ``[batch, row]``."""
     return joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 

@@ -1,6 +1,6 @@
-"""The chunks of the codec transform: levels of columns to the streams that contain them, and back to symbols (spec/codecs/transform.md).
+"""Chunks of the codec transform: from column levels to streams, and back to symbols (spec/codecs/transform.md).
 
-Everything here is of integers and exact; what the symbols stand for is in ``transform.py``.
+Everything here is exact integer arithmetic; ``transform.py`` gives the symbols their meaning.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ESCAPE_WORDS = 2
 
 
 class Symbols(NamedTuple):
-    """The symbols of chunks: uint8 ``[chunk, symbol]`` in the order of columns, and for each chunk its ``columns`` and ``tokens``.
+    """The symbols of chunks: uint8 ``[chunk, symbol]`` in column order, and for each chunk its ``columns`` and ``tokens``.
 
-    ``table`` is the number of every symbol's table, uint8 ``[chunk, symbol]``, and ``escaped`` the levels that escapes stand for, in the
-    order of the symbols of all chunks. ``read`` are the words that each chunk took, ``[chunk]``, ``counts`` those that it has, and
-    ``states`` its last ones.
+    ``table`` is the table number of every symbol, uint8 ``[chunk, symbol]``, and ``escaped`` the levels behind escapes, in the order of the
+    symbols of all chunks. For each chunk, ``read`` ``[chunk]`` is the number of words read, ``counts`` the number of words stored, and
+    ``states`` the final states.
     """
 
     symbols: Numbers
@@ -40,10 +40,11 @@ class Symbols(NamedTuple):
 
 
 def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
-    """Return the streams but ``positions`` of levels, int64 ``[batch, kv_head, column of the block, token]`` of each token group.
+    """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
 
-    ``numbers`` ``[kv_head, column]`` are those of the columns' tables; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a
-    table cannot code.
+    ``numbers`` ``[kv_head, column]`` are the table numbers of the columns; ``shape`` is batch and kv_head. Raises OutOfRange for levels
+    that
+    a table cannot code.
     """
     batch, heads = shape
     chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
@@ -68,7 +69,7 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
     counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
 
     def arranged(values: Numbers) -> Numbers:
-        """Return rows of chunks, which are in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
+        """Arrange rows of chunks, in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
@@ -81,10 +82,10 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
 
 
 class ChunkList(NamedTuple):
-    """The chunks of streams in the order of token groups, sequences and heads: for each its ``columns``, ``tokens`` and count of words.
+    """The chunks of streams in the order of token groups, sequences and heads: the ``columns``, ``tokens`` and word count of each.
 
-    ``ends`` are where the words of each end in ``words``. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
-    ``[kv_head, column]`` are the numbers of the columns' tables.
+    ``ends`` are the ends of the chunks in ``words``. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
+    ``[kv_head, column]`` are the table numbers of the columns.
     """
 
     columns: Numbers
@@ -97,7 +98,7 @@ class ChunkList(NamedTuple):
 
     @classmethod
     def of(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
-        """Return the chunks of ``streams``, of at most ``chunk`` tokens."""
+        """List the chunks of ``streams``, of at most ``chunk`` tokens each."""
         batch, heads, rows = streams["columns"].shape
         columns, counts = numpy.minimum(in_order(streams["columns"]), tables.shape[1]), joined(in_order(streams["word_counts"]))
         tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
@@ -120,9 +121,9 @@ class ChunkList(NamedTuple):
 def symbols_of(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: Tables
 ) -> Symbols:
-    """Return the symbols of chunks with these ``columns``, ``tokens`` and ``counts`` of ``words``, which are one after the other.
+    """Decode the symbols of chunks with these ``columns``, ``tokens`` and word ``counts``; ``words`` holds one chunk after another.
 
-    ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are those of the columns' tables.
+    ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are the table numbers of the columns.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
@@ -153,28 +154,28 @@ def levels_of(found: Symbols, tables: Tables, dim: int) -> list[Numbers]:
 
 
 def _used_columns(levels: Numbers) -> int:
-    """Return the columns ``[column, token]`` up to the last that has another level than 0."""
+    """Return the number of columns ``[column, token]`` up to the last one with a nonzero level."""
     used = numpy.flatnonzero(levels.any(1))
     return int(used[-1]) + 1 if len(used) else 0
 
 
 def in_order(stream: torch.Tensor) -> Numbers:
-    """Return rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head: int64."""
+    """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head; returns int64."""
     found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return found.reshape(-1, *found.shape[3:])
 
 
 def joined(pairs: Numbers) -> Numbers:
-    """Return numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    """Join the low and high halves ``[..., 2]`` of 32-bit numbers to int64."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 
 
 def halves(values: Numbers) -> Numbers:
-    """Return the low and the high 16 bits of ``values``, uint16 ``[..., 2]``."""
+    """Split ``values`` into low and high 16 bits, uint16 ``[..., 2]``."""
     return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
 
 
 def stream_of(numbers: Numbers, device: torch.device) -> torch.Tensor:
-    """Return a stream of 16-bit ``numbers`` on ``device``."""
+    """Convert 16-bit ``numbers`` to a stream on ``device``."""
     return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

@@ -1,7 +1,7 @@
 """trellis: rotated coordinates as paths through a trellis, one norm per token (spec/codecs/trellis.md).
 
-The bits of a token are one circular string. Each channel takes its value from a table by a window of the string that ends with the
-channel's own bits, so that neighboring channels share most of their windows, and any token is decoded alone. The encoder finds the
+The bits of a token form a circular string. A window of the string, which ends with the channel's own bits, selects each channel's value
+from a table. So neighboring channels share most of their windows, and any token can be decoded independently. The encoder finds the
 string whose values are nearest to the token (Viterbi). Sources: QTIP (Tseng et al. 2024, arXiv 2406.11235), Sec. 3.1 and 3.2;
 trellis-coded quantization, Marcellin and Fischer 1990.
 """
@@ -102,7 +102,7 @@ class Trellis(CodecFamily):
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of rows ``[row, dim]``, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
         unit, norm = unit_rows(rows, self.rotation)
         states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
@@ -116,7 +116,7 @@ class Trellis(CodecFamily):
         return values.mul_(decoded_norms(streams["norm"])[..., None])
 
     def windows(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the window of each channel, int64 ``[..., dim]``, of ``words``, integers ``[..., word]``."""
+        """Return the window of each channel, int64 ``[..., dim]``, given ``words``, integers ``[..., word]``."""
         first = _first_bits(self.dim, self.bits, self.state_bits, words.device)
         word, shift = first >> 4, first & WORD_BITS - 1
         following = (word + 1) % words.shape[-1]
@@ -125,10 +125,10 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel whose values are near to ``x`` ``[row, dim]``.
+    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel with values near ``x`` ``[row, dim]``.
 
-    ``table`` float32 ``[2^window bits]``. A first search, over the row turned by half, finds what the windows across the ends share;
-    the second is held to it (QTIP, Sec. 3.2).
+    ``table`` is float32 ``[2^window bits]``. A first search, over the row rotated by half, finds the bits shared by the windows across the
+    ends; the second search is constrained to them (QTIP, Sec. 3.2).
     """
     half = x.shape[-1] // 2
     turned = viterbi(x.roll(-half, -1), table, bits, None)
@@ -136,8 +136,9 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
-    """Return the path with the least squared error; the low bits of its first window equal the high bits of its last, ``shared`` if
-    given.
+    """Return the path with the least squared error.
+
+    The low bits of its first window equal the high bits of its last one; both are ``shared`` if given.
     """
     rows, dim = x.shape
     states, symbols = table.numel(), 1 << bits
@@ -168,7 +169,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
 
 
 def _words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the string of ``symbols``, integers ``[row, dim]``, as words, int32 ``[row, word]``."""
+    """Pack the string of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
     return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Stored arrays, block by block: checking all values takes bounded memory, however large the array is."""
+"""Read stored arrays block by block: checking all values takes bounded memory, however large the array is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         def dtype(self) -> numpy.dtype[Any]: ...
 
         def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-            """Return values ``[start, stop)`` of the flattened array."""
+            """Return the values ``[start, stop)`` of the flattened array."""
             ...
 
     Array = Stored | numpy.ndarray[Any, Any]
@@ -35,7 +35,7 @@ _CACHES_OF_A_DEVICE = 32
 
 
 def caches_of(device: torch.device) -> int:
-    """Return the factor by which a block is larger on ``device`` than on the CPU, where it fits a core's cache.
+    """Return the factor by which blocks are larger on ``device`` than on the CPU, where they fit a core's cache.
 
     On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
     """
@@ -43,7 +43,7 @@ def caches_of(device: torch.device) -> int:
 
 
 def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all are in memory: a few reductions then process them whole, without the global interpreter lock."""
+    """Return the arrays if all are in memory: then a few reductions process them whole, without the global interpreter lock."""
     whole = []
     for array in arrays:
         if not isinstance(array, numpy.ndarray):
@@ -60,8 +60,7 @@ def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Yield blocks of rows ``[row, value]`` (along the last axis) of arrays with equally many rows, each with the number of its first
-    row."""
+    """Yield blocks of rows ``[row, value]`` (along the last axis) of arrays with equal row counts, with the number of the first row."""
     first, widest = arrays[0].shape, 1
     for array in arrays:
         widest = max(widest, array.shape[-1])
@@ -81,7 +80,7 @@ def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, An
 
 
 def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Return the rows ``numbers`` of ``width`` values each, in that order: a copy."""
+    """Copy the rows ``numbers`` of ``width`` values each, in that order."""
     if isinstance(array, numpy.ndarray):
         found: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
         return found
@@ -89,12 +88,12 @@ def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy
 
 
 def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """Return the index, in an array of ``shape``, of the first true value from flat index ``first`` on, without listing all."""
+    """Return the index, in an array of ``shape``, of the first true value of ``wrong``, which starts at flat index ``first``."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 
 def check_finite(where: str, array: Array, what: str) -> None:
-    """Raise InvalidPayload, naming the place, unless all values, binary16 or binary32, are finite. ``what`` names them."""
+    """Raise InvalidPayload, naming the position, unless all binary16 or binary32 values are finite. ``what`` names them."""
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return
     for first, block in value_blocks(array):
@@ -105,9 +104,11 @@ def check_finite(where: str, array: Array, what: str) -> None:
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
-    """Return True if all binary16 or binary32 values are finite: two reductions of their bits, many times faster than isfinite.
+    """Return True if all binary16 or binary32 values are finite.
 
-    Bit patterns of nonfinite values are the largest positive signed integers and the largest unsigned integers.
+    Two reductions of the bits are many times faster than isfinite: bit patterns of nonfinite values are the largest positive signed
+    integers
+    and the largest unsigned integers.
     """
     size = array.itemsize
     infinity = 0x7C00 if size == 2 else 0x7F800000

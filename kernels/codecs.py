@@ -1,9 +1,9 @@
-"""The kernels of each codec: one row per codec, and a codec without a row is encoded, decoded and attended by torch.
+"""The kernels of each codec, one row per codec. A codec without a row is encoded, decoded and attended by torch.
 
-Some parameters of a codec with a row are not attended:
+The attention kernels do not support some parameters of a codec with a row:
 
-- angle with norms of 32 bits, because the kernel would search every token for its largest norm;
-- polar with unequal pairs, with several radii of 32 bits, or with more dims than compile in a reasonable time;
+- angle with 32-bit norms, because the kernel would search every token for its largest norm;
+- polar with unequal pairs, with several 32-bit radii, or with more dims than compile in a reasonable time;
 - digits too wide for a table.
 """
 
@@ -72,14 +72,14 @@ def undone(*_: Any) -> bool:
 
 
 class CodecKernels(NamedTuple):
-    """The kernels of a codec. Each part returns None for parameters that it does not support; a codec without the part has ``none``.
+    """The kernels of a codec. Each function returns None for parameters that it does not support; ``none`` stands for a missing one.
 
-    ``tiles(codec)`` is the tile loader of attention, and ``dual_tiles(codec, dual)`` the one whose tiles hold two tokens per row, which
-    are as ``dual`` says (``tiles.APART``). ``encode`` fills streams and returns whether it did (``encode.prepare``).
-    ``prepare(codec, packed, out, rotated, pages)`` is what fills an output (``decode.prepare``), and without it
-    ``decode_into(codec, packed, out, rotated, pages)`` fills one and returns whether it did.
-    ``check_chunks(codec, streams, where)`` refuses what ``Codec.check_chunks`` does. ``has_rules(codec)`` is whether ``Codec.check`` asks
-    nothing of the codec's streams but what ``words.rules`` does, if that has their rules.
+    ``tiles(codec)`` returns the tile loader of attention, and ``dual_tiles(codec, dual)`` the loader whose tiles hold two tokens per row,
+    arranged by ``dual`` (``tiles.APART``). ``encode`` fills streams and returns True if it did (``encode.prepare``). ``prepare(codec,
+    packed, out, rotated, pages)`` returns a launch that fills an output (``decode.prepare``); without it, ``decode_into(codec, packed, out,
+    rotated, pages)`` fills an output and returns True if it did. ``check_chunks(codec, streams, where)`` raises the errors of
+    ``Codec.check_chunks``. ``has_rules(codec)`` returns True if ``Codec.check`` checks nothing about the codec's streams that
+    ``bitpack.rules`` does not.
     """
 
     tiles: Callable[[Any], Tiles | None] = none
@@ -97,12 +97,12 @@ def done(*_: Any) -> bool:
 
 
 def of_codec(codec: Codec) -> CodecKernels:
-    """Return the row of ``codec``, by its exact class: a class that is not known itself may contain more than its parent's streams."""
+    """Return the row of ``codec`` by its exact class, because an unknown subclass may contain more streams than its parent."""
     return CODECS.get(type(codec), CodecKernels())
 
 
 def _narrow(codec: Codec) -> bool:
-    """Return True if rows have exactly the words that tiles of two tokens per row use of each."""
+    """Return True if rows have exactly the words that tiles of two tokens per row need."""
     return all(packing.width == DUAL_WIDTH for packing in codec.packings().values())
 
 

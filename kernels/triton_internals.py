@@ -1,6 +1,6 @@
-"""Everything that depends on Triton's internals; it reports if the Triton version differs from the tested ones.
+"""Everything that depends on Triton's internals; it reports Triton versions other than the tested ones.
 
-Documented are Triton's language and its launches; a compiled kernel's handles and how code is named are not.
+Triton's language and launches are documented; a compiled kernel's handles and the naming of code are not.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def expect(holds: bool, expected: str, found: object) -> None:
 
 
 def shared_bytes(kernel: Any) -> int:
-    """Return the shared memory in bytes that a compiled ``kernel`` is launched with: the last of the three values that its launcher
-    takes."""
+    """Return the shared memory in bytes with which a compiled ``kernel`` is launched, the last of its launcher's three values."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
     expect(
@@ -54,7 +53,7 @@ def shared_bytes(kernel: Any) -> int:
 
 
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
-    """Have ``kernel`` launched with ``size`` bytes of shared memory, of which the compiler has at most the first COMPILERS_BYTES."""
+    """Launch ``kernel`` with ``size`` bytes of shared memory from now on, of which the compiler uses at most COMPILERS_BYTES."""
     own = shared_bytes(kernel)
     expect(own <= COMPILERS_BYTES, f"the compiler to take at most {COMPILERS_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
@@ -73,9 +72,9 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """Return a name for compiled code with the constants ``values``: the source of functions, and the text of all others.
+    """Return a name for code compiled with the constants ``values``: the source of functions, and the text of all others.
 
-    Triton takes the source of functions that are arguments themselves, and of no others; of a constant it takes ``cache_key``.
+    Triton includes the source of functions passed as arguments, but of no others; for a constant it uses ``cache_key``.
     """
     return "-".join(_source_key(value) for value in values)
 
@@ -100,8 +99,10 @@ def _hooks() -> bool:
 
 
 def current_stream(device: int) -> int:
-    """Return the current stream of ``device``, if kept launches may run there now; else -1: the driver launches on the current device
-    alone, and a hook wants to see each launch."""
+    """Return the current stream of ``device``, or -1 if cached launches must not run there now.
+
+    The driver launches only on the current device, and hooks must see each launch.
+    """
     if torch._C._cuda_getDevice() != device or _hooks():
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device))
@@ -111,8 +112,8 @@ class CachedLaunch:
     """A launch whose compiled kernel is looked up once; later calls pass only pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels on the device.
-    ``arguments`` follow the pointers and never change, and ``constants`` follow these.
-    ``allow`` is called with the compiled kernel before its first launch.
+    ``arguments`` follow the pointers and never change, and ``constants`` follow these. ``allow`` is called with the compiled kernel before
+    its first launch.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class CachedLaunch:
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:
-        """Launch on ``current_stream`` what an earlier call has compiled; all addresses are multiples of ALIGNED."""
+        """Launch the already compiled kernel on ``current_stream``; all addresses must be multiples of ALIGNED."""
         assert self._launch is not None
         self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch as Triton does, and keep the compiled kernel."""
+        """Launch as Triton does, and cache the compiled kernel."""
         if self.allow is not None:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
             self.allow = None
@@ -177,7 +178,7 @@ _KEPT: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[st
 def launch_kept(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_keep`` compiled for such arguments; return False, and do nothing, if there is none."""
+    """Launch the kernel that ``launch_and_keep`` compiled for such arguments. Returns False, and does nothing, if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -195,7 +196,7 @@ def launch_kept(
 def launch_and_keep(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Launch as Triton does on the current device, and keep what it has compiled."""
+    """Launch as Triton does on the current device, and cache the compiled kernel."""
     kernel = function[(programs,)](*arguments, **constants, **options)
     if device.type != "cuda" or not isinstance(function, triton.runtime.JITFunction):
         return
@@ -209,7 +210,10 @@ def launch_and_keep(
 def _class_of_launch(
     function: Any, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Equal for launches that Triton compiles once. Raises TypeError for arguments and constants that cannot be told apart."""
+    """Return a key that is equal for launches that share compiled code.
+
+    Raises TypeError for arguments and constants without such a key.
+    """
     of_constants = [(name, type(value), value) for name, value in constants.items()]
     result = (function, device.index, *map(_class_of, arguments), *of_constants, *options.items())
     hash(result)
@@ -217,8 +221,9 @@ def _class_of_launch(
 
 
 def _class_of(value: Any) -> Any:
-    """Return the specialization key of an argument: a tensor's dtype and alignment, an integer's width, and whether it is 1 or divisible by
-    16.
+    """Return the specialization key of an argument.
+
+    It contains a tensor's dtype and alignment, an integer's width, and whether it is 1 or divisible by 16.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNED == 0
@@ -234,7 +239,7 @@ def _class_of(value: Any) -> Any:
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """Return the launcher of a compiled kernel, and its arguments between the stream and the kernel's own.
 
-    Triton's launcher is one of Python, which requests scratch memory, around one of C: enough for kernels that have none.
+    Triton's launcher is Python code, which requests scratch memory, around C code, which suffices for kernels without scratch memory.
     """
     run, behind = kernel.run, (kernel.packed_metadata, None, None, None)
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -245,9 +250,9 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 class LaunchChain:
-    """Launches one after the other over the tensors of a call, and over tensors that stay.
+    """A sequence of launches over the tensors of a call and over fixed tensors.
 
-    Each is given with its pointers: the number of a tensor that a call gives, or a tensor that stays, and the elements to skip.
+    Each is given with its pointers: the number of a tensor that a call passes, or a fixed tensor, and the elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -255,7 +260,7 @@ class LaunchChain:
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
     def __call__(self, given: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Launch all from number ``first`` on, on the current stream."""
+        """Run all launches from number ``first`` on, on the current stream."""
         if self._kept and (stream := current_stream(given[0].device.index)) >= 0:
             addresses, low = [0], 0
             for tensor in given:

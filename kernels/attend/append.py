@@ -1,4 +1,4 @@
-"""New tokens into the raw tails of a layer, at a position that the device keeps."""
+"""Append new tokens to the raw tails of a layer, at a position stored on the device."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -31,8 +31,8 @@ def append_tokens(
 ) -> None:
     """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``, one program per sequence.
 
-    ``lengths`` int32 ``[batch]`` counts the tokens held and is raised by ``tokens``; the first ``packed`` (int32 ``[1]``) of them are
-    in pages. What finds no room is not written, though counted. ``not_finite`` int32 ``[1]`` is set if a value is not finite.
+    ``lengths`` int32 ``[batch]`` counts the tokens stored and is increased by ``tokens``; the first ``packed`` (int32 ``[1]``) of them are
+    in pages. Tokens beyond the room are counted but not written. ``not_finite`` int32 ``[1]`` is set if a value is not finite.
     """
     if DEPENDENT:
         gdc_wait()

@@ -1,7 +1,7 @@
-"""attend on the GPU: split-K flash decoding over packed rows, then the merge of its partial results.
+"""attend on the GPU: split-K flash decoding over packed rows, then a merge of the partial results.
 
-Sources: FlashAttention's running softmax; flash decoding's split of the tokens with a log-sum-exp merge; OCTOPUS Eq. 13 for
-queries and values in the coded frame.
+Sources: FlashAttention's running softmax; flash decoding's split of the tokens with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and
+values in the coded frame.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if these kernels support the layer: every segment has a tile loader, and a KV head's query rows are few."""
+    """Return True if these kernels support the layer: every segment has a tile loader, and each KV head has few query rows."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -57,17 +57,17 @@ def attend(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
+    """Run ``kvpack.attend``, with its checked arguments, over a layer that ``supports`` accepts."""
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
     return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
-    """softmax(scale q k^T) v over a layer that ``supports`` takes, for queries like ``q``: kept with the layer, and then called.
+    """Prepare softmax(scale q k^T) v over a layer that ``supports`` accepts, for queries like ``q``; the result is cached with the layer.
 
-    Tiles are binary16 (raw ones have their own dtype) and sums float32: the result is within 2e-3 of the exact one in the
-    2-norm, as long as no decoded value is above 65504. Calling what is prepared does not wait for the device and reads nothing from
-    it, so that a CUDA graph holds the call.
+    Tiles are binary16 (raw ones have their own dtype) and sums float32: the result is within 2e-3 of the exact one in the 2-norm, as long
+    as no decoded value is above 65504. Calling the result neither waits for the device nor reads anything from it, so that a CUDA graph can
+    contain the call.
     """
     kept = _prepared.setdefault(layer, {})
     asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))

@@ -1,4 +1,4 @@
-"""Factors of tokens: what scores and weights are multiplied by."""
+"""Token factors, by which scores and weights are multiplied."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -24,9 +24,9 @@ def factor_of(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the factors in part ``AT`` of each ``loaded`` tile, ``[warp, token]``; where two tokens share a row ``[warp, token, row]``.
+    """Return the factors in part ``AT`` of each ``loaded`` tile, ``[warp, token]``, or ``[warp, token, row]`` if two tokens share a row.
 
-    Of two tokens ``FACTOR`` gives one tensor each, or one ``[warp, token, 2]``.
+    For two tokens ``FACTOR`` returns one tensor each, or one ``[warp, token, 2]``.
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
@@ -40,7 +40,7 @@ def factor_of(
 
 @triton.jit
 def of_rows(value: tl.tensor) -> tl.tensor:
-    """Return ``[warp, token]`` that broadcasts to rows."""
+    """Reshape ``[warp, token]`` so that it broadcasts to rows."""
     if len(value.shape) == 2:
         value = value[:, :, None]
     return value
@@ -48,9 +48,10 @@ def of_rows(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_and_rest(factor: tl.tensor) -> tl.tuple:
-    """Return ``factor`` as 2^e times a rest of 1 to 2 in size: e, 2^-e and the rest. Exact down to 2^-100; below it the rest is 0.
+    """Split ``factor`` into 2^e and a rest of 1 to 2 in size: return e, 2^-e and the rest.
 
-    A token of factor 0 takes the largest e of its tile: its weight counts, and must not vanish beside theirs.
+    The split is exact down to 2^-100; below that the rest is 0. A token of factor 0 gets the largest e of its tile: its weight counts, and
+    must not underflow next to the others.
     """
     bits = factor.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
@@ -68,7 +69,7 @@ def power_and_rests(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return e and 2^-e of ``_power_and_rest`` for the larger of a token's factors, and the remainder of each over 2^e."""
+    """Return e and 2^-e of ``_power_and_rest`` for the larger of a token's factors, and each factor divided by 2^e."""
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:

@@ -27,7 +27,7 @@ MERGED_ROWS = 16
 
 
 class FlashBlock(NamedTuple):
-    """Rows and tokens of a tile of scores, and the warps and stages of a program."""
+    """Rows and tokens of a score tile, and the warps and stages of a program."""
 
     rows: int
     tokens: int
@@ -36,7 +36,7 @@ class FlashBlock(NamedTuple):
 
 
 def block_of(dim: int, room: int) -> FlashBlock:
-    """Return the shape of a program for head dims up to ``dim``, a power of two: what fits registers and ``room`` bytes of shared memory.
+    """Return the program shape for head dims up to ``dim``, a power of two, that fits the registers and ``room`` bytes of shared memory.
 
     Shared memory holds the queries, and for each stage the keys and values of a tile.
     """
@@ -63,13 +63,12 @@ def attend(
     starts: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of ``q`` ``[batch, q_head, query, dim]`` over ``k`` and ``v`` ``[batch, kv_head, token, dim]``, of 16 bits.
+    """Compute attention of ``q`` ``[batch, q_head, query, dim]`` over 16-bit ``k`` and ``v`` ``[batch, kv_head, token, dim]``.
 
-    The tokens are those from token ``first`` of a layer of ``tokens`` tokens; its last query but ``behind - 1`` is the first of ``q``.
-    ``lengths``, int32 ``[batch]`` on the device, are each sequence's own tokens, of which queries see those from ``starts`` on, as many
-    integers. Channels are dense.
-    Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores ``[batch, q_head, query]``; a query that
-    sees none of the tokens has zeros and minus infinity. With ``into``, both are stored there.
+    The tokens start at token ``first`` of a layer with ``tokens`` tokens; ``q`` starts ``behind - 1`` positions before the layer's last
+    token. ``lengths``, int32 ``[batch]`` on the device, are the lengths of the sequences; queries see tokens from ``starts`` on, also
+    ``[batch]``. Channels are contiguous. Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores
+    ``[batch, q_head, query]``; a query that sees no token has zeros and minus infinity. With ``into``, both are stored there.
     """
     if into is None:
         sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -102,8 +101,7 @@ def _attend_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CachedLaunch:
-    """Return the launch for queries of ``shape`` and ``held`` KV heads, tokens and channels of values; what is compiled depends on dtypes,
-    too."""
+    """Return the compiled launch for queries of ``shape`` and ``held``: KV heads, tokens and value channels."""
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = held
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
@@ -128,9 +126,9 @@ def _attend_launch(
 def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
     """Merge the partial results of ``splits`` parts of the tokens into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``.
 
-    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are those of ``attend``. Channels are
-    dense; all else may have any strides. Where ``sums`` and ``lse`` are contiguous, several of their heads may be the rows of one of
-    ``part``. With ``first``, they hold nothing yet.
+    ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are results of ``attend``. Channels are
+    contiguous; other axes may have any strides. If ``sums`` and ``lse`` are contiguous, several of their heads may be rows of one head of
+    ``part``. With ``first``, they are not initialized yet.
     """
     batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]
     own: tuple[int, ...] = (heads * rows * dim, rows * dim, dim, heads * rows, rows, 1)
@@ -145,7 +143,7 @@ def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
 def _merge_launch(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, splits: int, first: bool
 ) -> CachedLaunch:
-    """Return the launch for parts of ``dtype`` on ``device``: what is compiled for one is not for another."""
+    """Return the launch for parts of ``dtype`` on ``device``; each combination is compiled separately."""
     batch, heads, rows, dim = shape
     constants = {"SPLITS": splits, "DIM": dim, "PAD": next_power_of_two(dim), "ROWS": MERGED_ROWS, "FIRST": first}
     return CachedLaunch(_merge, (triton.cdiv(rows, MERGED_ROWS), heads, batch), (*strides, rows), constants, {})
@@ -198,7 +196,7 @@ def _attend(
     TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of scores, which are base-2 logarithms.
+    """Attend ``ROWS`` queries of one head over ``count`` tokens, in score tiles ``[row, token]`` of base-2 logarithms.
 
     ``WIDE``: tiles are widened to float32, because the interpreter does not multiply bfloat16.
     """

@@ -1,7 +1,7 @@
-"""Attention over a layer that grows: launches that stay the same, so that a CUDA graph may contain them, over work that is rewritten.
+"""Attention over a growing layer: the launches stay the same, so that a CUDA graph may contain them, while their work is rewritten.
 
-A layer's raw tail is a buffer with room for more tokens than it holds; how many it contains is read on the device. Its pages change
-only between steps, and their addresses are in tables on the device: such a change writes the tables again.
+A layer's raw tail is a buffer with spare room; its length is read on the device. Its pages change only between steps, and their addresses
+are in tables on the device, which such a change rewrites.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROOM_FOR_PAGES = 8
 
 
 class GrowingCall:
-    """A call of attention for queries ``q`` like a first one, over ``layer``, whose tails are whole buffers.
+    """An attention call for queries shaped like ``q`` over ``layer``, whose tails are whole buffers.
 
-    ``layer`` is one that ``supports`` accepts. The tokens that each sequence contains are ``lengths`` of a call, int32 ``[batch]``, and
-    ``starts``, if the options say that calls give them, the first that its queries see. The window of the options, if any, is found on
-    the device: it begins elsewhere in each call.
+    ``layer`` must pass ``supports``. Each call passes the sequences' ``lengths``, int32 ``[batch]``, and, if the options say so,
+    ``starts``, the first token that their queries see. The device computes the window of the options, if any, because it starts elsewhere
+    in each call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -58,7 +58,7 @@ class GrowingCall:
         return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in found)
 
     def refresh(self, layer: Layer) -> bool:
-        """Take the pages of ``layer`` as they are now; returns True if launches changed, so that graphs must be captured again."""
+        """Use the current pages of ``layer``; return True if launches changed, so that graphs must be captured again."""
         launches = self._planned(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
@@ -103,9 +103,9 @@ class GrowingCall:
 
 
 def _items(launch: Launch) -> int:
-    """Return the number of rows of the work table: constant for a tail only, and as many pages as the device runs at once.
+    """Return the number of rows of the work table: constant for a tail alone, else as many pages as the device runs at once.
 
-    Where pages are more, there is room for some that later tokens bring.
+    If there are more pages, there is room for some that later tokens bring.
     """
     rows: int = launch.work.shape[0]
     if launch.tail_alone or rows <= launch.programs:
@@ -114,7 +114,7 @@ def _items(launch: Launch) -> int:
 
 
 def _with_room(means: Means | None, device: torch.device) -> Means | None:
-    """Return ``means`` on the device, with room for the means of later tokens."""
+    """Move ``means`` to the device with room for the means of later tokens."""
     if means is None:
         return None
     padded = means.padded(-(-means.table.shape[0] // ROOM_FOR_PAGES) * ROOM_FOR_PAGES)
@@ -122,14 +122,14 @@ def _with_room(means: Means | None, device: torch.device) -> Means | None:
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the tables of a launch have room for those of the one that follows it."""
+    """Return True if the tables of a launch have room for those of its successor."""
     if old.means is None or new.means is None:
         return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
     return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]
 
 
 def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
-    """Return ``work`` padded to ``items`` rows; the added rows have no tokens."""
+    """Pad ``work`` to ``items`` rows; the added rows have no tokens."""
     given = work.numpy()
     rows = numpy.repeat(given[:1], items, 0)
     rows[:, 1:3] = 0
@@ -159,7 +159,7 @@ class Append:
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
     def supports(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Return True if these are the tokens of such a call, of the tails' dtype."""
+        """Return True if the call supports these tokens, which have the dtype of the tails."""
         return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._given
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:

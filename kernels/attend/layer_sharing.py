@@ -1,4 +1,4 @@
-"""Layers with the same kind: the preparation of a call of many queries for one serves the others of a model, except for addresses."""
+"""Share prepared calls among layers of the same kind: calls of many queries are prepared once per model, except for addresses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OF_VALUES = (WithSideCars, Klt, Minifloat)
 
 
 class _Pages(NamedTuple):
-    """The number of the kind of pages, equal for those that differ in addresses alone; the addresses of all streams, page after page."""
+    """The kind number of pages, equal for pages that differ only in addresses, and the addresses of all streams, page by page."""
 
     kind: int
     addresses: tuple[int, ...]
@@ -59,7 +59,7 @@ _together: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[Packed
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
-    """Look at the pages of keys and values of all ``layers`` of a model at once: in less time than at each between other things."""
+    """Inspect the pages of all ``layers`` of a model at once, which is faster than inspecting each one between other work."""
     all_of_them = []
     for k, v in layers:
         _known_pages(k)
@@ -132,7 +132,7 @@ class Tables:
         self._made: WeakKeyDictionary[Sequence[PackedRun], tuple[ref[Sequence[PackedRun]], torch.Tensor, int]] = WeakKeyDictionary()
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
-        """Add the table ``rows`` of the layer's keys or ``values``; ``tokens`` are the first of each row. Returns where it begins."""
+        """Add the table ``rows`` of the layer's keys or ``values`` and return its offset; ``tokens`` are the first tokens of the rows."""
         sources = self._streams[values][numpy.searchsorted(self._ends[values], tokens, "right")]
         at, (pages, width) = len(self._rows), rows.shape
         columns = FIRST_ADDRESS.value + STREAM_INTEGERS.value * numpy.arange(sources.shape[1])
@@ -146,8 +146,10 @@ class Tables:
         return at
 
     def of(self, layer: Layer, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return the tables for ``layer``: int64 ``[integer]`` on ``device``, and where they begin; made for all alike that are known with
-        it."""
+        """Return the tables for ``layer``, int64 ``[integer]`` on ``device``, and their offset.
+
+        They are built for all known layers of the same kind together.
+        """
         assert layer.k is not None
         assert layer.v is not None
         k, v = layer.k.runs, layer.v.runs
@@ -166,13 +168,13 @@ class Tables:
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
-    """Return the kinds of the pages of a layer; None if they are not compared."""
+    """Return the kinds of a layer's pages, or None if they are not compared."""
     known = _known_pages(k), _known_pages(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
-    """Return the addresses of all streams of the pages of a layer that is compared: of the keys, then of the values."""
+    """Return the addresses of all page streams of a compared layer: keys first, then values."""
     known = _known_pages(k), _known_pages(v)
     assert known[0] is not None
     assert known[1] is not None
@@ -180,7 +182,7 @@ def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
 
 
 def is_plain(side: Side) -> bool:
-    """Return True if kernels read the streams of the pages as they are."""
+    """Return True if kernels read the page streams without conversion."""
     for segment in segments.of_side(side).segments:
         if segment.page is None:
             continue

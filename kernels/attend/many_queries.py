@@ -1,7 +1,7 @@
-"""attend of many queries: blocks of tokens are decoded to a bounded scratch of the queries' dtype and attended there.
+"""attend for many queries: blocks of tokens are decoded to a bounded scratch buffer in the queries' dtype and attended there.
 
-Queries and sums of values go through the rotation of the codec once, if a side has one frame (OCTOPUS Eq. 13), and blocks are
-merged by their log-sum-exp. What no fused kernel decodes, torch decodes.
+If a side has one frame, queries and sums of values are rotated once (OCTOPUS Eq. 13). Blocks are merged by their log-sum-exp. Blocks
+without a fused kernel are decoded by torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _alike: dict[Any, Call | None] = {}
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if the layer is attended by decoding to a scratch: queries have 16 bits, as it has, and head dims are not too large."""
+    """Return True if the layer can be decoded to scratch: 16-bit queries and layer, and head dims that are not too large."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -86,16 +86,16 @@ def attend(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``kvpack.attend`` on checked input, with its arguments, over a layer that ``supports`` takes."""
+    """Run ``kvpack.attend``, with its checked arguments, over a layer that ``supports`` accepts."""
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
     return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
-    """Return the call for queries like ``q``: kept with the layer, and then called.
+    """Prepare the call for queries like ``q``; the result is cached with the layer.
 
-    Decoded keys and values, and rotated queries, are rounded to the queries' dtype: the result is as exact as attention over an
-    unpacked layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MAX_QUERIES`` queries.
+    Decoded keys and values, and rotated queries, are rounded to the queries' dtype, so the result is as exact as attention over an unpacked
+    layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MAX_QUERIES`` queries.
     """
     kept = _calls.setdefault(layer, {})
     asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -107,7 +107,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
 
 
 def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> Call:
-    """Return a new call over a layer, made from one over another layer of its ``kind`` (``layer_sharing.kind_of``) if there is one."""
+    """Create a call over a layer, from that of another layer of its ``kind`` (``layer_sharing.kind_of``) if there is one."""
     if kind is None:
         return Call(q, layer, options)
     asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
@@ -122,10 +122,10 @@ def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | No
 
 
 class _Part(NamedTuple):
-    """A block of tokens ``[start, stop)`` for some queries, of which every query sees the first ``seen``.
+    """A block of tokens ``[start, stop)`` for some queries, each of which sees the first ``seen`` tokens.
 
-    The library attends those, a multiple of ``splits``, and the tokens from ``own`` on, of which each query sees those up to its own.
-    ``flash`` attends the ones between.
+    A library attends to those, a multiple of ``splits``, and to the tokens from ``own`` on, of which each query sees those up to its own.
+    ``flash`` attends to the tokens between.
     """
 
     start: int
@@ -138,7 +138,7 @@ class _Part(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """``queries`` queries from query ``first`` of the call on, at token ``position``, and the tokens that they attend to."""
+    """``queries`` queries from query ``first`` of the call on, at token ``position``, and the tokens they attend to."""
 
     first: int
     queries: int
@@ -147,7 +147,7 @@ class _Pass(NamedTuple):
 
 
 class Call:
-    """``attend`` for queries like ``q``: all that does not depend on their values is found once."""
+    """``attend`` for queries like ``q``, with everything that does not depend on their values computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
         assert layer.k is not None
@@ -171,7 +171,7 @@ class Call:
         """True if one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
     def alike(self, layer: Layer) -> Call | None:
-        """Return the call for any layer like its own ``layer`` (see ``over``); None if there can be no other."""
+        """Return a call that ``over`` can bind to any layer of the same kind, or None if there can be none."""
         tables, passes = layer_sharing.Tables(layer), []
         for one in self._passes:
             parts = []
@@ -195,7 +195,7 @@ class Call:
         return made
 
     def _like(self) -> Call:
-        """Return a copy, in less time than ``copy.copy`` takes."""
+        """Return a shallow copy, faster than ``copy.copy``."""
         made = object.__new__(Call)
         made.__dict__.update(self.__dict__)
         return made
@@ -245,7 +245,7 @@ class Call:
         return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """Return the blocks of tokens that some query sees; those of several sequences are split at the first query."""
+        """Yield the blocks of tokens that any query sees; for several sequences, blocks are split at the first query."""
         options = self._options
         end = min(self._tokens, position + queries) if options.causal else self._tokens
         begin = max(0, position - options.sliding_window + 1) if options.sliding_window else 0
@@ -316,7 +316,7 @@ class Call:
     def _add_own(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ahead: int, empty: bool
     ) -> None:
-        """Add tokens, the first of which is ``ahead`` of the first query; each query sees those up to its own."""
+        """Add tokens from position ``ahead`` after the first query; each query sees those up to its own."""
         tokens, queries = k.shape[2], q.shape[2]
         if ahead == 0 and tokens == queries:
             flash.merge(sums, lse, *dense(q, k, v, self._scale, True), first=empty)
@@ -328,7 +328,7 @@ class Call:
             flash.merge(sums[:, :, after], lse[:, :, after], *dense(q[:, :, after], k, v, self._scale, False), first=empty)
 
     def _add_seen(self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, part: _Part, memory: torch.Tensor, empty: bool) -> None:
-        """Add tokens that every query sees: the query heads of a KV head are rows of one, and the tokens are split in parts."""
+        """Add tokens that every query sees: the query heads of a KV head become rows of one, and the tokens are split into parts."""
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
         if part.splits > 1:
             q = q.repeat_interleave(part.splits, 0)
@@ -337,7 +337,7 @@ class Call:
 
 
 def _held(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens ``[start, stop)`` of keys and of values, which are decoded in ``memory``."""
+    """Return the decoded tokens ``[start, stop)`` of keys and of values in ``memory``."""
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
@@ -347,13 +347,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(programs: int, tokens: int, device: torch.device) -> int:
-    """Return the parts of a block of tokens, a power of two, so that there are about as many programs as multiprocessors."""
+    """Return the number of parts of a block of tokens, a power of two that gives about one program per multiprocessor."""
     most = max(1, tokens // MIN_SPLIT_TOKENS)
     return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention if they support it.
+    """Compute attention over dense keys and values and its natural log-sum-exp, by cuDNN or FlashAttention if they support it.
 
     With ``causal`` there are as many queries as tokens.
     """
@@ -371,7 +371,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
 
 
 def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return True if ``lower_right`` takes these."""
+    """Return True if ``lower_right`` supports these tensors."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8:
         return False
     # What PyTorch asks before it makes the same call for ``torch.nn.attention.bias.causal_lower_right``.
@@ -379,16 +379,16 @@ def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool
 
 
 def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return attention of queries, which are the last tokens, over dense keys and values, by FlashAttention: each sees those up to its own.
+    """Compute attention of queries, the last tokens, over dense keys and values by FlashAttention: each sees tokens up to its own.
 
-    That is what causal means to this operator of PyTorch (``torch.nn.attention.bias.CausalBias``).
+    PyTorch's operator calls this causal lower right (``torch.nn.attention.bias.CausalBias``).
     """
     found: Any = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
     return found[0]  # type: ignore[no-any-return]
 
 
 def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """Return the library that attends these: cuDNN was the fastest on an H200."""
+    """Return the name of the library that attends these tensors; cuDNN was the fastest on an H200."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
     switches: Any = torch.backends.cuda

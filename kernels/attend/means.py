@@ -1,4 +1,4 @@
-"""key_mean in attention: the product of each query row with the mean of every page of keys, once for all tokens of the page."""
+"""key_mean in attention: each query row is multiplied once with the mean of every page of keys, for all tokens of the page."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -33,10 +33,10 @@ _TABLE_ROW = tl.constexpr(7)
 
 
 class Means(NamedTuple):
-    """The means of the keys of a launch, whose pages are numbered from 0 on, ``pages`` in all; segments begin at multiples of ``PAGES``.
+    """Means of the keys of a launch, whose ``pages`` pages are numbered from 0; segments begin at multiples of ``PAGES``.
 
-    ``table``, int64 ``[block, 7]``, is of ``PAGES`` pages each: how many of them are there, and of their codes and of their scales the
-    address and the strides of the batch and of heads in bytes.
+    ``table``, int64 ``[block, 7]``, describes ``PAGES`` pages per row: the number of pages present, and for their codes and their scales
+    the address and the batch and head strides in bytes.
     """
 
     key_mean: KeyMean
@@ -44,15 +44,15 @@ class Means(NamedTuple):
     pages: int
 
     def padded(self, blocks: int) -> Means:
-        """Return the same with room for ``blocks`` blocks; those that are not there have no pages."""
+        """Pad to ``blocks`` blocks; the added blocks have no pages."""
         rows = torch.nn.functional.pad(self.table, (0, 0, 0, blocks - self.table.shape[0]))
         return self._replace(table=rows, pages=blocks * PAGES)
 
 
 def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Means, list[int]]:
-    """Return the ``Means`` of segments of keys that have some, and for each segment the token, from that of page 0 on, that its row 0 is.
+    """Return the ``Means`` of key segments with means, and for each segment the token, counted from page 0, at which its row 0 is.
 
-    A segment may be there several times. ``held`` gets the tensors of the addresses.
+    A segment may occur several times. Tensors whose addresses are used are appended to ``held``.
     """
     key_mean = found[0].codec.side_car(KeyMean)
     assert key_mean is not None
@@ -76,7 +76,7 @@ def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Me
 def launch_of(
     means: Means, codec: Codec, dual: bool, heads: int, sequences: int, padded: int, block: int, dependent: bool, early: bool
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the launch of the products of ``sequences`` of ``padded`` query rows, in blocks, and the tensor ``columns`` that it reads."""
+    """Return the launch that multiplies ``sequences`` of ``padded`` query rows by means, in blocks, and its input tensor ``columns``."""
     columns, count = _columns(codec, dual, str(means.table.device))
     key_mean = means.key_mean
     launch = CachedLaunch(
@@ -94,7 +94,7 @@ def launch_of(
 
 @lru_cache(maxsize=256)
 def _columns(codec: Codec, dual: bool, device: str) -> tuple[torch.Tensor, int]:
-    """Return the column of each channel of ``codec``'s loader, int32, and the number of all columns."""
+    """Return the column of each channel in ``codec``'s loader, int32, and the total number of columns."""
     channels = frame_columns.columns(codec, dual)
     place = {channel: column for column, channel in enumerate(channels) if channel >= 0}
     return torch.tensor([place[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device), len(channels)
@@ -120,7 +120,7 @@ def page_products(
 ) -> None:
     """Write the products of ``ROWS`` query rows of a sequence with the means of one block of ``table``, float32 ``[sequence, page, row]``.
 
-    ``turned`` is what ``rotation.rotate_queries`` writes, and ``columns`` the column of each channel.
+    ``turned`` is the output of ``rotation.rotate_queries``, and ``columns`` the column of each channel.
     """
     BYTES: tl.constexpr = DIM * BITS // 8
     own = table + tl.program_id(0) * _TABLE_ROW

@@ -1,4 +1,4 @@
-"""The merge of the partial results of ``split``: flash decoding's sum over parts with a log-sum-exp."""
+"""Merge the partial results of ``split``: flash decoding's sum over parts with a log-sum-exp."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -35,12 +35,12 @@ def merge(
     BLOCK_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Sum parts of one row, weighted by all parts' largest scores and over all parts' weights.
+    """Sum the parts of one row, weighted by their largest scores and divided by the total weight.
 
-    Of blocks of columns before ``second_block``, parts ``[first_part, second_part)`` are summed, of the others those up to ``last_part``.
-    ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each of a whole number of blocks of columns,
-    DIM for none. Most rows have parts for one block, whose loads then wait together. ``sink_logits`` float32 ``[head, query head of it]``,
-    read if ``SINK_LOGITS``, are base-2 logarithms of weights that no value has. A row that sees no token is 0.
+    In blocks of columns before ``second_block``, parts ``[first_part, second_part)`` are summed, in the others those up to ``last_part``.
+    ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each column, in whole blocks, and DIM for no
+    channel. Most rows have parts for one block, whose loads then overlap. ``sink_logits`` float32 ``[head, query head of it]``, read if
+    ``SINK_LOGITS``, are base-2 logarithms of weights without a value. A row that sees no token is 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
@@ -106,10 +106,10 @@ def merge_originals(
     ROTATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """``merge`` of one row in every frame, and the sums' rotation to the original frame: ``out`` is ``[batch, head, row, DIM]``.
+    """Run ``merge`` for one row in every frame, and rotate the sums to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
-    There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, and all others
-    ``WIDTHS[1]``. ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, each frame padded to ``BLOCK_COLUMNS``
+    There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, all others ``WIDTHS[1]``.
+    ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, each frame padded to ``BLOCK_COLUMNS``
     (``frame_columns.value_matrix``); without ``ROTATED`` it is not read, and columns are channels. A program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS

@@ -1,4 +1,4 @@
-"""The outliers of a page as its tiles take them: in the order of sequences and heads, less what the codec decodes to in their places."""
+"""Outliers of a page in the form that tiles need: by sequence and head, minus the decoded values that they replace."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.
 
 
 def of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; kept with the page.
+    """Return the streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; cached with the page.
 
-    There are none if no chunk is flagged. None if they would be inexact: no writer makes that.
+    The mapping is empty if no chunk is flagged, and None if the entries would be inexact, which no writer produces.
     """
     kept = _entries.setdefault(page, {})
     if (start, stop) not in kept:

@@ -1,4 +1,4 @@
-"""The outliers of both sides, loaded beside the tiles that they are added to: nothing if neither side has any."""
+"""Outliers of both sides, loaded next to the tiles that they are added to; empty if neither side has any."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the parts of keys and values that do not change from tile to tile, and the first loads (``first_entries``) of each."""
+    """Return the parts for keys and values that stay constant over tiles, and the first loads (``first_entries``) of each."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = ready_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,8 +45,7 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, and what is loaded ahead of the next
-    ones."""
+    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, and the loads ahead for the next ones."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
@@ -68,8 +67,7 @@ def own_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens from the work's token ``offset`` on, of which nothing was loaded ahead of
-    time."""
+    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, loaded without prefetching."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

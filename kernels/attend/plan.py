@@ -1,7 +1,7 @@
-"""The work of attention programs: the tokens that each one attends, and their loaders.
+"""Work of attention programs: which tokens each one attends to, and with which loaders.
 
-A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All that has the same two
-codecs is one launch, the raw tail being a page of raw values; its work is a table on the device, one row a program's tokens.
+A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All segments with the same two codecs
+form one launch, with the raw tail as a page of raw values. Its work is a table on the device with one row per program.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_ROUNDS, MIN_TILES = 4, 8
 
 
 class Kernel(NamedTuple):
-    """The common properties of the segments in one launch: the frames of both sides, and True for a side that is decoded before it."""
+    """Common properties of the segments in one launch: the frames of both sides, and whether each side is decoded beforehand."""
 
     k: Frame
     v: Frame
@@ -64,11 +64,11 @@ _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel over all segments of the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
+    """One kernel over all segments with the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
 
-    ``held`` are the tensors that the work's addresses refer to. Of each sequence and block of rows, the device runs
-    ``programs`` at once. ``has_tail``: some of its tokens are of a raw tail; ``tail_alone``: all are. ``fills``: no multiprocessor
-    takes more of its programs than its share, even while another kernel ends on some of them.
+    ``held`` are the tensors whose addresses the work contains. The device runs ``programs`` at once for each sequence and block of rows.
+    ``has_tail``: some of its tokens are in a raw tail; ``tail_alone``: all are. ``fills``: no multiprocessor gets more programs than its
+    share, even while another kernel finishes on some of them.
     """
 
     k: Frame
@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def parts(self) -> int:
-        """Partial results that it writes for each row of a query."""
+        """Number of partial results that it writes for each query row."""
         return self.work.shape[0] * self.shape.warps
 
     @property
@@ -96,7 +96,7 @@ class Launch:
 
 
 def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the loaders of both sides, for two neighbors per row if the loaders and token groups allow it."""
+    """Return the loaders of both sides, for two neighboring tokens per row if the loaders and token groups allow it."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -109,12 +109,12 @@ def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 @lru_cache(maxsize=16)
 def overlaps(device: torch.device) -> bool:
-    """Return True if a kernel can begin while the one before it ends (programmatic dependent launch)."""
+    """Return True if a kernel can start while the previous one finishes (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
-    """Return the launches that attend tokens ``[begin, end)``, kept with the layer; every query sees all of ``whole``.
+    """Return the launches that attend to tokens ``[begin, end)``, cached with the layer; every query sees all of ``whole``.
 
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
@@ -128,7 +128,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def planned(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """Return ``launches``, made again; of a layer that is ``growing``, work is left on the host."""
+    """Plan ``launches`` without the cache; for a ``growing`` layer, the work stays on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[Kernel, list[Segment]] = {}
     for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
@@ -211,9 +211,9 @@ def _launch(
 
 
 def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the programs of each sequence that attend ``tokens`` in steps of ``tile`` soonest.
+    """Return the number of programs per sequence that attends to ``tokens`` in steps of ``tile`` soonest.
 
-    As many as run at once, or of several rounds, if many sequences leave less of the last round empty.
+    That is one full round, or several rounds if many sequences then leave less of the last round empty.
     """
     at_once = multiprocessors * shape.programs
     one_round = max(1, at_once // sequences)
@@ -235,9 +235,10 @@ def work_rows(
     whole: tuple[int, int],
     held: list[torch.Tensor],
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Work for ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``); ``held`` gets the tensors of its addresses.
+    """Return the work of ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``).
 
-    A program walks its tokens in steps of ``tile``; every query sees all of ``whole``. ``places`` are those of segments among means.
+    Tensors whose addresses it contains are appended to ``held``. A program processes its tokens in steps of ``tile``; every query sees all
+    of ``whole``. ``places`` are the positions of segments among means.
     """
     tokens = sum(segment.tokens for segment in found)
     parts: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
@@ -269,7 +270,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if a stream with an odd number of halves per token may end in the middle of an aligned word of 4 bytes."""
+    """Return True if a stream with an odd number of halves per token may end inside an aligned 4-byte word."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:
             tensor = segment.streams[stream.name]
@@ -279,6 +280,6 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
 
 
 def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
-    """Return True if the tokens of a warp's tile always are in one token group."""
+    """Return True if the tokens of a warp's tile are always in one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()

@@ -1,7 +1,7 @@
-"""A prepared attention call: everything that is the same for every query of a shape over one layer is done once.
+"""A prepared attention call: everything that is the same for all queries of one shape over one layer is done once.
 
-What is left for a call are two allocations and, in the common case, three launches: queries into the coded frames, one split kernel
-for all packed tokens and one for a raw tail, and the merge, which rotates its result back.
+Each call then needs two allocations and, in the common case, three launches: rotate the queries into the coded frames, run split kernels
+for the packed tokens and for a raw tail, and merge, which rotates the result back.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ EVERYTHING = 1 << 30
 
 
 class QueryShape(NamedTuple):
-    """The queries of a call: ``q_len`` of each of the ``q_heads``, of ``dim`` channels, for ``batch`` sequences of ``heads`` KV heads."""
+    """Shape of a call's queries: ``q_len`` queries of ``q_heads`` heads with ``dim`` channels, for ``batch`` sequences of ``heads`` KV
+    heads."""
 
     batch: int
     q_heads: int
@@ -71,12 +72,12 @@ class QueryShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The query rows of one KV head."""
+        """Query rows of one KV head."""
         return self.q_heads // self.heads * self.q_len
 
     @property
     def block(self) -> int:
-        """The query rows of one program."""
+        """Query rows of one program."""
         return min(MAX_ROWS, max(MIN_ROWS, next_power_of_two(self.rows)))
 
     @property
@@ -86,7 +87,7 @@ class QueryShape(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Rows in whole blocks."""
+        """Rows, rounded up to whole blocks."""
         return -(-self.rows // self.block) * self.block
 
 
@@ -105,9 +106,9 @@ class Options(NamedTuple):
 class Prepared:
     """``launches`` over one layer for queries of ``shape`` and ``dtype``; the value frames of ``launches`` are side by side.
 
-    ``position`` is that of the first query in a sequence of all tokens. ``masked`` tells for each launch whether it reads the lengths
-    of sequences, ``cut`` whether tokens before a sequence's windows are skipped on the device, as they are where it has a start.
-    ``dual``: launches may hold two tokens per row.
+    ``position`` is the position of the first query in a sequence of full length. ``masked`` says for each launch whether it reads the
+    lengths of sequences, and ``cut`` whether the device skips tokens before a sequence's windows, as it does for a sequence with a start.
+    ``dual``: launches may use two tokens per row.
     """
 
     def __init__(
@@ -174,11 +175,12 @@ class Prepared:
 
     @property
     def plain(self) -> bool:
-        """True if a call is kernels alone: no page maps its values by torch operations, which depend on the caller's modes."""
+        """True if a call runs only kernels: no page maps its values by torch operations, which depend on the caller's modes."""
         return not self._own_queries and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return the launches after the rotation of ``q`` in a call without lengths, starts and sinks: the split kernels and the merge."""
+        """Return a function that runs the launches after the rotation of ``q``, without lengths, starts or sinks: split kernels and merge.
+        """
         given = self._given(q.contiguous(), None, None, None)
         self._chain(given)
         return lambda: self._run(given, self._rotations)
@@ -214,7 +216,7 @@ class Prepared:
         return given
 
     def _run(self, given: list[torch.Tensor], first: int) -> torch.Tensor:
-        """Launch all from number ``first`` on; the result."""
+        """Run all launches from number ``first`` on and return the result."""
         self._chain(given, first)
         if self._merges_originals:
             return given[OUT]
@@ -223,7 +225,7 @@ class Prepared:
         return self._originals(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
     def _originals(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
-        """Return the sums of all frames together, ``[batch, kv_head, row, dim]`` in the original frame."""
+        """Return the sums of all frames, ``[batch, kv_head, row, dim]`` in the original frame."""
         out = None
         for number, (frame, merged) in enumerate(sums.items(), 1):
             if frame.page is not None:
@@ -249,11 +251,11 @@ class Prepared:
         return out
 
     def _plain(self) -> list[Frame]:
-        """Return the frames of keys that queries reach by a kept matrix only."""
+        """Return the key frames that queries reach by a cached matrix alone."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
     def _prepared_rotations(self) -> list[_Placed]:
-        """Return a launch for all plain frames, and one for each frame of a page that maps its values and so has its own query."""
+        """Return one launch for all plain frames, and one for each frame of a page that maps its values and so needs its own queries."""
         plain = [(QUERY, self._plain())] if self._plain() else []
         result: list[_Placed] = []
         for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
@@ -329,7 +331,7 @@ class Prepared:
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
-        """Buffers of partial results: sums, largest scores and their totals."""
+        """Places of the partial results in the scratch: sums, largest scores and totals."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepared_merge(self) -> _Placed:
@@ -356,7 +358,7 @@ class Prepared:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepared_frame_merges(self) -> list[_Placed]:
-        """Return a merge for each frame of the values, whose sums follow the queries of pages."""
+        """Return a merge for each value frame, whose sums are in the order of the pages' queries."""
         first = OWN + len(self._own_queries)
         result = []
         for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -365,8 +367,7 @@ class Prepared:
         return result
 
     def _prepared_products(self) -> list[_Placed]:
-        """Return a merge whose sums are the columns of all frames side by side, and their product with what is their part of each
-        channel."""
+        """Return a merge of all frames' columns side by side, and their product with the matrix that maps them to channels."""
         shape, sums = self.shape, OWN + len(self._own_queries)
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
@@ -391,7 +392,7 @@ class Prepared:
         return [merged, (launch, [(OUT, 0), (sums, 0), (matrix, 0), (sums, 0)])]
 
     def _merge_into(self, out: int, places: list[tuple[int, ...]], dim: int, first: int, second: int, last: int) -> _Placed:
-        """Return a merge of parts ``[first, second)`` and, of a second frame, ``[second, last)``: a column has its place in ``dim`` of
+        """Return a merge of parts ``[first, second)``, and of a second frame ``[second, last)``; columns go to their place in ``dim`` of
         ``out``."""
         shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
@@ -413,7 +414,7 @@ class Prepared:
 
 
 class _Places:
-    """Places in one scratch memory, in elements."""
+    """Allocates offsets in one scratch buffer, in elements."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -426,22 +427,22 @@ class _Places:
 
 
 def _inner(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Return the query in the codec's own frame: with the channel scales of the frame's page, in its order."""
+    """Return the query in the codec's own frame: scaled and ordered by the page of the frame."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, WithSideCars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
 def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Return sums in ``codec``'s frame together with those of its signs, if it has any."""
+    """Join the sums in ``codec``'s frame with those of its signs, if it has any."""
     qjl = codec.side_car(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 
 @lru_cache(maxsize=256)
 def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device: str) -> torch.Tensor:
-    """Return the channel of each column of each frame, int32, up to whole ``block``s; ``none`` for columns without one, -1 in
-    ``places``."""
+    """Return the channel of each column of each frame, int32, padded to whole blocks; ``none`` for columns without one (-1 in ``places``).
+    """
     parts = []
     for channels in places:
         found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")

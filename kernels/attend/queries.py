@@ -1,4 +1,4 @@
-"""A block of query rows in the layout of the matrix units, next to tiles of keys."""
+"""A block of query rows, laid out for the matrix units next to tiles of keys."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -18,11 +18,11 @@ from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 class Queries(NamedTuple):
     """The query rows of a program.
 
-    ``tiles`` are ``[warp, column, row]``, beside the key tiles that they are multiplied with (``_query_tiles``). Of each row, all
-    ``[1, 1, row]``: ``half_sum`` is what signs take of it (``qjl.half_sum``) and ``offset`` what all of its scores have, or 0;
-    ``scale`` is what its scores are multiplied by, ``position`` its token, and ``second`` whether its scores are of the second of two
-    tokens in a tile's row. ``products`` points to its product with the mean of page 0 (``key_mean.load_products``), each of the ``pages``
-    having ``padded``; none of them is used without means.
+    ``tiles`` are ``[warp, column, row]``, matching the key tiles that they are multiplied with (``_query_tiles``). The other fields are
+    ``[1, 1, row]``: ``half_sum`` is the part of the query sum that signs need (``qjl.half_sum``), ``offset`` is added to all scores of the
+    row, or 0, ``scale`` multiplies its scores, ``position`` is its token, and ``second`` is set if its scores belong to the second of two
+    tokens in a tile's row. ``products`` points to its product with the mean of page 0 (``key_mean.load_products``); each of the ``pages``
+    has ``padded`` products. Without means, these are unused.
     """
 
     tiles: Any
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
 
 @triton.constexpr_function
 def sum_of(numbers: tuple[int, ...]) -> int:
-    """Return their sum, when the kernel is compiled."""
+    """Return the sum of ``numbers`` at compile time."""
     return sum(numbers)
 
 
@@ -59,11 +59,10 @@ def load_queries(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
+    """Load the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
-    ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one of the
-    batch's and one KV head. With ``DUAL``, tiles hold two tokens per row: every query row is there twice, ``ROWS`` in all, first for
-    the first token.
+    ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one batch entry and
+    one KV head. With ``DUAL``, tiles hold two tokens per row: every query row occurs twice, ``ROWS`` in all, first for the first token.
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
     WIDTHS: tl.constexpr = K.widths
@@ -93,7 +92,7 @@ def load_queries(
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Return the queries with positions int32, counted from ``token``."""
+    """Return the queries with int32 positions relative to ``token``."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -120,10 +119,10 @@ def _query_tiles(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the query in the key tiles' column order, ``[warp, column, row]`` per tile; of bf16 keys a high and a low half each.
+    """Return the query in the key tiles' column order, ``[warp, column, row]`` per tile; for bf16 keys, a high and a low half each.
 
-    With ``DUAL``, rows that are not ``second`` are for the first of two tokens: of a tile's columns if the keys are dual, else those
-    of a first set of tiles.
+    With ``DUAL``, rows that are not ``second`` belong to the first of two tokens: to its columns of a tile if the keys are dual, else to a
+    first set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()
@@ -159,8 +158,8 @@ def _query_tile(
 ) -> tl.tensor:
     """Return one tile ``[warp, column, row]``.
 
-    With ``DUAL`` it is zero except in rows that are ``own``; with ``DUAL_KEYS``, in those rows the first token's columns, and in the
-    others the second's.
+    With ``DUAL`` it is zero except in rows that are ``own``; with ``DUAL_KEYS``, in those rows the first token's columns are set, and in
+    the others the second's.
     """
     column = tl.arange(0, 2 * WIDTH if DUAL_KEYS else WIDTH)[None, :, None]  # [1, column, 1]
     number = column // (2 * INTERLEAVE) * INTERLEAVE + column % INTERLEAVE if DUAL_KEYS else column

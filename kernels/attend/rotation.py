@@ -1,4 +1,4 @@
-"""Queries into the coded frames and sums of values out of them: products with the kept matrices of ``frame_columns``."""
+"""Rotate queries into the coded frames and sums of values out of them, by products with the cached matrices of ``frame_columns``."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -16,7 +16,7 @@ MAX_CHANNELS = 128
 
 @triton.jit
 def load_weights(matrix: tl.tensor, column: tl.tensor, COLUMNS: tl.tensor, dim: tl.tensor, BLOCK_DIM: tl.constexpr) -> tl.tensor:
-    """Return the columns of a matrix ``[dim, COLUMNS]``, float32 ``[column, dim]``: what rows ``[dim, row]`` are multiplied by."""
+    """Load the columns of a matrix ``[dim, COLUMNS]``, float32 ``[column, dim]``, to multiply rows ``[dim, row]`` by."""
     channel = tl.arange(0, BLOCK_DIM)
     mask = (channel < dim)[None, :] & (column < COLUMNS)[:, None]
     return tl.load(matrix + channel[None, :] * COLUMNS + column[:, None], mask, 0.0)
@@ -42,13 +42,13 @@ def rotate_queries(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Return queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and the factor of their scores.
+    """Write queries in the frames of ``matrix`` and ``blocks`` (``query_matrix``), and the factors of their scores.
 
-    ``q`` is ``[sequence, row, DIM]``, a sequence being one of the batch's and one KV head. Written are float32
-    ``[sequence, column, padded row]`` for each frame, one after the other, over the length of each query, so that none is above 1, and
-    float32 ``[sequence, padded row]``: that length times ``per_score``. Rows are padded with zeros to ``padded``.
+    ``q`` is ``[sequence, row, DIM]``; a sequence is one batch entry and one KV head. Outputs are float32 ``[sequence, column, padded row]``
+    for each frame, one after another, divided by the length of each query, so that none is above 1; and float32 ``[sequence, padded row]``,
+    that length times ``per_score``. Rows are padded with zeros to ``padded``.
 
-    A program takes ``ROWS`` padded rows: of one sequence if there is more than one matrix. With ``EARLY``, the next kernel may begin
+    A program processes ``ROWS`` padded rows, of one sequence if there is more than one matrix. With ``EARLY``, the next kernel may begin
     while this one runs.
     """
     block = blocks + tl.program_id(1) * 3
@@ -101,10 +101,10 @@ def rotate_sums(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Sums ``[sequence, row, FRAME_DIM]`` float32 in a coded frame, as ``out`` ``[sequence, row, DIM]`` in the original one.
+    """Rotate float32 sums ``[sequence, row, FRAME_DIM]`` from a coded frame to ``out`` ``[sequence, row, DIM]`` in the original one.
 
-    ``before`` is added with ``ADD``. A sequence has ``count`` rows in ``row_blocks`` blocks, and takes one of the ``matrices``
-    (``frame_matrix``); where there is but one, all rows may be given as those of one sequence.
+    ``before`` is added with ``ADD``. A sequence has ``count`` rows in ``row_blocks`` blocks, and uses one of the ``matrices``
+    (``frame_matrix``); if there is only one, all rows may be passed as one sequence.
     """
     sequence = (tl.program_id(0) // row_blocks).to(tl.int64)
     own = tl.program_id(0) % row_blocks * ROWS + tl.arange(0, ROWS)
@@ -129,10 +129,10 @@ def rotate_sums(
 
 
 def sums_block(dim: int) -> int:
-    """Return the number of channels of sums that a product computes at once."""
+    """Return the number of channels of sums that one product computes."""
     return min(MAX_CHANNELS, query_block(dim))
 
 
 def query_block(dim: int) -> int:
-    """Return the channels of a query as a product takes them: a power of two."""
+    """Return the number of channels of a query per product, a power of two."""
     return max(16, next_power_of_two(dim))

@@ -20,7 +20,7 @@ from .factors import factor_of, of_rows
 
 
 class Lookup(NamedTuple):
-    """Constants for decoding the tiles of a side: fields of columns (``bitfields.load_column_fields``), and its table in global memory."""
+    """Constants for decoding the tiles of a side: column fields (``bitfields.load_column_fields``), and its table in global memory."""
 
     column_fields: Any
     table: Any
@@ -29,7 +29,7 @@ class Lookup(NamedTuple):
 class Visible(NamedTuple):
     """The tokens that a query sees: those before ``end``, up to ``ahead`` after its own, and the newest ``window`` of these.
 
-    ``first`` is the first of them, or None if the window alone decides it.
+    ``first`` is the first visible token, or None if the window alone decides it.
     """
 
     end: Any
@@ -54,11 +54,10 @@ def score(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return base-2 logarithms of weights, ``[warp, token, row]`` for each tile that was ``loaded``; with ``MASKED`` -inf for unseen
-    tokens.
+    """Return base-2 logarithms of weights, ``[warp, token, row]`` for each ``loaded`` tile; with ``MASKED``, -inf for invisible tokens.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is that of the first warp, from the first page of means
-    on. With ``DUAL``, a score is of that token if the row is not ``queries.second``, else of the one behind it
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is the token of the first warp, counted from the first
+    page of means. With ``DUAL``, a score belongs to that token if the row is not ``queries.second``, else to the one after it
     (``tile_layout.second_token_offset``); keys that are not dual have a tile for each.
     """
     TOKENS: tl.constexpr = token.shape[1]
@@ -97,9 +96,9 @@ def _score(
     SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scores ``[warp, token, row]`` of one tile; signs have the last columns of the query.
+    """Return the scores ``[warp, token, row]`` of one tile; signs use the last columns of the query.
 
-    If two tiles were ``loaded``, they are of tokens that share a row of scores, and each has query tiles of its own.
+    If two tiles were ``loaded``, their tokens share a row of scores, and each has its own query tiles.
     """
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
@@ -150,9 +149,9 @@ def _score(
 
 @triton.jit
 def _add_products(scores: tl.tensor, tiles: tl.tuple, q: tl.tuple, FIRST: tl.constexpr) -> tl.tensor:
-    """Return scores ``[warp, token, row]`` plus K q^T of ``tiles`` ``[warp, token, column]`` and the query's tiles from ``FIRST`` on.
+    """Add K q^T of ``tiles`` ``[warp, token, column]`` and the query's tiles from ``FIRST`` on to scores ``[warp, token, row]``.
 
-    For bfloat16 tiles ``q`` holds high and low halves, whose products with both are exact enough.
+    For bfloat16 tiles ``q`` holds high and low halves, whose two products are exact enough.
     """
     for number in tl.static_range(len(tiles)):
         tile = tiles[number]

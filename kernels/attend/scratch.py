@@ -1,7 +1,7 @@
-"""Tokens of a side decoded to a scratch, in the frame in which many queries attend them.
+"""Decode tokens of a side to a scratch buffer, in the frame in which many queries attend to them.
 
-Where all packed tokens have one tile loader, that is the coded frame in the order of the loader's columns: queries and sums of values
-go through a kept matrix once, and the tokens through none (OCTOPUS Eq. 13).
+If all packed tokens have one tile loader, that is the coded frame in the loader's column order: queries and sums of values are multiplied
+by a cached matrix once, and the tokens by none (OCTOPUS Eq. 13).
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class Frame(NamedTuple):
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
-        """Return columns of values of ``dim`` channels."""
+        """Return the number of columns for values with ``dim`` channels."""
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
-        """Return a function that transforms 16-bit queries ``[batch, q_head, query, dim]`` to the frame of keys of ``heads`` heads, and the
-        factor of scores.
+        """Return a function that maps queries to the frame of keys of ``heads`` heads, and the factor of scores.
+
+        Queries are 16-bit ``[batch, q_head, query, dim]``.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
@@ -59,8 +60,9 @@ class Frame(NamedTuple):
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def originals(self, heads: int, dtype: torch.dtype, device: torch.device) -> Change:
-        """Return a function that transforms sums of values, float32 ``[batch, q_head, query, column]``, to the original frame and to
-        ``dtype``.
+        """Return a function that maps sums of values to the original frame and to ``dtype``.
+
+        Sums are float32 ``[batch, q_head, query, column]``.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
@@ -68,7 +70,7 @@ class Frame(NamedTuple):
         return lambda sums: (sums if matrix is None else product(sums, matrix)).to(dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return values ``[batch, kv_head, token, dim]`` of 16 bits of the original frame in this one."""
+        """Map 16-bit values ``[batch, kv_head, token, dim]`` from the original frame to this one."""
         if self.codec is None:
             return x
         if self.page is not None:
@@ -85,8 +87,7 @@ class Frame(NamedTuple):
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
     def storing(self, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """Return a function that writes the ``values`` ``[batch, kv_head, token, dim]`` of its first argument, in ``dtype``, to its
-        second.
+        """Return a function (values, out) that writes ``values`` ``[batch, kv_head, token, dim]`` to ``out`` in this frame and ``dtype``.
         """
         matrix = None
         if self.codec is not None and self.page is None:
@@ -121,7 +122,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """Return the channel of each column, int64; the head dim for none."""
+    """Return the channel of each column, int64; the head dim for columns without one."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
@@ -134,8 +135,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns ``[dim, column]`` as signs, which are exact in ``dtype``, and their magnitude; None for an
-    identity.
+    """Return the matrix from channels to columns ``[dim, column]`` as signs, exact in ``dtype``, and their magnitude.
+
+    The matrix is None for an identity.
     """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
@@ -153,7 +155,7 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def frame_of(side: Side) -> Frame:
-    """Return the coded frame if all packed tokens of the side have the same one and a loader that decodes them; else the original one."""
+    """Return the coded frame if all packed tokens of the side share it and a loader decodes them; otherwise the original frame."""
     found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
     loader = tiles.loader_of(found[0].codec) if found else None
     # Parts that all tokens share, such as a mean, are in no column.
@@ -166,9 +168,9 @@ def frame_of(side: Side) -> Frame:
 
 
 class DecodedBlock:
-    """Tokens ``[start, stop)`` of a side, which each call decodes again to ``frame`` and ``dtype``, by launches that are found once.
+    """Tokens ``[start, stop)`` of a side that each call decodes again to ``frame`` and ``dtype``, by launches that are prepared once.
 
-    Of a scratch they take ``elements``: values ``[kv_head, batch, token, channel or column]``, whole groups of tokens.
+    They need ``elements`` of scratch: values ``[kv_head, batch, token, channel or column]``, in whole token groups.
     """
 
     def __init__(self, side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> None:
@@ -191,9 +193,9 @@ class DecodedBlock:
         self._store = frame.storing(side.batch, side.heads, dtype, side.device)
 
     def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> DecodedBlock | None:
-        """Return the block for any side like its own ``side``, of keys or of ``values``; its work is added to ``tables``.
+        """Return a block that works for any side like ``side``, of keys or of ``values``, or None if there can be none.
 
-        None if there may be no other.
+        Its work is added to ``tables``.
         """
         made = object.__new__(DecodedBlock)
         made.__dict__.update(self.__dict__)
@@ -206,7 +208,7 @@ class DecodedBlock:
         return made
 
     def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, at: int) -> None:
-        """Decode ``side`` to ``scratch`` ``[element]`` from element ``at`` on; ``tables`` are those of its layer, None for its own."""
+        """Decode ``side`` to ``scratch`` ``[element]`` from element ``at`` on; ``tables`` are its layer's tables, None for its own."""
         if self._decoding is not None:
             self._decoding(scratch, at, table=None if tables is None else (tables[0], tables[1] + self._table_at))
             if self._stop <= self._packed:
@@ -225,7 +227,7 @@ class DecodedBlock:
     def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
         """Return tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.
 
-        A view, unless splits of several sequences are those of a part of the tokens.
+        The result is a view unless several sequences are split and only part of the tokens is requested.
         """
         batch, heads, tokens, width = self._shape
         by_batch, by_head, by_token, _ = self._strides
@@ -258,7 +260,7 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _left(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield tokens ``[start, stop)`` that no fused kernel decodes, part by part: first, end, and values."""
+    """Yield tokens ``[start, stop)`` that no fused kernel decodes, part by part, as first token, end and values."""
     first = 0
     most = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.runs:

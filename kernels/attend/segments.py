@@ -1,4 +1,4 @@
-"""The segments of a layer: consecutive tokens of one side with one tile loader, and the boundaries of both sides' segments."""
+"""Segments of a layer: consecutive tokens of one side with one tile loader, cut at the boundaries of both sides."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class SideSegment(NamedTuple):
 
 
 class SideSegments(NamedTuple):
-    """The segments of a side and their properties that every call needs; cached, because there may be hundreds.
+    """Segments of a side with the properties that every call needs; cached, because there may be hundreds.
 
-    ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader takes outliers.
+    ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader reads outliers.
     """
 
     segments: list[SideSegment]
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
     def query_codec(self) -> Codec | None:
         """Codec whose frame one cached matrix maps queries to: with the page's balanced frame, if that is its only map.
 
-        None if the maps of the page are applied first.
+        It is None if the maps of the page are applied first.
         """
         if self.page is None:
             return self.codec
@@ -97,7 +97,7 @@ class Frame(NamedTuple):
         return WithSideCars(family, (balanced, *others))
 
     def matches(self, other: Frame) -> bool:
-        """Return True if queries and sums go through the same matrices, of whatever pages."""
+        """Return True if queries and sums need the same matrices, whichever the pages."""
         return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
 
 
@@ -111,7 +111,7 @@ class Segment(NamedTuple):
 
 
 def of_side(side: Side) -> SideSegments:
-    """Return the segments of the pages of ``side``, and its tail as one of raw values; kept with the side."""
+    """Return the segments of the pages of ``side``, with its tail as one of raw values; cached with the side."""
     if side not in _side_segments:
         found, first = [], 0
         for page in side.runs:
@@ -128,8 +128,8 @@ def of_side(side: Side) -> SideSegments:
 def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
     """Return one segment, or several if there are raw tokens: segments with raw tokens are ``raw``, in the frame of the others.
 
-    Pages whose maps do not depend on the run are in the frame of the side's ``first_page``. Of a basis they are in the original frame, in
-    ``dtype``, as the raw tail is: columns without codes have no place in tiles.
+    Pages whose maps do not depend on the run use the frame of the side's ``first_page``. Pages with a basis are in the original frame, in
+    ``dtype``, like the raw tail, because tiles have no room for columns without codes.
     """
     codec = page.codec
     if not isinstance(codec, WithSideCars):
@@ -159,7 +159,7 @@ def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: Pa
 
 
 def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of a page in the original frame; kept with the page, which a cache that grows keeps."""
+    """Return tokens ``[start, stop)`` of a page in the original frame; cached with the page, which survives when a cache grows."""
     kept = _parts.setdefault(page, {})
     if (start, stop, dtype) not in kept:
         kept[start, stop, dtype] = page.decode(start, stop).to(dtype)
@@ -167,8 +167,7 @@ def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) ->
 
 
 def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a page with side-cars: loaders take means, outliers and signs, and the others are of queries and
-    sums."""
+    """Return tokens ``[start, stop)`` of a page with side-cars; loaders apply means, outliers and signs, queries and sums the rest."""
     assert isinstance(page.codec, WithSideCars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
     segment = _whole_page(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
@@ -189,8 +188,7 @@ def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun |
 
 
 def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a segment of a page, whose rows have a loader; ``start`` is a multiple of the codec's token
-    group."""
+    """Return tokens ``[start, stop)`` of a page segment with a row loader; ``start`` must be a multiple of the codec's token group."""
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
@@ -224,7 +222,7 @@ def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> li
     """Return segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns``
     (``frame_columns.columns``).
 
-    In binary16, as tiles are, unless some value is too large or too small for it.
+    They are binary16, as tiles are, unless some value is too large or too small for it.
     """
     tensors = []
     for segment in found:

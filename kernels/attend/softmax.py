@@ -1,4 +1,4 @@
-"""The running softmax over tiles of values: weights P^T of scores, and sums O^T = V^T P^T (FlashAttention's recurrence)."""
+"""Online softmax over tiles of values: weights P^T of scores, and sums O^T = V^T P^T (FlashAttention's recurrence)."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -21,10 +21,10 @@ UNSEEN = tl.constexpr(-1.0e30)
 
 
 class Softmax(NamedTuple):
-    """The running state of a warp's online softmax, in float32.
+    """Running state of a warp's online softmax, in float32.
 
-    The ``largest`` score is ``[warp, 1, row]``, the ``total`` of weights ``[warp, token, row]``, for each place of its tiles, and the
-    ``sums`` of weighted values ``[warp, column, row]``, one for each tile of a token's values.
+    The ``largest`` score is ``[warp, 1, row]``, the ``total`` of weights ``[warp, token, row]``, one for each position in its tiles, and
+    the ``sums`` of weighted values ``[warp, column, row]``, one for each tile of a token's values.
     """
 
     largest: Any
@@ -34,7 +34,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return the ``Softmax`` of no token. Dual values have the columns of two tokens."""
+    """Return the ``Softmax`` of no tokens. Dual values have the columns of two tokens."""
     V_WIDTHS: tl.constexpr = V.widths
     largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
@@ -60,10 +60,10 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``Softmax`` ``before`` and the tiles of values that were ``loaded``, whose ``scores`` are ``[warp, token, row]``.
+    """Add the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]``, to the ``Softmax`` ``before``.
 
-    What was summed before is rescaled once for all tiles. A value's factor is 2^e times a rest: e joins the score and the rest the
-    weight, so that weights never leave [-2, 2]. Signs have factors of their own, and the last sums; e is that of the larger factor.
+    Earlier sums are rescaled once for all tiles. A value's factor is 2^e times a rest: e is added to the score and the rest multiplies the
+    weight, so that weights never leave [-2, 2]. Signs have their own factors and the last sums; e comes from the larger factor.
     """
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
@@ -96,8 +96,9 @@ def add(
 
 @triton.jit
 def _weights(before: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score and total of weights; ``[warp, token, row]`` per tile, the weights of values, of signs and of outliers;
-    and what is kept of the sums before, ``[warp, 1, row]``.
+    """Return the new largest score, the total of weights, the weights, and the factor of the earlier sums ``[warp, 1, row]``.
+
+    Weights are ``[warp, token, row]`` per tile, for values, signs and outliers.
     """
     EACH: tl.constexpr = len(loaded) // len(scores)
     powered = ()
@@ -133,7 +134,7 @@ def _weights(before: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.te
 
 @triton.jit
 def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on; returns those sums."""
+    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on, and return those sums."""
     new = ()
     for number in tl.static_range(len(tiles)):
         tile = tiles[number]
@@ -154,7 +155,7 @@ def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.con
 
 @triton.jit
 def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for tile ``NUMBER`` of the values, from rows with the weights of two tokens; ``EACH`` tiles per pair of tokens."""
+    """Return the weights for value tile ``NUMBER`` from rows with the weights of two tokens; ``EACH`` is the tiles per pair of tokens."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -173,15 +174,14 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 def _product_alone(value: tl.tensor, kept: tl.tensor) -> tl.tensor:
     """Return ``value`` times ``kept``, which is at most 1, rounded.
 
-    Two lanes add two of these, each its own to the other's: were an addition one operation with its own product, they would differ.
+    Two lanes add two such products, each its own to the other's. Fused with its own product, the addition would give them different sums.
     """
     return tl.where(kept > 1, 0.0, value * kept)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Return the ``Softmax`` of the first and of the second tokens of tiles' rows together: half as many rows, and of dual values
-    columns."""
+    """Merge the ``Softmax`` of the first and second tokens of tile rows: half as many rows, and for dual values half the columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

@@ -1,12 +1,12 @@
 """The attention kernel: one work item of packed tokens per program (``merge`` then sums their results).
 
-A program contains a block of query rows (the query heads of one KV head, and their q_len queries) and walks its tokens in tiles
-``[warp, token]``: each warp has tokens, scores and sums of its own, and meets no other before the merge. Scores are
-S^T = K q^T and sums O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
+A program has a block of query rows (the query heads of one KV head, and their q_len queries) and processes its tokens in tiles ``[warp,
+token]``. Each warp has its own tokens, scores and sums, and is independent of the others until the merge. Scores are S^T = K q^T and sums
+O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
 
-Where rows of words are narrow, a row of a tile is the words of two tokens (``Tiles.dual``), neighbors or some apart.
-Each query row is then there twice: first with zeros for the columns of the second token, then with zeros for those of the first.
-So what the matrix units idle at anyway tells the tokens apart; the two results of a row are added in the end.
+If rows of words are narrow, a tile row contains the words of two tokens (``Tiles.dual``), neighbors or further apart. Each query row then
+occurs twice: first with zeros for the columns of the second token, then with zeros for those of the first. This separates the tokens on
+matrix units that would otherwise idle; the two results of a row are added at the end.
 
 Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
@@ -84,18 +84,18 @@ def attend_split(
     DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> None:
-    """Attend one work item for one head and one block of rows; write a partial result per warp.
+    """Attend to one work item for one head and one block of rows; write a partial result per warp.
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
     ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
     ``[batch, head, row]`` are padded to whole row blocks, and so are ``products`` float32 ``[batch, head, page, row]`` with the means of
-    keys (``means.page_products``), read if there are any. Written are ``sums_out`` float32 ``[batch, head, row, part, column]``,
-    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the tokens
-    that each sequence has; ``position`` is that of the first query of a sequence of all tokens. ``CUT``: tokens before the
-    windows of a sequence are skipped, and so are those before its own of ``starts``, int32 ``[batch]``, if these are given.
+    keys (``means.page_products``), read if there are any. Outputs are ``sums_out`` float32 ``[batch, head, row, part, column]``,
+    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the lengths of
+    the sequences; ``position`` is the position of the first query in a sequence of full length. ``CUT``: tokens before the windows of a
+    sequence are skipped, and so are those before its entry in ``starts``, int32 ``[batch]``, if given.
 
-    ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the tokens that follow are brought to the
-    second-level cache; with ``LOADS_AHEAD`` they are loaded, into registers.
+    ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the following tokens are fetched into the L2
+    cache; with ``LOADS_AHEAD`` they are loaded into registers.
     """
     # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
     DUAL: tl.constexpr = K.dual or V.dual
@@ -238,7 +238,7 @@ def attend_split(
 
 @triton.jit
 def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the constants for decoding the tiles of a side, other than those loaded from its rows."""
+    """Return the constants for decoding the tiles of a side, except those loaded from its rows."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:
@@ -270,7 +270,7 @@ def _finish(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write one partial result per warp of a work item: see ``attend_split``."""
+    """Write one partial result per warp of a work item; see ``attend_split``."""
     V_WIDTHS: tl.constexpr = V.widths
     CONSTANTS: tl.constexpr = V.constants
     softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)

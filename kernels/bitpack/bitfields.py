@@ -1,4 +1,4 @@
-"""Bit fields of packed rows in a tile: words are loaded as they are stored, and one field of all of them is a block of channels.
+"""Bit fields of packed rows in a tile: words are loaded as stored, and one field of all of them is a block of channels.
 
 Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two adjacent words share a register, and the
 inline PTX (``FAST``) works on both at once; without it the same functions are plain Triton.
@@ -28,10 +28,10 @@ def load_words(
     TRANSPOSED: tl.constexpr,
     SECOND_OFFSET: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Return rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
+    """Load rows of ``ROW`` words from token ``first`` on, an int16 tile of ``PAD`` columns.
 
-    ``token`` is ``[warp, token]``. Words are repeated if ``ROW`` is a power of two, else zeros follow. With ``SECOND_OFFSET`` the second
-    half of the columns belongs to another token (``tile_layout``).
+    ``token`` is ``[warp, token]``. Words are repeated if ``ROW`` is a power of two, else followed by zeros. With ``SECOND_OFFSET`` the
+    second half of the columns belongs to another token (``tile_layout``).
     """
     number = tl.arange(0, PAD)[None, :]
     column = of_columns(number, TRANSPOSED)
@@ -55,7 +55,7 @@ def load_words(
 def load_per_token(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROW: tl.constexpr, AT: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Return element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
+    """Load element ``AT`` of rows of ``ROW`` elements, ``[warp, token]``."""
     address = pointer + first * ROW + (token * ROW + AT)
     if MASKED:
         value = tl.load(address, valid, 0)
@@ -74,10 +74,10 @@ def load_planes(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes of one code stream, an int16 tile of ``PACKING.tile_width`` columns each; a plane of bytes is repeated
+    """Load the planes of one code stream, each an int16 tile of ``PACKING.tile_width`` columns; a plane of bytes is repeated
     (``whole_planes``).
 
-    ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; ``valid`` of dual tiles is two of these.
+    ``PACKING`` is a ``tiles.TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; for dual tiles ``valid`` is a pair.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
@@ -116,7 +116,7 @@ def _field_of_two(position: int, bits: int) -> str:
 
 @triton.jit
 def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
+    """Extract ``BITS`` bits of each word from ``POSITION`` up, an int16 tile."""
     if BITS == 16:
         value = word
     elif FAST:
@@ -128,11 +128,10 @@ def field(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.
 
 @triton.jit
 def load_column_fields(numbers: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
-    """Return the constants of each column for ``whole_planes`` and ``beside``, for each packing (columns, columns of the tile) of
-    ``PACKINGS``.
+    """Load the constants of each column for ``whole_planes`` and ``beside``, for each of ``PACKINGS`` (columns, columns of the tile).
 
-    It is loaded from ``numbers``, int16 0, 1, 2, …, although it could be computed: only what comes from loads is laid out as the
-    matrix units read it before the words are decoded, and not after.
+    They are loaded from ``numbers``, int16 0, 1, 2, …, although they could be computed: only loaded values get the layout that the matrix
+    units read before the words are decoded, not after.
     """
     column_fields = ()
     for number in tl.static_range(len(PACKINGS) // 2):
@@ -150,7 +149,7 @@ def _load_fields_of(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constexpr) 
 def whole_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the planes of code stream ``NUMBER`` among what was ``loaded``, int16 tiles; a plane of bytes has one byte per column."""
+    """Return the planes of code stream ``NUMBER`` of the ``loaded`` ones, int16 tiles; a plane of bytes has one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     WIDTH: tl.constexpr = PACKING.width
@@ -191,7 +190,7 @@ def beside(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the 16-bit tile ``value`` in columns whose field is before ``FIELD``, and ``other`` in the rest, for stream ``NUMBER``."""
+    """Select ``value``, a 16-bit tile, in columns whose field is before ``FIELD``, and ``other`` elsewhere, for stream ``NUMBER``."""
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
         value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
@@ -202,7 +201,7 @@ def beside(
 
 @triton.jit
 def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits of each column from ``BIT`` up that are in two words, an int16 tile."""
+    """Extract ``BITS`` bits of each column from ``BIT`` up that span two words, an int16 tile."""
     WORD: tl.constexpr = BIT // 16
     POSITION: tl.constexpr = BIT % 16
     if FAST:
@@ -217,7 +216,7 @@ def straddling(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl
 
 @triton.jit
 def digit(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
+    """Extract ``BITS`` bits of each column from ``BIT`` up, an int16 tile."""
     if BIT % 16 + BITS > 16:
         value = straddling(planes, BIT, BITS, FAST)
     else:
@@ -241,10 +240,9 @@ def shifted(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return words shifted down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
+    """Shift words down by ``POSITION`` in the columns of the first field, and by ``STRIDE_BITS`` more for each field to its right.
 
-    ``word``, int16, and the result are tiles.
-    The bits above the field belong to other fields or, when ``FAST``, to the neighboring word.
+    ``word``, int16, and the result are tiles. The bits above the field belong to other fields or, when ``FAST``, to the neighboring word.
     """
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
@@ -256,8 +254,7 @@ def shifted(
 
 @triton.constexpr_function
 def position_of_step(step: int, bits: int, field_stride: int) -> int:
-    """Return the bit at which the digits of a step begin in what ``words_of_step`` gives: with a stride of fields all steps share the
-    words."""
+    """Return the bit at which a step's digits begin in the output of ``words_of_step``; with a stride, all steps share the words."""
     return step * bits if field_stride > 1 else 0
 
 
@@ -276,10 +273,10 @@ def words_of_step(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the words that hold the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
+    """Return the words with the digits of ``STEP`` in a tile of narrow rows, at bit ``position_of_step``: an int16 tile.
 
-    Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``).
-    All other bits are unspecified.
+    Field 0 of ``FIELDS`` begins at bit ``FIRST``; fields side by side are ``FIELD_STRIDE`` fields apart (``tiles.tile_field_stride``). All
+    other bits are unspecified.
     """
     FIELD: tl.constexpr = 0 if FIELD_STRIDE > 1 else STEP * FIELDS_PER_TILE
     BEGIN: tl.constexpr = FIRST + FIELD * BITS

@@ -1,6 +1,6 @@
-"""columns(n, A, F) on the GPU: the fields of packed words, and whole streams unpacked to digits (spec/packing.md, Bit packing).
+"""columns(n, A, F) on the GPU: fields of packed words, and whole streams unpacked to digits (spec/packing.md, Bit packing).
 
-A program holds a tile ``[token, symbol]``, and each thread gathers the words of its symbols: they come from the cache, and writes are
+A program processes a tile ``[token, symbol]``, and each thread gathers the words of its symbols: they come from the cache, and writes are
 contiguous whatever the width. Addresses are 64-bit, and none depends on a code.
 """
 
@@ -33,7 +33,7 @@ WARPS = 2
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
 
-    The digits are those of ``Columns.unpack``, whatever the words. Raises InvalidParameter if the planes are not those of ``packing``.
+    The digits equal those of ``Columns.unpack``, whatever the words. Raises InvalidParameter if the planes do not match ``packing``.
     """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
@@ -67,19 +67,19 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def tile(packing: Columns) -> tuple[int, int]:
-    """Return tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
+    """Return the tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape: a kernel reads that many elements of it."""
+    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape, because a kernel reads that many elements."""
     if tuple(tensor.shape) != expected:
         raise InvalidParameter(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return ``rows`` of integers on ``device``, int64. The host does not wait for work under way there."""
+    """Copy ``rows`` of integers to ``device``, int64. The host does not wait for pending work there."""
     table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
@@ -87,9 +87,9 @@ def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, fusion: bool = False, **constants: Any
 ) -> None:
-    """Run a kernel of ``programs`` programs, which may be none, on ``device``.
+    """Launch ``programs`` programs of a kernel, possibly none, on ``device``.
 
-    Without ``fusion`` products and sums round apart, as torch's do.
+    Without ``fusion``, products and sums are rounded separately, as in torch.
     """
     if not programs:
         return
@@ -102,7 +102,7 @@ def launch(
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def constant_at(constants: Any, *indices: int) -> Any:
-    """Return the constant at ``indices`` of nested tuples; Triton itself takes one index at a time and, in 3.6, drops names."""
+    """Return the constant at ``indices`` of nested tuples; Triton itself accepts one index at a time and, in 3.6, drops names."""
     for index in indices:
         constants = constants[index]
     return constants
@@ -130,7 +130,7 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Return word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
+    """Load word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
 
     ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``token`` is ``[:, 1]``, ``column`` ``[1, :]``.
     """
@@ -159,7 +159,7 @@ def load_bit_fields(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Return symbols of ``BITS`` bits (at most 16), int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
+    """Load symbols of at most 16 ``BITS``, int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
     column = symbol % WIDTH
     position = FIRST_BIT + symbol // WIDTH * BITS
     word = position // 16
@@ -185,7 +185,7 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Return the columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
+    """Load the columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
@@ -196,7 +196,7 @@ def load_columns(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def digit_of_field(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """columns // (FIRST * BASE^field) % BASE, int32: one division by a constant for each bit of ``field``, which is below 64."""
+    """Compute columns // (FIRST * BASE^field) % BASE, int32, by one constant division per bit of ``field``, which is below 64."""
     rest = columns // FIRST
     for bit in tl.static_range(6):
         if 1 << bit < FIELDS:

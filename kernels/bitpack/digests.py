@@ -1,8 +1,8 @@
-"""XXH3-128 of tensors on their device (spec/container.md, Digests): of all tensors of a load by two launches.
+"""XXH3-128 of tensors on their device (spec/container.md, Digests): two launches for all tensors of a load.
 
-What a block of 1,024 bytes adds to the hash's accumulators does not depend on them: one launch finds it for all blocks at the speed of
-memory. The other goes through the blocks of each tensor in turn: 64 bytes and a few instructions a block, all tensors at once. Of more
-than 1 GiB, several such pairs run at once.
+What a block of 1,024 bytes adds to the hash's accumulators does not depend on the accumulators, so one launch computes it for all blocks at
+memory speed. The other processes the blocks of each tensor in order, 64 bytes and a few instructions per block, all tensors at once. Above
+1 GiB, several such pairs run at once.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -73,9 +73,9 @@ def _constants(device: str) -> torch.Tensor:
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    """Return the digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: the high half and the low half.
+    """Return the digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: high half, then low half.
 
-    The memory is uint8 and dense; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
+    The memory is contiguous uint8; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
     """
     device = places[0][0].device
     result = torch.empty(len(places), 2, dtype=torch.int64, device=device)
@@ -100,7 +100,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield the streams on which ``groups`` pairs of launches run: the caller's for one pair, otherwise others, for which it waits."""
+    """Yield the streams for ``groups`` pairs of launches: the caller's stream for one pair, otherwise other streams, and wait for them."""
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
@@ -119,8 +119,10 @@ def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContext
 
 @lru_cache(maxsize=16)
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the streams of groups. Memory freed on a stream is reused on it alone: the sums of all groups take that of ``STREAMS`` of
-    them."""
+    """Return ``STREAMS`` streams for groups of launches.
+
+    Memory freed on a stream is reused only on that stream, so the sums of all groups take the memory of ``STREAMS`` groups.
+    """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 
@@ -164,7 +166,7 @@ def _after_block(accumulators: tl.tensor, sums: tl.tensor, secret: tl.tensor) ->
 
 @triton.jit
 def _half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.tensor:
-    """Return 64 bits of the digest."""
+    """Return one 64-bit half of the digest."""
     a, b = tl.split(accumulators ^ secret)
     value = start + tl.sum((a * b) ^ tl.umulhi(a, b), 0)
     value = (value ^ (value >> 37)) * AVALANCHE
@@ -173,7 +175,7 @@ def _half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.te
 
 @triton.jit
 def _finish(found: tl.tensor, sums: tl.tensor, table: tl.tensor, constants: tl.tensor, STEPS: tl.constexpr) -> None:
-    """The digest of a tensor, as its high and its low half."""
+    """Compute the digest of a tensor, as its high and its low half."""
     row = table + tl.program_id(0).to(tl.int64) * TABLE_INTEGERS
     size = tl.load(row + 1)
     lane = tl.arange(0, PAIRS)[:, None] * 2 + tl.arange(0, 2)

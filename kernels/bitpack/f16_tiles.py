@@ -17,7 +17,7 @@ from .bitfields import straddling
 
 @triton.jit
 def code_as_f16(word: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits (at most 10) of each word from ``POSITION`` up, binary16."""
+    """Return ``BITS`` bits (at most 10) of each word from ``POSITION`` up, as binary16."""
     if FAST:
         value = tl.inline_asm_elementwise(_code(POSITION, BITS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -35,7 +35,7 @@ def _code(position: int, bits: int) -> str:
 
 @triton.jit
 def product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the product of binary16 tiles."""
+    """Multiply two binary16 tiles."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -45,7 +45,7 @@ def product(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def power_of_two(exponent: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """2 to the power of a binary16 tile."""
+    """Return 2 to the power of a binary16 tile."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponent], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -60,7 +60,7 @@ def _negate(position: int) -> str:
 
 @triton.jit
 def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the binary16 ``value`` with its sign flipped where bit ``POSITION`` of ``word`` is set."""
+    """Flip the sign of the binary16 ``value`` where bit ``POSITION`` of ``word`` is set."""
     if FAST:
         result = tl.inline_asm_elementwise(_negate(POSITION), "=r,r,r", [value, word], dtype=tl.float16, is_pure=True, pack=2)
     else:
@@ -70,7 +70,7 @@ def negated(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAST: tl.
 
 @triton.jit
 def scale_and_centre(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Return the binary16 scale (low half) and center (high half) of int32 ``scales`` of any shape, as ``affine`` uses them."""
+    """Split int32 ``scales`` of any shape into the binary16 scale (low half) and center (high half) for ``affine``."""
     if FAST:
         scale, centre = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -98,7 +98,7 @@ def middle_code(bits: int) -> float:
 
 @triton.constexpr_function
 def binary16_bits(value: float) -> int:
-    """Return the bits of a binary16."""
+    """Return the bit pattern of a binary16."""
     import struct
 
     return int.from_bytes(struct.pack("<e", value), "little")
@@ -106,8 +106,10 @@ def binary16_bits(value: float) -> int:
 
 @triton.constexpr_function
 def _affine(position: int, bits: int, middle: float) -> str:
-    """Return (code - ``middle``) * scale + center on two words: the code becomes bits of a binary16's fraction that leave one for a
-    half."""
+    """Return PTX that computes (code - ``middle``) * scale + center on two words.
+
+    The code is inserted into the fraction bits of a binary16 one-half.
+    """
     spare = int(middle % 1 > 0)
     shared = (FRACTION_BITS - spare) // bits * bits
     # The same shift for as many fields as can share it: the assembler then does it once.
@@ -139,9 +141,9 @@ def affine(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return (code - ``MIDDLE``) * scale + center in binary16; ``scale`` and ``centre`` are binary16 that broadcast to ``word``.
+    """Return (code - ``MIDDLE``) * scale + center in binary16; ``scale`` and ``centre`` are binary16 and broadcast to ``word``.
 
-    ``MIDDLE`` is the middle code, or the whole one above it, which saves a shift of codes that begin at bit 0.
+    ``MIDDLE`` is the middle code, or the integer above it, which saves a shift for codes that begin at bit 0.
     """
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -163,7 +165,7 @@ def affine_bits(
     MIDDLE: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``affine`` of ``BITS`` bits of each column from ``BIT`` up."""
+    """Apply ``affine`` to ``BITS`` bits of each column from ``BIT`` up."""
     if BIT % 16 + BITS > 16:
         value = affine(straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, MIDDLE, FAST)
     else:
@@ -173,7 +175,7 @@ def affine_bits(
 
 @triton.jit
 def code_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits of each column from ``BIT`` up, binary16."""
+    """Return ``BITS`` bits of each column from ``BIT`` up, as binary16."""
     if BIT % 16 + BITS > 16:
         value = code_as_f16(straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:

@@ -1,4 +1,4 @@
-"""Arithmetic on f16x2: 32-bit registers of two binary16, as uint32 tensors, for rows that one thread has.
+"""Arithmetic on f16x2, 32-bit registers with two binary16, as uint32 tensors, for rows that are in one thread.
 
 Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
@@ -17,7 +17,7 @@ from .thread_digits import pieces_of_bits
 
 @triton.jit
 def joined(low: tl.tensor, high: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of one half of ``low`` and one half of ``high``: the lower (0) or the upper (1), as ``LOW`` and ``HIGH`` say."""
+    """Join one half of ``low`` and one half of ``high`` to an f16x2; ``LOW`` and ``HIGH`` select the lower (0) or upper (1) half."""
     if FAST:
         SELECT: tl.constexpr = (0x7600 if HIGH else 0x5400) + (0x32 if LOW else 0x10)
         value = tl.inline_asm_elementwise(f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
@@ -36,9 +36,7 @@ def _negate(low: int, high: int) -> str:
 def negated_f16x2(
     values: tl.tensor, words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return ``values`` with the sign of the low half flipped if bit ``POSITION`` of a column is set, and that of the high half if the next
-    bit is.
-    """
+    """Flip the sign of the low half of ``values`` if bit ``POSITION`` of a column is set, and of the high half if the next bit is."""
     LOW: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, 1)
     HIGH: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION + 1, 1)
     LOW_BIT: tl.constexpr = constant_at(LOW, 0)
@@ -57,7 +55,7 @@ def negated_f16x2(
 
 @triton.jit
 def product_f16x2(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the products of two f16x2, half by half."""
+    """Multiply two f16x2, half by half."""
     if FAST:
         value = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -76,8 +74,7 @@ def _scaled_by_half(which: int) -> str:
 
 @triton.jit
 def scaled_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return both halves of ``values`` times the lower (0) or the upper (1) half of ``scales``; no instruction builds that operand
-    first."""
+    """Multiply both halves of ``values`` by the lower (0) or upper (1) half of ``scales``, without building that operand first."""
     if FAST:
         value = tl.inline_asm_elementwise(_scaled_by_half(WHICH), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -87,13 +84,13 @@ def scaled_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST
 
 @triton.jit
 def both_halves(value: tl.tensor) -> tl.tensor:
-    """Return a float32 rounded to binary16, in both halves."""
+    """Round a float32 to binary16, and return it in both halves."""
     return value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
 
 @triton.constexpr_function
 def _affine(bits: int) -> str:
-    """A code becomes the low end of a binary16's fraction."""
+    """Return PTX for ``affine_f16x2``: the code becomes the low end of a binary16's fraction."""
     import struct
 
     bias = int.from_bytes(struct.pack("<e", 1024.0 + (1 << bits >> 1)), "little") * 0x10001
@@ -104,8 +101,7 @@ def _affine(bits: int) -> str:
 
 @triton.jit
 def affine_f16x2(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return (code - 2^BITS / 2) * scale + center of two codes of ``BITS`` (at most 8) bits, 16 bits apart; all three are f16x2 in
-    layout."""
+    """Return (code - 2^BITS / 2) * scale + center of two codes of at most 8 ``BITS``, 16 bits apart; all operands are f16x2."""
     if FAST:
         value = tl.inline_asm_elementwise(_affine(BITS), "=r,r,r,r", [codes, scale, centre], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -121,7 +117,7 @@ def _affine_half(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl
 
 @triton.jit
 def power_of_two_f16x2(exponents: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """2 to the power of each half."""
+    """Return 2 to the power of each half."""
     if FAST:
         value = tl.inline_asm_elementwise("ex2.approx.f16x2 $0, $1;", "=r,r", [exponents], dtype=tl.uint32, is_pure=True, pack=1)
     else:

@@ -1,4 +1,4 @@
-"""Minifloats of words as tiles of binary16, and their scales of 8 bits (spec/codecs/minifloat.md).
+"""Minifloat words as binary16 tiles, and their 8-bit scales (spec/codecs/minifloat.md).
 
 Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
 plain Triton.
@@ -19,10 +19,10 @@ E2M1_EXPONENT = tl.constexpr(14)
 
 @triton.constexpr_function
 def _two_elements(element: str, position: int, converts: bool) -> str:
-    """Return the f16x2 of the elements from bit ``position`` up of two words; e2m1 smaller by 2^E2M1_EXPONENT, and 0 of either sign.
+    """Return PTX that converts the elements from bit ``position`` up of two words to an f16x2.
 
-    ``converts``: the device converts two e4m3 at once. What several fields share is written out for each, and done once: of e2m1 the
-    words without every other field.
+    e2m1 is smaller by 2^E2M1_EXPONENT, and zeros may have either sign. ``converts``: the device converts two e4m3 at once. Steps that
+    several fields share are written out for each; the assembler merges them: for e2m1, the words without every other field.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
@@ -46,8 +46,10 @@ def _two_elements(element: str, position: int, converts: bool) -> str:
 
 @triton.jit
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the elements from bit ``POSITION`` up of each word, binary16; e2m1 smaller by 2^E2M1_EXPONENT, and ``FAST`` 0 of either
-    sign."""
+    """Return the elements from bit ``POSITION`` up of each word, as binary16.
+
+    e2m1 is smaller by 2^E2M1_EXPONENT, and with ``FAST`` zeros may have either sign.
+    """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
         value = tl.inline_asm_elementwise(
@@ -68,7 +70,7 @@ def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constex
 
 @triton.jit
 def e4m3_as_f16(byte: tl.tensor) -> tl.tensor:
-    """e4m3 without a sign, int32, binary16."""
+    """Convert unsigned e4m3, int32, to binary16."""
     half = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True)
     return half * 256.0
 
@@ -84,7 +86,7 @@ FOUR_E4M3 = tl.constexpr(
 
 @triton.jit
 def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Return the four e4m3 without signs of each word, int32, binary16."""
+    """Convert the four unsigned e4m3 in each int32 word to binary16."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
         result = tl.inline_asm_elementwise(
@@ -107,10 +109,10 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _four_powers(lowered: int) -> str:
-    """Convert the four e8m0 scales in two words to powers of two over the largest in each word, times 2^``lowered``: four f16x2, one scale
-    of each word per register.
+    """Return PTX that converts the four e8m0 scales of two words to powers of two, times 2^``lowered``, relative to each word's largest.
 
-    All are 256 more, and so none below the exponent that becomes 0. What a product carries into the upper half, another takes back.
+    The result is four f16x2, with one scale of each word per register. All exponents are raised by 256, so that none is below the exponent
+    that becomes 0; what one product carries into the upper half, another subtracts.
     """
     exponent = 15 + lowered
     both = 0x10001
@@ -127,7 +129,7 @@ def _four_powers(lowered: int) -> str:
 
 @triton.jit
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the four e8m0 of each word, int32, over the largest of them, times 2^``LOWERED``: binary16."""
+    """Return the four e8m0 of each int32 word, relative to their largest, times 2^``LOWERED``, as binary16."""
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(
@@ -152,12 +154,12 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
-    """2 to the power of ``exponent``, int32 up to 15, binary16; 0 below -14."""
+    """Return 2 to the power of ``exponent``, int32 up to 15, as binary16; 0 below -14."""
     return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def power_as_f32(exponent: tl.tensor) -> tl.tensor:
-    """2^(``exponent`` - 127) of e8m0, int32, float32."""
+    """Return 2^(``exponent`` - 127) for e8m0 exponents, int32, as float32."""
     # Zero is that of a subnormal number, whose bits are fewer than those of all others.
     return tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
-"""Code streams of different widths in tiles of one width: bit fields whose columns are a power of two in number.
+"""Code streams of different widths in tiles of one width: bit fields with a power-of-two number of columns.
 
-A step is as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded as they are stored, no
-word twice, and replicated side by side in registers; each copy shows another field.
+A step covers as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded as stored, each word
+once, and replicated side by side in registers; each copy shows another field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ReplicatedPacking(NamedTuple):
-    """One stream's columns as ``load_stream`` and ``words_of_stream`` take them.
+    """One stream's columns in the form that ``load_stream`` and ``words_of_stream`` need.
 
-    The first six are those of ``tiles.TilePacking``, where ``tile_width`` counts the columns that are loaded. ``copies`` of these are side
-    by side in a tile, which shows ``fields_per_tile`` fields of ``bits`` each.
+    The first six fields are those of ``tiles.TilePacking``, where ``tile_width`` counts the loaded columns. ``copies`` of these are side by
+    side in a tile, which shows ``fields_per_tile`` fields of ``bits`` each.
     """
 
     stream: int
@@ -47,7 +47,7 @@ class ReplicatedPacking(NamedTuple):
 
 
 def common_width(packings: Sequence[Columns]) -> int | None:
-    """Return columns of a tile of all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
+    """Return the tile width for all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
     widths = {packing.width for packing in packings}
     if not all(map(takes_whole_words, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
         return None
@@ -80,7 +80,7 @@ def replicated_packings(packings: Sequence[Columns], columns: int) -> list[Repli
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """For ``bitfields.load_column_fields``: for each stream, the columns that are loaded, then those of the tile."""
+    """Return the widths for ``bitfields.load_column_fields``: for each stream, the loaded columns, then those of the tile."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
@@ -104,10 +104,10 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return one word in each column, of rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
+    """Load one word per column, from rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
 
-    ``word``, ``[1, column]``, is its number in the row, and ``second`` as in ``tile_layout.token_of_columns``. ``COPIED``: the tile will
-    be replicated in registers.
+    ``word``, ``[1, column]``, is the word's number in the row; ``second`` is as in ``tile_layout.token_of_columns``. ``COPIED``: the tile
+    will be replicated in registers.
     """
     # With warps as the outermost axis, the compiler would lay a transposed tile out in shared memory in the order of its reads, and could
     # then not copy its rows there ahead of time.
@@ -139,7 +139,7 @@ def load_stream(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``bitfields.load_planes`` of a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
+    """Run ``bitfields.load_planes`` for a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
     if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
@@ -156,7 +156,7 @@ def load_stream(
 
 @triton.constexpr_function
 def words_of_plane(packing: ReplicatedPacking, plane: int) -> int:
-    """Return words of a row of one plane; the last plane may be one of bytes."""
+    """Return the number of words in a row of one plane; the last plane may consist of bytes."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
@@ -171,7 +171,7 @@ def words_of_stream(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the words that hold the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
+    """Return the words with the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
     words = whole_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.fields_per_tile > 1:
         words = (_side_by_side(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
@@ -180,7 +180,7 @@ def words_of_stream(
 
 @triton.constexpr_function
 def _fields_of_a_window(bits: int) -> int:
-    """Return the number of neighboring fields one word can hold, a power of two."""
+    """Return the number of neighboring fields that one word can hold, a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 
@@ -195,7 +195,7 @@ def _side_by_side(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return each copy's own field, moved to bit ``AT``, as one int16 tile: words of several fields, which each copy shifts to its own."""
+    """Return each copy's own field, moved to bit ``AT``, as one int16 tile; each copy shifts shared words to its own field."""
     SIZE: tl.constexpr = PACKING.bits
     FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
@@ -226,7 +226,7 @@ def _side_by_side(
 
 @triton.constexpr_function
 def _moved_to(at: int, last: int) -> str:
-    """PTX that moves fields from bits up to ``last`` to bit ``at``; if a product does it, the shift units stay free for others."""
+    """Return PTX that moves fields from bits up to ``last`` to bit ``at``; using a product keeps the shift units free."""
     turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
     return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
 

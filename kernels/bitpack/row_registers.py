@@ -1,7 +1,7 @@
-"""Rows of short code streams as 32-bit registers per token, and the bytes of these that hold a column's code.
+"""Rows of short code streams as 32-bit registers per token, and the register bytes that contain each column's code.
 
-A tile of words of such rows would hold each word many times. Here a row is loaded once per token, whatever its streams, and
-permutations of bytes bring the code of every column to the same place of a register.
+A tile of words of such rows would hold each word many times. Here a row is loaded once per token, whatever its streams, and byte
+permutations move the code of every column to the same position in a register.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -33,9 +33,9 @@ class RowLoad(NamedTuple):
 
 
 class Register(NamedTuple):
-    """32 bits of a row: what load number ``load`` gave, of 64 bits the half ``half`` (0 low, 1 high).
+    """32 bits of a row: the result of load number ``load``, or its half ``half`` (0 low, 1 high) for 64-bit loads.
 
-    Of a load of 16 bits, number ``parity`` of ``load_parities`` says in which half of each token's word it is; of others it is -1.
+    For a 16-bit load, entry ``parity`` of ``load_parities`` says which half of the word belongs to each token; otherwise it is -1.
     """
 
     load: int
@@ -44,14 +44,14 @@ class Register(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Byte ``byte`` (0 lowest) of register number ``register``."""
+    """Byte ``byte`` (0 is lowest) of register number ``register``."""
 
     register: int
     byte: int
 
 
 class Row:
-    """The loads of a row, their registers, and the streams that they read, of one code stream after another."""
+    """The loads of a row, their registers, and the streams that they read, one code stream after another."""
 
     def __init__(self) -> None:
         self.loads: list[RowLoad] = []
@@ -60,7 +60,7 @@ class Row:
         self.halves = 0
 
     def add(self, name: str, packing: Columns) -> Words:
-        """Load the planes of a code stream, in elements as wide as its rows allow; a 16-bit element uses a whole register."""
+        """Load the planes of a code stream in elements as wide as its rows allow; a 16-bit element uses a whole register."""
         first = []
         for plane, words in enumerate(packing.planes):
             bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16
@@ -94,9 +94,9 @@ class Words(NamedTuple):
 
 
 def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> list[list[int]]:
-    """Return the selectors of ``permuted`` that join ``registers``, one after another: for each after the first, one per column.
+    """Return the selectors with which ``permuted`` joins ``registers``: for each register after the first, one per column.
 
-    ``places`` are the bytes of each column, which are the lowest of the result; the others are free.
+    ``places`` are the bytes of each column, which become the lowest bytes of the result; the others are arbitrary.
     """
     result = []
     for number in range(1, len(registers)):
@@ -113,7 +113,7 @@ def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> li
 
 
 def of_upper_half(step: Sequence[int], number: int, half: int) -> list[int]:
-    """Return the selectors of step ``number`` of ``selectors`` where the upper half of register ``half`` has the bytes of the lower."""
+    """Return the selectors of step ``number`` of ``selectors`` if the upper half of register ``half`` has the bytes of the lower."""
     if half != number and not (half == 0 and number == 1):
         return list(step)
     # Numbers of bytes are those of ``permuted``: from 4 on of the register that is joined.
@@ -129,9 +129,7 @@ def _nibbles(selector: int) -> list[int]:
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the registers for ``read_register`` from the rows of ``token`` ``[warp, token]``, row ``first`` onward: one ``[warp, token]``
-    per load.
-    """
+    """Load the registers for ``read_register`` from the rows of ``token`` ``[warp, token]``, from row ``first`` on: one tensor per load."""
     loaded = ()
     for number in tl.static_range(len(LOADS)):
         loaded = loaded + _load(pointers, first, token, valid, constant_at(LOADS, number), MASKED, FAST)
@@ -142,7 +140,7 @@ def load_registers(
 def _load(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOAD: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """A half is loaded as the aligned word that holds it, because only loads of 32 bits are fetched ahead of time, or in both halves."""
+    """Load a half as the aligned word that contains it, or in both halves, because only 32-bit loads are fetched ahead of time."""
     pointer = pointers[LOAD.stream]
     if LOAD.bits == 64:
         loaded = load_per_token(pointer.to(tl.pointer_type(tl.int64)), first, token, valid, LOAD.row, LOAD.at, MASKED)
@@ -161,10 +159,10 @@ def _load(
 
 @triton.jit
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each load of 16 bits, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
+    """Return, for each 16-bit load, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
 
-    Without ``TOKENS`` it is that of the first token alone.
-    ``halves`` points at 0, 16, 0, 16, ... Tiles begin an even number of rows after row ``first``, and rows have an odd number of halves.
+    Without ``TOKENS`` it covers only the first token. ``halves`` points to 0, 16, 0, 16, ... Tiles begin an even number of rows after row
+    ``first``, and rows have an odd number of halves.
     """
     result = ()
     for number in tl.static_range(len(LOADS)):
@@ -183,7 +181,7 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """Return a register of ``load_registers``, uint32 ``[warp, token]``; of one of 16 bits the upper half is unspecified."""
+    """Return a register of ``load_registers``, uint32 ``[warp, token]``; the upper half of a 16-bit one is unspecified."""
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
         value = value >> 32
@@ -195,7 +193,7 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permuted(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Each byte of the result is that of ``low`` (0 to 3) or ``high`` (4 to 7) which 4 bits of ``selector`` number, from the lowest up.
+    """Select each byte of the result from ``low`` (0 to 3) or ``high`` (4 to 7) by 4 bits of ``selector``, from the lowest up.
 
     All are 32-bit integers that broadcast to a tile; the result is uint32.
     """

@@ -1,6 +1,6 @@
-"""The checks of ``Codec.check`` on the device of the stored words and floats: one launch per rule for all sides of a cache.
+"""The checks of ``Codec.check`` for stored words and floats, on the device: one launch per rule for all sides of a cache.
 
-A launch only finds out in which sides something is wrong; what it is, ``Codec.check`` says of those.
+A launch only finds the sides with errors; ``Codec.check`` then reports what is wrong with them.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -36,10 +36,9 @@ TABLE_INTEGERS = tl.constexpr(3)
 
 @lru_cache(maxsize=256)
 def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one, for floats the name of their dtype: all that ``Codec.check`` asks, or None if it asks
-    more.
+    """Return the rule of each stream that has one, or the dtype name for floats; None if ``Codec.check`` checks more than these.
 
-    A class with a check of its own may ask more.
+    A class with its own check may check more.
     """
     planes: set[str] = set()
     found: dict[str, WordRule | str] = {}
@@ -55,9 +54,9 @@ def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
 
 
 def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
-    """Begin to find the numbers of the ``sides``, a codec that has rules and dense streams on one device each, in which a rule is broken.
+    """Start a search for the ``sides`` that break a rule; all must have rules and contiguous streams on one device.
 
-    What it returns makes the host wait for them.
+    The returned function waits for the result and returns their numbers.
     """
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
     held = [stream for _, own in sides for stream in own.values()]
@@ -102,7 +101,7 @@ def _find_wrong(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Set the side's status where a value of this part of a stream breaks its rule: ``bounds`` ``[2, width]``, or a float's exponent."""
+    """Set the side's status if a value of this part of a stream breaks its rule: ``bounds`` ``[2, width]``, or a float's exponent."""
     row = table + (first + tl.program_id(0) // parts) * TABLE_INTEGERS
     begin = (tl.program_id(0) % parts).to(tl.int64) * (LANES * STEPS)
     values = tl.load(row + 1)

@@ -1,4 +1,4 @@
-"""Stored streams as loaders read them."""
+"""Stored streams in the form that loaders read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RUN_TOKENS = 1 << 30
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, ``row`` of them a row, which is of ``tokens`` tokens.
+    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, with ``row`` elements per row of ``tokens`` tokens.
 
-    A pair of binary16 is one element of 32 bits.
+    A pair of binary16 is one 32-bit element.
     """
 
     name: str
@@ -36,7 +36,7 @@ def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
 
 
 def dense_rows(tensor: torch.Tensor) -> bool:
-    """Return True if all rows of a head, of ``[batch, kv_head, row, ...]``, are one after another."""
+    """Return True if all rows of a head, in ``[batch, kv_head, row, ...]``, are contiguous."""
     step = 1
     for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if length != 1 and stride != step:

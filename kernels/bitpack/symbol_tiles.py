@@ -1,7 +1,6 @@
-"""Tiles of symbols of rows that one thread has, for lookups in the layout of the matrix units' sums.
+"""Tiles of symbols from rows that are in one thread, for lookups in the layout of the matrix units' sums.
 
-That is a layout of their next operand, too. So two bytes of each symbol go through shared memory, and not its values, of which there
-are several.
+That is also a layout of their next operand. So two bytes of each symbol go through shared memory instead of its several values.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -43,7 +42,7 @@ def symbol_tile(
 ) -> tl.tensor:
     """Return the symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
 
-    ``TWO(words, symbol, CONSTANTS, FAST)`` gives a symbol and the next one, 16 bits apart.
+    ``TWO(words, symbol, CONSTANTS, FAST)`` returns a symbol and the next one, 16 bits apart.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
@@ -58,7 +57,7 @@ def symbol_tile(
 
 @triton.jit
 def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``tile``, which the compiler lays out as the other operand of an operation, a product that nothing needs."""
+    """Make the compiler lay out ``tile`` as an operand of a product whose result is not needed, and return it."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)

@@ -1,8 +1,8 @@
-"""Digits of rows that one thread has in words (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
+"""Digits of rows that one thread holds in words (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
 
-``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbors mostly are in the
-same words and then share the instructions that extract them. Division by a base that is not a power of two is a multiplication by its
-reciprocal, in fewer instructions the smaller the dividend's known bound.
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbors are mostly in the same
+words and then share the instructions that extract them. Division by a base that is not a power of two is a multiplication by its
+reciprocal, with fewer instructions the smaller the dividend's known bound.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -36,7 +36,7 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """Bits of a value that are in one word: ``bits`` of ``word`` from ``shift`` up, which are those of the value from ``before`` up."""
+    """Bits of a value within one word: ``bits`` of ``word`` from ``shift`` up become the value's bits from ``before`` up."""
 
     word: int
     shift: int
@@ -47,7 +47,7 @@ class BitPiece(NamedTuple):
 class TwoDigitPiece(NamedTuple):
     """Bits of two digits in one word: shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
 
-    ``in_bytes``: both are in one 16-bit half, a byte each, which are moved 16 bits apart first.
+    ``in_bytes``: both are in one 16-bit half, a byte each, and are moved 16 bits apart first.
     """
 
     word: int
@@ -57,7 +57,7 @@ class TwoDigitPiece(NamedTuple):
 
 
 def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
-    """Return the columns of stream ``number`` of a row that contains all ``packings``."""
+    """Return the packing of stream ``number`` in a row that contains all ``packings``."""
     first_word = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
     packing = packings[number]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
@@ -82,7 +82,7 @@ def pieces_at(first: int, column_bytes: int, width: int, column: int, position: 
 
 @triton.constexpr_function
 def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return ``pieces_at`` in the columns of ``packing``, whose names Triton 3.6 would drop if it were passed on."""
+    """Run ``pieces_at`` for the columns of ``packing``, whose field names Triton 3.6 would drop if it were passed on."""
     return tuple(BitPiece(*piece) for piece in pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
 
@@ -111,7 +111,7 @@ def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def most_fields(packing: RowPacking) -> int:
-    """Return the maximum number of fields that a column of as many bytes could have."""
+    """Return the maximum number of fields in a column of this many bytes."""
     fields = 1
     while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1
@@ -120,14 +120,14 @@ def most_fields(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _reciprocal(divisor: int, below: int) -> int:
-    """Return the multiplier whose product with a number less than ``below`` has the quotient in its upper 32 bits; 0 if there is none."""
+    """Return m such that the upper 32 bits of n * m are n // ``divisor`` for all n less than ``below``; 0 if there is none."""
     value = -(-(1 << 32) // divisor)
     return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
 
 
 @triton.jit
 def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> tl.tensor:
-    """Return ``value``, uint32 less than ``BELOW``, over a constant, rounded down."""
+    """Divide ``value``, uint32 less than ``BELOW``, by a constant, rounding down."""
     RECIPROCAL: tl.constexpr = _reciprocal(DIVISOR, BELOW)
     if RECIPROCAL > 0:
         value = tl.umulhi(value, tl.full(value.shape, RECIPROCAL, tl.uint32))
@@ -138,7 +138,7 @@ def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> t
 
 @triton.jit
 def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return digit ``FIELD`` of ``value``, uint32 of ``FIELDS`` digits."""
+    """Return digit ``FIELD`` of ``value``, a uint32 with ``FIELDS`` digits."""
     BELOW: tl.constexpr = BASE**FIELDS
     result = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
@@ -183,7 +183,7 @@ def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl
 
 @triton.jit
 def low_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low 32 bits of a column of at least as many."""
+    """Return the low 32 bits of a column that has at least as many."""
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, 0, 32)
     if FAST and len(PIECES) == 2:
         SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
@@ -203,8 +203,7 @@ def _twos(base: int) -> int:
 
 @triton.constexpr_function
 def first_of_upper(packing: RowPacking) -> int:
-    """Return the fewest fields of a column of more than 32 bits that leave at most 32 above them, without the twos of their bases; 0:
-    none."""
+    """Return the fewest fields that leave at most 32 bits above them in a wide column, without factors of two; 0 if there are none."""
     column_bytes, base = packing.column_bytes, packing.base
     twos = _twos(base)
     if column_bytes <= 4 or not twos:
@@ -215,7 +214,7 @@ def first_of_upper(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...]:
-    """Return the pieces of a symbol and of the next one together; none if they are not in the same words."""
+    """Return the pieces of a symbol and the next one together; empty if they are not in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
@@ -232,7 +231,7 @@ def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...
 
 @triton.jit
 def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``low``, and from ``BIT`` up, where it has no bits, ``high``."""
+    """Return ``low`` with ``high`` inserted from ``BIT`` up, where ``low`` has no bits."""
     if FAST:
         # The compiler makes two instructions of it.
         value = tl.inline_asm_elementwise(
@@ -245,7 +244,7 @@ def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr
 
 @triton.jit
 def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low two bytes of a word, 16 bits apart."""
+    """Return the low two bytes of a word, moved 16 bits apart."""
     if FAST:
         value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
     else:

@@ -1,7 +1,7 @@
-"""Words of packed rows, one token per thread: for code streams whose columns are not as the matrix units read them.
+"""Words of packed rows, one token per thread, for code streams whose columns do not have the matrix units' layout.
 
-A thread holds the words of its token's row, where every field has a place that is known when the kernel is compiled: streams of
-any widths and any bases come together in its registers.
+A thread holds the words of its token's row, where every field has a position known at compile time: streams of any widths and any bases
+come together in its registers.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -30,12 +30,12 @@ MAX_TOGETHER = 8
 
 
 def row_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return the planes of one code stream, in the widest elements of at most 128 bits of which a row has whole ones."""
+    """Return the planes of one code stream in the widest elements, at most 128 bits, that divide a row."""
     return tuple(stream_of_words(f"{name}.{plane}", words) for plane, words in enumerate(packing.planes))
 
 
 def stream_of_words(name: str, words: int) -> Stream:
-    """Return a stream of rows of ``words`` words of 16 bits."""
+    """Return a stream with rows of ``words`` 16-bit words."""
     together = math.gcd(words, MAX_TOGETHER)
     return Stream(name, 16 * together, words // together)
 
@@ -47,7 +47,7 @@ def rows_constants(packings: Sequence[Columns]) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def words_of_row(rows: tuple[int, ...]) -> int:
-    """Return the words of 32 bits that ``load_rows`` gives for a token."""
+    """Return the number of 32-bit words that ``load_rows`` returns for a token."""
     return sum((stored_words + 1) // 2 for stored_words in rows)
 
 
@@ -55,11 +55,11 @@ def words_of_row(rows: tuple[int, ...]) -> int:
 def load_rows(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, ROWS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the words of a token's row, plane after plane: for the first half of every warp's tokens, then for the second half.
+    """Load the words of a token's row, plane after plane: for the first half of every warp's tokens, then for the second half.
 
     Each word is uint32 ``[warp * token / 2]`` and holds two 16-bit words, the first in its low half.
 
-    Tiles that are not masked do not end a stream whose words are cut (``plan``).
+    Unmasked tiles never end a stream whose words are cut (``plan``).
     """
     tokens = _by_halves(token)
     valids = _by_halves(valid)
@@ -74,7 +74,7 @@ def load_rows(
 
 @triton.jit
 def _by_halves(values: tl.tensor) -> tl.tuple:
-    """Return ``[warp, token]`` as two ``[warp * token / 2]``: with two axes the compiler would spread a warp over both."""
+    """Split ``[warp, token]`` into two ``[warp * token / 2]``; with two axes the compiler would spread a warp over both."""
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2
     return tl.split(tl.reshape(tl.trans(tl.reshape(values, (WARPS, 2, HALF)), 0, 2, 1), (WARPS * HALF, 2)))
@@ -91,7 +91,7 @@ def load_row(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the words of one plane's row of each token, uint32 of the shape and layout of ``like``, which the compiler sees loaded."""
+    """Load the words of one plane's row for each token, uint32 in the shape and layout of ``like``, whose load the compiler sees."""
     words = ()
     if FAST and (MASKED or STORED_WORDS % 2 == 0):
         address = pointer.to(tl.int64) + first * (2 * STORED_WORDS) + token.to(tl.int64) * (2 * STORED_WORDS)
@@ -121,13 +121,13 @@ def load_row(
 
 @triton.constexpr_function
 def _together(stored_words: int) -> int:
-    """Return the 16-bit words of a row of ``stored_words`` that one load takes, an aligned element of ``stream_of_words``."""
+    """Return the number of 16-bit words per load for a row of ``stored_words``, an aligned element of ``stream_of_words``."""
     return math.gcd(stored_words, MAX_TOGETHER)
 
 
 @triton.constexpr_function
 def _load(stored_words: int, together: int, masked: bool) -> str:
-    """PTX that loads ``stored_words`` 16-bit words at an address, ``together`` per load, into 32-bit words; zeros if masked out."""
+    """Return PTX that loads ``stored_words`` 16-bit words at an address, ``together`` per load, as 32-bit words; zeros if masked out."""
     count = (stored_words + 1) // 2
     text = f"{{ .reg .pred real; .reg .b16 low, high; setp.ne.b32 real, ${count + 2}, 0;" if masked else "{"
     if masked:
@@ -156,9 +156,9 @@ def _registers(words: int, masked: bool) -> str:
 def _loaded(
     address: tl.tensor, like: tl.tensor, valid: tl.tensor, STORED_WORDS: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Return loads that the compiler does not see: each would cost it seconds, because it follows what is loaded to all its uses.
+    """Load words invisibly to the compiler, which would spend seconds tracing each load to all its uses.
 
-    They are laid out as ``like``, which it sees loaded.
+    They are laid out as ``like``, whose load it sees.
     """
     WORDS: tl.constexpr = (STORED_WORDS + 1) // 2
     ASSEMBLY: tl.constexpr = _load(STORED_WORDS, TOGETHER, MASKED)
@@ -173,7 +173,7 @@ def _loaded(
 
 @triton.constexpr_function
 def _load_one(bits: int, masked: bool) -> str:
-    """Load one number of 16 or 32 bits; 0 where masked."""
+    """Return PTX that loads one number of 16 or 32 bits, or 0 if masked out."""
     mask, real = ("setp.ne.b32 real, $2, 0;", "@real") if masked else ("", "")
     if bits == 16:
         load = f"mov.b16 half, 0; {real} ld.global.b16 half, [$1]; cvt.u32.u16 $0, half;"
@@ -186,8 +186,7 @@ def _load_one(bits: int, masked: bool) -> str:
 def load_unseen(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return one number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses: the compiler sees only loads of
-    bytes."""
+    """Load one number of ``BITS`` per token, int32 ``[warp, token]``, in the layout of its uses; the compiler sees only byte loads."""
     if FAST and BITS > 8:
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_one(BITS, MASKED)

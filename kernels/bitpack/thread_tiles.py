@@ -1,6 +1,6 @@
-"""Tiles of rows that one thread has: the f16x2 registers of a token's decoded symbols, in neighboring columns.
+"""Tiles of rows that one thread holds: the f16x2 registers of a token's decoded symbols, in neighboring columns.
 
-The registers of all tokens are joined to a tile, which the compiler carries to the matrix units through shared memory.
+The registers of all tokens are joined to a tile, which the compiler moves to the matrix units through shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -32,7 +32,7 @@ SymbolValue = tuple[int, int]
 
 
 def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """Return all values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
+    """Pair the values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
     registers: list[tuple[SymbolValue, SymbolValue]] = []
     single: SymbolValue | None = None
     for symbol in range(symbols):
@@ -72,7 +72,7 @@ def _halvings(count: int) -> int:
 
 @triton.jit
 def _joined_by_halves(values: tl.tuple) -> tl.tuple:
-    """Return value k joined with value k + n / 2 of n along a new last axis."""
+    """Join value k with value k + n / 2 of n values along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for number in tl.static_range(HALF):
@@ -84,7 +84,7 @@ def _joined_by_halves(values: tl.tuple) -> tl.tuple:
 def tile_of_f16x2(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``, of registers of a warp's tokens.
 
-    ``first`` and ``second`` are those of the first and of the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
+    ``first`` and ``second`` hold the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
     """
     WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
@@ -121,9 +121,9 @@ def load_rows_and_factor(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
+    """Load the rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
 
-    ``CONSTANTS`` have ``rows`` and ``factor_bits``.
+    ``CONSTANTS`` must have ``rows`` and ``factor_bits``.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -152,7 +152,7 @@ def decode_rows(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` gives the registers of one symbol."""
+    """Return the tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` returns the registers of one symbol."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
@@ -195,7 +195,7 @@ def _register(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
+    """Join value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]

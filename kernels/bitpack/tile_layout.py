@@ -19,7 +19,7 @@ from triton import language as tl
 
 @triton.jit
 def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``value``, ``[warp, token]``, as ``[warp, token, 1]`` or transposed ``[warp, 1, token]``: it broadcasts to a tile."""
+    """Reshape ``value`` from ``[warp, token]`` to ``[warp, token, 1]`` or transposed ``[warp, 1, token]``, to broadcast to a tile."""
     if TRANSPOSED:
         value = value[:, None, :]
     else:
@@ -29,7 +29,7 @@ def of_tokens(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``value``, ``[warp, column]``, as ``[warp, 1, column]`` or transposed ``[warp, column, 1]``: it broadcasts to a tile."""
+    """Reshape ``value`` from ``[warp, column]`` to ``[warp, 1, column]`` or transposed ``[warp, column, 1]``, to broadcast to a tile."""
     if TRANSPOSED:
         value = value[:, :, None]
     else:
@@ -39,14 +39,13 @@ def of_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """Return the distance in tokens between the two tokens of a row, in a tile of ``tokens`` rows; ``dual`` is as in ``Tiles.dual``."""
+    """Return the distance between the two tokens of a row, in a tile of ``tokens`` rows; ``dual`` is as in ``Tiles.dual``."""
     return (0, tokens, 1)[dual]
 
 
 @triton.jit
 def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``[warp, token, n]``, or transposed, ``[warp, n, token]``, as a tile of n * ``COPIES`` columns: each column repeated in
-    place."""
+    """Repeat each column of ``[warp, token, n]``, or transposed, ``[warp, n, token]``, in place to n * ``COPIES`` columns."""
     WARPS: tl.constexpr = value.shape[0]
     COUNT: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
     TOKENS: tl.constexpr = value.shape[2 if TRANSPOSED else 1]
@@ -59,7 +58,7 @@ def repeated(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -
 
 @triton.jit
 def parts_of(value: tl.tensor) -> tl.tuple:
-    """Return one tensor per element of the last axis, whose length is a power of two."""
+    """Split the last axis, whose length is a power of two, into one tensor per element."""
     COUNT: tl.constexpr = value.shape[-1]
     parts = ()
     if COUNT == 1:
@@ -75,7 +74,7 @@ def parts_of(value: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def copied(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``value``, a tile, ``COPIES`` times side by side."""
+    """Place ``COPIES`` copies of the tile ``value`` side by side."""
     if COPIES > 1:
         WARPS: tl.constexpr = value.shape[0]
         WIDTH: tl.constexpr = value.shape[1 if TRANSPOSED else 2]
@@ -103,7 +102,7 @@ def token_of_columns(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.cons
 
 @triton.jit
 def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return True if the token of each column is valid, broadcast to a tile.
+    """Return a mask of the columns with a valid token, broadcast to a tile.
 
     ``valid`` is ``[warp, token]``, or two of these, of the first and second tokens, in a dual tile.
     """

@@ -1,4 +1,4 @@
-"""The layout of a code stream's columns in tiles of its words."""
+"""Layout of a code stream's columns in tiles of its words."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ WIDEST_DIGIT = 14
 
 
 def tile_width(packing: Columns) -> int:
-    """Return columns of a tile of whole rows of words."""
+    """Return the number of columns of a tile of whole rows of words."""
     return max(SMALLEST_WIDTH, next_power_of_two(packing.width))
 
 
 def tile_fields(packing: Columns, dual: int = 0) -> int:
-    """Fields of a token in one tile: more than one if a row has fewer words than the step of the matrix units."""
+    """Return the fields of a token in one tile: more than one if a row has fewer words than a step of the matrix units."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 
 def takes_whole_words(packing: Columns) -> bool:
-    """Return True if a tile of the words of every row serves all fields: bit fields that are in at most two words."""
+    """Return True if a tile of the words of every row serves all fields: bit fields in at most two words."""
     return packing.binary and all(base.bit_length() - 1 <= WIDEST_DIGIT for base in packing.bases)
 
 
 class TilePacking(NamedTuple):
-    """A code stream's columns as ``bitfields.load_planes`` takes them: the number of the stream of plane 0, and how its tiles are made.
+    """A code stream's columns for ``bitfields.load_planes``: the stream number of plane 0, and how its tiles are built.
 
-    ``tile_width`` are the columns of a tile, ``width`` those that have words; ``dual`` is that of ``Tiles``.
+    ``tile_width`` is the number of columns of a tile, ``width`` the number of those with words; ``dual`` is as in ``Tiles``.
     """
 
     stream: int
@@ -46,5 +46,5 @@ class TilePacking(NamedTuple):
 
 
 def tile_packing(stream: int, packing: Columns, dual: int = 0) -> TilePacking:
-    """Return the columns of a code stream whose plane 0 is stream number ``stream``."""
+    """Return the packing of a code stream whose plane 0 is stream number ``stream``."""
     return TilePacking(stream, packing.column_bytes, packing.width, tile_width(packing), packing.fields, dual)

@@ -1,4 +1,4 @@
-"""One factor per token: a norm or a scale, in binary16 or float32, or a byte of a norm's logarithm.
+"""One factor per token: a norm or a scale, in binary16 or float32, or a byte with a norm's logarithm.
 
 It is loaded with the rows of a tile, and read as float32 ``[warp, token]``.
 """
@@ -28,7 +28,7 @@ LARGEST_FACTOR = tl.constexpr(2.0**127)
 
 @triton.jit
 def finite_factor(factor: tl.tensor) -> tl.tensor:
-    """Return ``factor``, float32, within ``LARGEST_FACTOR``: an infinite one would make NaN of zeros."""
+    """Clamp ``factor``, float32, to ``LARGEST_FACTOR``, because an infinite factor would turn zeros into NaN."""
     return tl.minimum(tl.maximum(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
 
 
@@ -36,11 +36,10 @@ def finite_factor(factor: tl.tensor) -> tl.tensor:
 def load_factor(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return one factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where nothing is gained by
-    more.
+    """Load one factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where wider loads gain nothing.
 
-    A binary16 is loaded as the aligned 32-bit word that holds it and the bit where it begins there, because only loads of 32 bits are
-    fetched ahead of time. A tile that is not masked never ends a stream in the middle of such a word (``attend``'s plan).
+    A binary16 is loaded as the aligned 32-bit word that contains it and the bit where it begins, because only 32-bit loads are fetched
+    ahead of time. An unmasked tile never ends a stream inside such a word (``attend``'s plan).
     """
     if BITS == 16 and FAST:
         if MASKED:
@@ -58,7 +57,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return factor ``AT`` of those that ``load_factor`` loaded, float32 ``[warp, token]``."""
+    """Return factor ``AT`` of those loaded by ``load_factor``, float32 ``[warp, token]``."""
     if BITS == 16 and FAST:
         value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
@@ -82,7 +81,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``load_factor``, and in dual tiles that of the second tokens of all rows; ``valid`` is then one ``[warp, token]`` for each."""
+    """Run ``load_factor``, in dual tiles also for the second tokens of all rows; ``valid`` is then a pair."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
@@ -93,7 +92,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factors that ``load_factors`` loaded, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the factors loaded by ``load_factors``, float32 ``[warp, token]``; a pair in dual tiles."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:

@@ -1,4 +1,4 @@
-"""attend on the CPU: the compiled kernels over packed pages of any number, within float32's rounding of the exact result.
+"""attend on the CPU: compiled kernels over any number of packed pages, within float32 rounding of the exact result.
 
 Sources: FlashAttention's running softmax, flash decoding's split of the tokens; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
@@ -26,7 +26,7 @@ MIN_VALUES = 1 << 19
 
 
 class _Part(NamedTuple):
-    """A part of a side, and what C reads of it, which refers to memory of both and of ``described``."""
+    """A part of a side and its C description, which refers to memory of both and of ``described``."""
 
     part: SidePart
     described: Described
@@ -41,7 +41,7 @@ class _Span(NamedTuple):
 
 
 class Prepared:
-    """Attention over both sides of a layer with fixed numbers of sequences, KV heads and tokens; its tables are made once."""
+    """Attention over both sides of a layer with a fixed number of sequences, KV heads and tokens; its tables are built once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_Part], v_parts: list[_Part]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens
@@ -49,7 +49,7 @@ class Prepared:
 
     @staticmethod
     def of(k: Side, v: Side) -> Prepared | None:
-        """Return the call over a layer; None if C does not support its codecs, side-cars or strides."""
+        """Create the call over a layer; None if C does not support its codecs, side-cars or strides."""
         if library.library() is None or (k_parts := sides.parts_of(k)) is None or (v_parts := sides.parts_of(v)) is None:
             return None
         return Prepared(k, v, [_described(part) for part in k_parts], [_described(part) for part in v_parts])
@@ -68,9 +68,9 @@ class Prepared:
         threads: int | None = None,
         level: int = 0,
     ) -> torch.Tensor:
-        """softmax(scale q k^T) v: ``kvpack.attend`` on checked input, with its arguments, over the first ``tokens`` tokens, or all.
+        """Compute softmax(scale q k^T) v over the first ``tokens`` tokens, or all, with the checked arguments of ``kvpack.attend``.
 
-        ``level`` is a place in ``library.levels()``. Raises MemoryError.
+        ``level`` is an index into ``library.levels()``. Raises MemoryError.
         """
         batch, q_heads, q_len, _ = q.shape
         heads, v_dim = self._heads, self._v_dim

@@ -8,7 +8,7 @@ from . import library
 
 
 def added(data: memoryview, sum_: int) -> int:
-    """Return ``sum_`` after the words of ``data``, whose length is a multiple of 4."""
+    """Add the words of ``data``, whose length is a multiple of 4, to the checksum ``sum_``."""
     compiled = library.library()
     assert compiled is not None
     address = numpy.frombuffer(data, numpy.uint8).ctypes.data

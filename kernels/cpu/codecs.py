@@ -57,7 +57,7 @@ _KEPT = 64
 
 
 class Described(NamedTuple):
-    """A codec as C sees it: ``streams`` in its order, and what must live as long as ``struct``."""
+    """A codec as C sees it: its ``streams`` in order, and what must live as long as ``struct``."""
 
     struct: library.Codec
     streams: tuple[str, ...]
@@ -66,8 +66,9 @@ class Described(NamedTuple):
 
 @lru_cache(_KEPT)
 def described(codec: Codec) -> Described | None:
-    """Return the C description of ``codec``, without value maps of side-cars. Codecs are found by exact class, because a subclass may store
-    more.
+    """Return the C description of ``codec``, without the value maps of side-cars.
+
+    Codecs are looked up by exact class, because a subclass may store more.
     """
     if isinstance(codec, WithSideCars):
         return _completed(codec)
@@ -78,7 +79,7 @@ def described(codec: Codec) -> Described | None:
 
 
 def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
-    """Return the parts that all families share; ``values`` gives the numbers per token and dtype of each stream of numbers."""
+    """Fill in the fields that all families share; ``values`` gives the count per token and the dtype of each numeric stream."""
     result = library.Codec()
     packings = codec.packings()
     if len(packings) > library.MAX_PACKINGS or any(len(packing.bases) > library.MAX_DIGITS for packing in packings.values()):
@@ -103,7 +104,7 @@ _NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS
 
 @cache
 def _log8() -> torch.Tensor:
-    """Return the C description of norm bytes: the norm of each byte value, then the bounds between them."""
+    """Return the C tables for norm bytes: the norm of each byte value, then the bounds between them."""
     return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
@@ -273,7 +274,7 @@ def _klt(codec: Klt) -> Described | None:
 
 
 def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C description of each head's runs: offsets of the heads' numbers, the end, then the numbers of their runs."""
+    """Return the C table of each head's runs: offsets of the heads' numbers, the end, then the numbers of their runs."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     found = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -287,10 +288,9 @@ def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
 
 
 def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return the offset of the table of each coded run of a head among its numbers, which begin with the mean, and the offset of the
-    matrix.
+    """Return the offset of each coded run's table within its head's numbers, which begin with the mean, and of the matrix.
 
-    Where heads share widths, runs are those of head 0.
+    If heads share widths, the runs of head 0 stand for all.
     """
     places, last = {}, codec.dim
     heads = codec.fixed_heads or 1
@@ -350,8 +350,7 @@ def _trellis(codec: Trellis) -> Described | None:
 
 
 def _completed(codec: WithSideCars) -> Described | None:
-    """Return ``described``, for a codec with at most one side-car of each kind that stores something in the coded frame, and any raw
-    tokens."""
+    """Complete ``described`` for a codec with raw tokens or at most one side-car of each kind that stores data in the coded frame."""
     plain = described(codec.codec)
     if plain is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None

@@ -1,6 +1,6 @@
-"""Encoding on the CPU: the scales of ``formats/``, and its codes except where two are equally near within rounding.
+"""Encode on the CPU: scales equal those of ``formats/``, and so do codes unless two are equally near within rounding.
 
-Groups without a rotation, and floats of 8 and 4 bits, are encoded to the bytes that ``formats/`` writes.
+Groups without a rotation, and 8-bit and 4-bit floats, are encoded to exactly the bytes that ``formats/`` writes.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _KEPT = 64
 
 
 def supports(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if C encodes ``x`` ``[batch, kv_head, token, dim]``.
+    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``.
 
-    Of groups, those with binary16 scales and no rotation, in full columns of at most 32 bits; of minifloats, those in words of 16 bits
-    without scales of tokens; of side-cars, means of pages of whole vectors.
+    It supports groups with binary16 scales and no rotation, in full columns of at most 32 bits; minifloats in 16-bit words without token
+    scales; and means of pages of whole vectors as the only side-car.
     """
     if isinstance(codec, WithSideCars):
         means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
@@ -98,10 +98,10 @@ def encode(
     level: int = 0,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of ``x``, which ``supports`` takes; None for values that ``formats/`` is to encode, or to refuse by name.
+    """Encode ``x``, which ``supports`` accepts, to streams; None for values that ``formats/`` must encode or refuse.
 
-    ``before`` contains the streams of the run that it continues; ``level`` is a place in ``library.levels()``. ``coded``, float32 and
-    contiguous, ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms. Raises MemoryError.
+    ``before`` contains the streams of the run that it continues; ``level`` is an index into ``library.levels()``. For a codec that changes
+    norms, ``coded``, contiguous float32 ``[batch, kv_head, token]``, receives ``codec.coded_norms``. Raises MemoryError.
     """
     if isinstance(codec, WithSideCars):
         return _encode_centered(codec, x, threads, level, coded)
@@ -115,7 +115,7 @@ def encode(
 
 
 def is_one_call(codec: Codec) -> bool:
-    """Return True if ``call_of`` is all that encoding takes: nothing of the values is measured first."""
+    """Return True if ``call_of`` alone encodes the values, without measuring them first."""
     return not isinstance(codec, WithSideCars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
 
 
@@ -128,7 +128,7 @@ def _encode(
     level: int,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Return ``encode`` where the streams ``given`` are known, and after ``means`` have been taken from pages of this many tokens."""
+    """Run ``encode`` with known streams ``given``, after subtracting the mean of every ``means`` tokens."""
     batch, heads, tokens, _ = x.shape
     streams = {}
     for name, layout in codec.run_layouts(batch, heads).items():
@@ -146,7 +146,7 @@ def _encode(
 
 
 def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """Return ``call_of`` with the values ``x`` and the threads that they are worth."""
+    """Run ``call_of`` for the values ``x`` with a suitable number of threads."""
     call, names, kept = call_of(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
     call.x = library.Stream.of(x)
     call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
@@ -154,7 +154,7 @@ def _call_over(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -
 
 
 def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int) -> torch.Tensor:
-    """What C measures of each ``page`` of tokens (``kvpack_measure``), float32 ``[batch, kv_head, page, column]``."""
+    """Return the measurements of each ``page`` of tokens (``kvpack_measure``), float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _kept = _call_over(codec, x, threads, level)
@@ -167,7 +167,7 @@ def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: i
 
 
 def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int) -> torch.Tensor | None:
-    """Return the scale of a run (``Minifloat.begin``); None for values that are not finite, or too large for it."""
+    """Return the scale of a run (``Minifloat.begin``); None for values that are not finite or too large."""
     if not x.shape[2]:
         return None
     largest = _measured(codec, x, _PAGE_TOKENS, 1, threads, level).amax(2)
@@ -182,7 +182,7 @@ def _run_scale(codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, thr
 def _encode_centered(
     codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of keys whose only side-car is ``KeyMean``, as ``KeyMean.begin`` and the codec make them."""
+    """Encode keys whose only side-car is ``KeyMean``; the streams equal those of ``KeyMean.begin`` and the codec."""
     (key_mean,) = codec.side_cars
     assert isinstance(key_mean, KeyMean)
     mean = _measured(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
@@ -195,8 +195,10 @@ def _encode_centered(
 
 
 def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """Return a call for ``shape`` (batch, heads, tokens) of ``dtype`` without values and streams, the streams' names, and what must outlive
-    it."""
+    """Return a call for ``shape`` (batch, heads, tokens) of ``dtype``, its stream names, and the objects that must outlive it.
+
+    Values and streams are not set yet.
+    """
     described = codecs.described(codec)
     assert described is not None
     candidates = _candidates(codec) if isinstance(codec, Octahedral) else 0
@@ -213,7 +215,7 @@ def call_of(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tu
 
 
 def run(call: library.Encode) -> bool:
-    """Encode; False for values that ``formats/`` is to encode, or to refuse by name. Raises MemoryError."""
+    """Encode. Returns False for values that ``formats/`` must encode or refuse. Raises MemoryError."""
     compiled = library.library()
     assert compiled is not None
     failed = compiled.kvpack_encode(ctypes.byref(call))
@@ -224,8 +226,10 @@ def run(call: library.Encode) -> bool:
 
 @lru_cache(_KEPT)
 def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
-    """Return the tables that only the encoder needs, as ``interface.h`` lists them; codecs that differ in ``candidates`` alone are
-    equal."""
+    """Return the tables that only the encoder needs, in the order of ``interface.h``.
+
+    Codecs that differ only in ``candidates`` share them.
+    """
     if isinstance(codec, Scalar):
         return tuple(_padded(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
     if isinstance(codec, Octahedral):
@@ -242,8 +246,10 @@ def _bounds(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
 
 
 def _candidates(codec: Octahedral) -> int:
-    """Return the candidates per coordinate, 0 for all. Two are those on either side of it: where ``formats/`` tries one, it is the
-    nearer."""
+    """Return the candidates per coordinate, or 0 for all.
+
+    Two candidates are those on either side of the coordinate; where ``formats/`` tries one, it is the nearer.
+    """
     levels = 1 << codec.b_dir - 1
     settled = codec.rounding == "local3x3" and levels <= MAX_LEVELS
     alone = levels == 1 and codec.rounding != "scalar"
@@ -253,14 +259,14 @@ def _candidates(codec: Octahedral) -> int:
 
 
 def line(magnitudes: torch.Tensor) -> list[float]:
-    """Return the slope and offset of the line nearest to the numbers of ascending magnitudes: from a coordinate to steps between levels."""
+    """Fit a line that maps a coordinate to steps between ascending magnitudes; return its slope and offset."""
     x, level = magnitudes.double(), torch.arange(len(magnitudes), dtype=torch.float64, device=magnitudes.device)
     slope = float(((x - x.mean()) * level).sum() / (x - x.mean()).square().sum())
     return [slope, float(level.mean()) - slope * float(x.mean())]
 
 
 def _per_length(magnitudes: torch.Tensor) -> torch.Tensor:
-    """1 over the length of the octahedron's point of every index (OCTOPUS Eq. 6), float64."""
+    """Return 1 over the length of the octahedron's point of every index (OCTOPUS Eq. 6), float64."""
     eta, xi = (axis.flatten() for axis in torch.meshgrid(magnitudes.double(), magnitudes.double(), indexing="ij"))
     third = 1 - xi - eta
     first, second = torch.where(third < 0, 1 - eta, xi), torch.where(third < 0, 1 - xi, eta)
@@ -273,12 +279,12 @@ def _padded(values: list[float], padding: float) -> torch.Tensor:
 
 
 def measures(x: torch.Tensor) -> bool:
-    """Return True if C finds the norms of ``x`` ``[batch, kv_head, token, dim]``."""
+    """Return True if C can compute the norms of ``x`` ``[batch, kv_head, token, dim]``."""
     return chooses(x.dtype) and (x.stride(3) == 1 or x.shape[3] == 1)
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``formats.head_norms.norms_of``. Raises MemoryError."""
+    """Compute ``formats.head_norms.norms_of`` in C. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
     if x.numel():
@@ -290,7 +296,7 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def run_raw_slots(call: library.RawSlots) -> None:
-    """Measure norms, and choose raw tokens by them. Raises MemoryError."""
+    """Measure norms and choose raw tokens by them. Raises MemoryError."""
     compiled = library.library()
     assert compiled is not None
     if compiled.kvpack_raw_slots(ctypes.byref(call)):
@@ -298,5 +304,5 @@ def run_raw_slots(call: library.RawSlots) -> None:
 
 
 def chooses(dtype: torch.dtype) -> bool:
-    """Return True if C chooses by keys of ``dtype``."""
+    """Return True if C can choose raw tokens by keys of ``dtype``."""
     return library.library() is not None and dtype in DTYPES

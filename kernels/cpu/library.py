@@ -1,7 +1,7 @@
-"""The compiled library of this folder: its structures, and whether it was built and runs here.
+"""The compiled library of this folder: its structures, and checks that it was built and runs here.
 
-Its functions are plain C symbols called by ctypes, which releases the GIL: building it needs no Python headers, and one library serves
-every Python. It starts threads for one call at a time (``threads.h``), and for the reads of one load (``reader.c``).
+Its functions are plain C symbols called through ctypes, which releases the GIL: building it needs no Python headers, and one library serves
+every Python version. It starts threads for one call at a time (``threads.h``), and for the reads of one load (``reader.c``).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Stream(Structure):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Self:
-        """Return the address of ``x`` ``[batch, kv_head, row, ...]``, and its strides in bytes."""
+        """Describe ``x`` ``[batch, kv_head, row, ...]`` by its address and its strides in bytes."""
         batch, head, row, *_ = x.stride()
         size = x.element_size()
         return cls(x.data_ptr(), batch * size, head * size, row * size)
@@ -179,7 +179,7 @@ class RawSlots(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library; None if it was not built, or from other sources than these."""
+    """Return the library, or None if it was not built or was built from other sources than these."""
     for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
         try:
             found = ctypes.CDLL(str(path))
@@ -211,7 +211,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def levels() -> tuple[str, ...]:
-    """Return the instruction sets that the library has kernels for and this processor runs, best first."""
+    """Return the instruction sets that both the library and this processor support, best first."""
     found = library()
     names: list[str] = []
     while found is not None and (name := found.kvpack_level_name(len(names))) is not None:
@@ -220,7 +220,7 @@ def levels() -> tuple[str, ...]:
 
 
 def checked_threads(threads: int | None, default: int) -> int:
-    """Return the threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for a number below 1."""
+    """Return the threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for values below 1."""
     if threads is not None:
         return threads
     text = os.environ.get(THREADS, "")

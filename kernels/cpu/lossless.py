@@ -1,4 +1,4 @@
-"""lossless on the CPU, for bfloat16 in its default packing: splits exponents from signs and fractions, and joins them bit for bit."""
+"""lossless on the CPU for bfloat16 in its default packing: split exponents from signs and fractions, and join them bit for bit."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ VALUES_AT_ONCE = 1 << 22
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Return True if C unpacks ``side``: values of bf16 to bf16, whose signs and fractions are the bytes of one plane."""
+    """Return True if C can unpack ``side``: bf16 values to bf16, with signs and fractions in the bytes of one plane."""
     return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: it needs at least one value, in bfloat16."""
+    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: at least one value, in bfloat16."""
     return _takes(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 
@@ -47,9 +47,9 @@ def _takes(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return the streams of ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``: those of ``formats/``.
+    """Encode ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``, to the same streams as ``formats/``.
 
-    ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
@@ -86,9 +86,9 @@ def _split(call: library.Split) -> None:
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Write all tokens of a side that ``supports`` takes to ``out`` ``[batch, kv_head, token, dim]``, whole rows.
+    """Write all tokens of a side that ``supports`` accepts to ``out`` ``[batch, kv_head, token, dim]``, whole rows.
 
-    ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)

@@ -1,6 +1,6 @@
-"""Pages of engines on the CPU: one side of several layers of a page, between an engine's own memory and the streams of a row.
+"""Pages of engines on the CPU: convert one side of several layers of a page between an engine's memory and the streams of a row.
 
-A plan contains everything about a call except addresses, so that a page costs no allocation and no description.
+A plan contains everything about a call except addresses, so that a page needs no allocation and no description.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Chosen = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class Values(NamedTuple):
-    """Values ``[layer, head, token, channel]`` in memory, channels next to each other: an address and strides in bytes."""
+    """Values ``[layer, head, token, channel]`` in memory, with contiguous channels: an address and strides in bytes."""
 
     address: int
     layer: int
@@ -37,7 +37,7 @@ class Values(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A stream of one side: its place in the first layer's row, and the bytes from head to head, and from row to row."""
+    """A stream of one side: its offset in the first layer's row, and the bytes from head to head and from row to row."""
 
     offset: int
     head: int
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def places(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, Place]:
-    """Return the place of every stream of a page's side, whose streams begin at ``offsets``."""
+    """Return the place of every stream of a page's side; the streams begin at ``offsets``."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
@@ -67,7 +67,7 @@ class Encoder:
         self._streams = [(streams[name], stride) for name in names]
 
     def run(self, values: Values, row: int, threads: int) -> bool:
-        """Encode ``values`` to the row at the address ``row``; False for what ``formats/`` is to encode or refuse. Raises MemoryError."""
+        """Encode ``values`` to the row at address ``row``; False for values that ``formats/`` must encode or refuse. Raises MemoryError."""
         call = library.Encode.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
         streams = (library.Stream * len(self._streams))()
@@ -99,7 +99,7 @@ class Decoder:
         )
 
     def run(self, row: int, values: Values, threads: int) -> None:
-        """Decode the row at the address ``row`` to ``values``. Raises MemoryError."""
+        """Decode the row at address ``row`` to ``values``. Raises MemoryError."""
         segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
         for number, (place, stride) in enumerate(self._streams):
             segment[2 + 4 * number : 6 + 4 * number] = [row + place.offset, stride, place.head, place.row]
@@ -123,7 +123,7 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 class Chooser:
     """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``.
 
-    ``shared``: what shares scales of the keys. The choice is that of ``formats.raw_positions.in_slots``.
+    ``shared`` says what shares scales of the keys. The choice equals that of ``formats.raw_positions.in_slots``.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class Chooser:
         self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: Values, threads: int) -> tuple[Chosen, Chosen]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and -1 behind the last, and counts of ``[layer, 2]``.
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts of ``[layer, 2]``.
 
-        They count tokens without a slot, as ``tokens_of_slots``. Raises MemoryError.
+        They count the tokens without a slot, as in ``tokens_of_slots``. Raises MemoryError.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)

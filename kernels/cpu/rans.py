@@ -1,4 +1,4 @@
-"""rANS on the CPU: chunks coded and decoded in C, as by ``formats/rans.py`` bit for bit; decoded whatever their words and states are."""
+"""rANS on the CPU: encode and decode chunks in C, bit for bit as ``formats/rans.py``; any words and states are safe to decode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_SYMBOLS = 1 << 18
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.Decoded:
-    """Return ``formats.rans.decode`` by the library, which is there; ``level`` is a place in ``library.levels()``."""
+    """Run ``formats.rans.decode`` in the compiled library, which must exist; ``level`` is an index into ``library.levels()``."""
     compiled = library.library()
     assert compiled is not None
     count, longest = len(lengths), int(lengths.max(initial=0))
@@ -83,7 +83,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
 
 
 def _tables(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
-    """Return the numbers of tables, below ``count``, of chunks, int64, or of their symbols, uint8 of ``shape``: the other is None."""
+    """Return table numbers below ``count``: per chunk, int64, or per symbol, uint8 of ``shape``; the other one is None."""
     if table.ndim == 1:
         return numpy.ascontiguousarray(table, numpy.int64), None
     found = numpy.ascontiguousarray(table, numpy.uint8)

@@ -1,4 +1,4 @@
-"""Rotations as C applies them: Sylvester's factor, the matrix of Paley's, and a factor per channel of the original frame."""
+"""Rotations as C applies them: Sylvester's factor, Paley's matrix, and a factor per channel of the original frame."""
 
 from __future__ import annotations
 

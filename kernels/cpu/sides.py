@@ -1,6 +1,6 @@
-"""The segments of a side, as C reads them: for each run of packed tokens its place, and address and strides of every stream.
+"""Segments of a side for C: for each run of packed tokens its position, and the address and strides of every stream.
 
-They are kept with the stretches that they describe: the side of a cache that grows describes only its new pages.
+They are cached with the stretches that they describe, so that the side of a growing cache describes only its new pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TORCH = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "BF16": 
 
 
 class Stretch(Protocol):
-    """Consecutive runs of packed tokens with their ``ends``; streams contain the rows of run after run."""
+    """Consecutive runs of packed tokens with their ``ends``; streams contain the rows of one run after another."""
 
     @property
     def codec(self) -> Codec: ...
@@ -49,10 +49,10 @@ class Frame(Protocol):
     """The coded frame of some tokens."""
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries ``[batch, kv_head, row, dim]`` for products with keys in the coded frame."""
+        """Map queries ``[batch, kv_head, row, dim]`` for products with keys in the coded frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return sums ``[batch, kv_head, row, dim]`` of values in the coded frame, in the original frame."""
+        """Map sums ``[batch, kv_head, row, dim]`` of values from the coded frame to the original frame."""
 
 
 class Pages(Protocol):
@@ -82,9 +82,9 @@ class Side(Protocol):
 
 
 class SidePart(NamedTuple):
-    """Tokens [start, stop) of one side that share a codec and a coded frame; ``frame`` None: the original frame.
+    """Tokens [start, stop) of one side that share a codec and a coded frame; a ``frame`` of None means the original frame.
 
-    ``address`` is that of ``segments``.
+    ``address`` is the address of ``segments``.
     """
 
     start: int
@@ -95,11 +95,11 @@ class SidePart(NamedTuple):
     frame: Frame | None
 
     def struct(self, described: Described) -> library.SideArgument:
-        """Return the part for C; it refers to memory of this object and of ``described``."""
+        """Return the part as a C struct, which refers to memory of this object and of ``described``."""
         return library.SideArgument(ctypes.pointer(described.struct), self.address, len(self.segments))
 
     def described(self) -> Described:
-        """Return the C description of the codec. It is not kept here, because sides are many and tables large."""
+        """Return the C description of the codec, which is not cached here because sides are many and tables large."""
         result = codecs.described(self.codec)
         assert result is not None
         return result
@@ -161,7 +161,7 @@ def _packed(side: Side) -> list[SidePart] | None:
 
 
 def _framed(codec: Codec) -> bool:
-    """Return True if each page may have its own coded frame: by channel maps, or by rows of a basis in the cache."""
+    """Return True if each page may have its own coded frame, from channel maps or from basis rows in the cache."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
     return isinstance(codec, WithSideCars) and codec.maps_by_run
@@ -173,13 +173,13 @@ def _raw(dim: int, dtype: torch.dtype) -> Raw:
 
 
 def _keeps_frame(codec: Codec) -> bool:
-    """Return True if coded values are in the original frame, so that queries and sums are those of raw tails."""
+    """Return True if coded values are in the original frame, so that queries and sums are the same as for raw tails."""
     kind = type(codec)
     return kind.query is Codec.query and kind.original is Codec.original and codec.rotation.kind == "none"
 
 
 def _segments(stretch: Stretch, described: Described, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the table of a stretch's runs, from its first token, and the tensors made for it."""
+    """Return the table of a stretch's runs, from its first token on, and the tensors created for it."""
     counts = numpy.diff(stretch.ends, prepend=0)
     streams, codec = dict(stretch.streams), stretch.codec
     if codecs.ENTRY in described.streams:
@@ -239,7 +239,7 @@ def _segments(stretch: Stretch, described: Described, batch: int, heads: int) ->
 
 
 def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int, heads: int, runs: int) -> torch.Tensor:
-    """Return the stream ``codecs.BASIS``: of each run, or the same for all."""
+    """Return the stream ``codecs.BASIS``, for each run or shared by all."""
     codec = codec.family
     assert isinstance(codec, Klt)
     if "rows" not in streams:
@@ -249,7 +249,7 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
 
 
 def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the stream ``codecs.PLACES``: words are by chunk, then sequence, then head."""
+    """Return the stream ``codecs.PLACES``; words are ordered by chunk, then sequence, then head."""
     counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
     firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
     words = torch.full_like(firsts, streams["words"].shape[2])
@@ -298,7 +298,7 @@ def _outliers(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Return address, and bytes from batch to batch, head to head and row to row; None unless what follows these axes is contiguous."""
+    """Return the address, and the bytes per batch, head and row; None unless the remaining axes are contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:
@@ -309,7 +309,7 @@ def _strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
 
 
 def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
-    """Return the binary16 pair of each byte, for every run's range: ``[batch, kv_head, run, 256, 2]``."""
+    """Return the binary16 pair of each byte for every run's range: ``[batch, kv_head, run, 256, 2]``."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
     batch, heads, runs, _ = ranges.shape
     every = codes.expand(batch, heads, 1, 256, 2)

@@ -1,4 +1,4 @@
-"""Unpacking on the CPU: packed pages to dense rows, equal to those of ``formats/`` bit for bit wherever no rotation sums."""
+"""Unpack on the CPU: packed pages to dense rows, equal to those of ``formats/`` bit for bit wherever no rotation sums."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MANY_BYTES = 1 << 22
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
     """Write all tokens of a side to ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame.
 
-    Returns False, and writes nothing, if C does not support its codec, its strides, side-cars other than balanced frames, channel scales
-    and raw tokens, or a dtype that is not in ``DTYPES``. ``level`` is a place in ``library.levels()``. Raises MemoryError.
+    Returns False, and writes nothing, if C does not support its codec, its strides, a side-car (other than balanced frames, channel scales
+    and raw tokens), or a dtype that is not in ``DTYPES``. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.parts_of(side)) is None:
@@ -55,7 +55,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens to ``out`` but raw ones; ``parts`` are unpacked in their frame first. Raises MemoryError."""
+    """Write all tokens except raw ones to ``out``; ``parts`` are unpacked in their own frame first. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens
@@ -93,7 +93,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
 
 
 def _put_raw(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
-    """Write raw tokens to their places: in the coded frame, where C reads them, they were rotated."""
+    """Write raw tokens to their places; C reads them in the coded frame, where they were rotated."""
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])

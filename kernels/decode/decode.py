@@ -1,4 +1,4 @@
-"""Decoding on the GPU: packed rows to values in one pass for codecs with a kernel of their own; others are only unpacked by a kernel."""
+"""Decode on the GPU: packed rows to values in one pass for codecs with their own kernel; for others, a kernel only unpacks them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``.
+    """Decode streams of any strides to float32 ``[batch, kv_head, token, dim]`` in the coded frame, like ``codec.decode_frame``.
 
-    Raises InvalidParameter if a stream is not as ``codec.layout`` says.
+    Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     # Of a stream with one row for all heads, there is another one for each.
     batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
@@ -39,9 +39,9 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in its dtype and strides; returns True if that was done.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in its dtype and strides; return True on success.
 
-    What is taken, and what is raised, ``prepare`` says; also taken are codecs that have a decoder of more than one launch.
+    Accepted arguments and errors are those of ``prepare``; codecs whose decoder needs several launches are also supported.
     """
     found = prepare(codec, packed, out, rotated, pages)
     if found is None:
@@ -51,12 +51,12 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out`` ``[batch, kv_head, token,
-    dim]``.
+    """Return the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out``, or None.
 
-    ``rotated``: into the original frame, else in the coded one. ``pages`` are like the one that is given. None for codecs without a
-    decoder of their own, rotated values of other dtypes than ``FUSED_DTYPES`` or of head dims that ``stored.original`` does not take, and
-    outputs whose channels are not dense. Raises InvalidParameter if a stream is not as ``codec.layout`` says.
+    ``out`` is ``[batch, kv_head, token, dim]``. ``rotated``: into the original frame, otherwise in the coded one. ``pages`` have the layout
+    of the given one. The result is None for codecs without a decoder, rotated values with dtypes other than ``FUSED_DTYPES`` or head dims
+    that ``stored.original`` does not support, and outputs with non-contiguous channels. Raises InvalidParameter if a stream does not match
+    ``codec.layout``.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not turns_back(codec.rotation))):
@@ -65,5 +65,5 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def supports_output(out: torch.Tensor) -> bool:
-    """Return True if the kernels' offsets reach all of an output: its channels are dense, and its tokens not too far apart."""
+    """Return True if the kernels' offsets reach all of an output: its channels are contiguous, and its tokens not too far apart."""
     return out.stride(3) == 1 and out.stride(2) < MAX_TOKEN_STRIDE

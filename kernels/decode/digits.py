@@ -1,4 +1,4 @@
-"""Digits of packed rows in a tile ``[token, symbol]``, loaded in whole words wherever a row's words are side by side.
+"""Digits of packed rows in a tile ``[token, symbol]``, loaded in whole words wherever a row's words are adjacent.
 
 Symbols of one field are neighbors, and so are their words: a thread loads several at once. Offsets within a tile are 32-bit.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class CodeStream(NamedTuple):
-    """A code stream's packing; its planes are streams ``first_plane`` and on.
+    """A code stream's packing; its planes are the streams from ``first_plane`` on.
 
-    ``first_places`` and ``bases`` have one number per digit: the place value of its first field and its base, both as a number of bits
-    if ``binary``.
+    ``first_places`` and ``bases`` have one number per digit: the place value of its first field and its base, both as a number of bits if
+    ``binary``.
     """
 
     first_plane: int
@@ -54,10 +54,7 @@ def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
 def load_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, DIGIT: tl.constexpr
 ) -> tl.tensor:
-    """Return digit ``DIGIT`` of each symbol of a code stream, int32 ``[token, symbol]``.
-
-    ``streams`` are pointers to the row of token 0; ``token`` is ``[:, 1]``, ``symbol`` ``[1, :]``, both int32.
-    """
+    """Load digit ``DIGIT`` of each symbol of a code stream, int32 ``[token, symbol]``."""
     first: tl.constexpr = CODE.first_places[DIGIT]
     base: tl.constexpr = CODE.bases[DIGIT]
     WIDTH: tl.constexpr = CODE.width
@@ -91,10 +88,9 @@ def _load_word(
     HALVES: tl.constexpr,
     BINARY: tl.constexpr,
 ) -> tl.tensor:
-    """Load the word of one plane that contains each symbol's column, int32, not negative; a byte if the plane consists of bytes
-    (``HALVES``).
+    """Load the word of one plane that contains each symbol's column, int32, not negative.
 
-    Above such a byte there may be other bits if ``BINARY``: no field reaches them.
+    For a plane of bytes (``HALVES``), it is a byte; with ``BINARY`` there may be other bits above it, which no field reaches.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -124,7 +120,7 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``BITS`` bits of each symbol's field of columns of several words: those of the word that it begins in, and of the next."""
+    """Load ``BITS`` bits of each symbol's field in columns of several words: those of the word where it begins, and of the next."""
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_word_of(streams, token, symbol, mask, position // 16, CODE) >> position % 16
     if 16 % BITS or FIRST_BIT % BITS:
@@ -137,7 +133,7 @@ def _load_bits(
 def _load_word_of(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Return word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word``'s: the plane is chosen per symbol, not per value."""
+    """Load word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word``; the plane is chosen per symbol, not per value."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2

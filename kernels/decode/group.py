@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GroupConstants(NamedTuple):
     """The packing of codes of ``bits``, groups of ``size`` tokens (``along_tokens``) or channels, and the numbers of the other streams.
 
-    These are -1 for a stream that there is not.
+    The number of a missing stream is -1.
     """
 
     code: CodeStream
@@ -38,10 +38,10 @@ class GroupConstants(NamedTuple):
 
 
 def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return what ``prepare_rows`` does, for group.
+    """Run ``prepare_rows`` for group.
 
-    In float32 the values are those of ``Group.decode_frame``, bit for bit; narrower ones may differ from them, rounded, where they are
-    about halfway between two.
+    In float32 the values equal those of ``Group.decode_frame``, bit for bit. In narrower dtypes they may differ where they are about
+    halfway between two rounded values.
     """
     names = list(codec.row_layouts)
     along_tokens = codec.axis == "token"
@@ -58,7 +58,7 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[..., 2]`` of scale and center as integers ``[..., 1]``, so that one load reads both; copied only if not aligned for it."""
+    """View ``[..., 2]`` of scale and center as integers ``[..., 1]``, so that one load reads both; copy only if not aligned."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -67,20 +67,20 @@ def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _half(bits: tl.tensor) -> tl.tensor:
-    """Return the low 16 bits as a binary16, widened to float32."""
+    """Return the low 16 bits, a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _square(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Return the binary16 number that a code of 8 bits stands for, widened to float32; its step is element ``AT`` of the range."""
+    """Return the binary16 number of an 8-bit code, widened to float32; its step is element ``AT`` of the range."""
     root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
     return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
 def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Return codes, counted from the middle, times scales and plus centers."""
+    """Return centered codes times scales plus centers."""
     if RANGE >= 0:
         value = code * _square(pair, streams[RANGE], 0) + _square(pair >> 8, streams[RANGE], 2)
     else:
@@ -90,7 +90,7 @@ def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.const
 
 @triton.jit
 def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return codes times their scales, which are broadcast to them."""
+    """Return codes times their scales, broadcast to them."""
     CODE: tl.constexpr = CONSTANTS.code
     SIZE: tl.constexpr = CONSTANTS.size
     RANGE: tl.constexpr = CONSTANTS.ranged

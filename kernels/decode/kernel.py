@@ -1,6 +1,7 @@
-"""The kernel that decodes packed rows in one pass: it finds the rows of a program, turns values back, and stores them.
+"""The kernel that decodes packed rows in one pass: it locates the rows of a program, rotates values back, and stores them.
 
-What a codec adds is its ``Decoder``: a Triton function that makes values of a tile of rows. In float32 they are those of ``formats/``.
+A codec contributes its ``Decoder``, a Triton function that computes the values of a tile of rows. In float32 they equal those of
+``formats/``.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class Decoder(NamedTuple):
-    """The function of a codec, for which the kernel is compiled, and its ``constants``, a tuple of numbers.
+    """A codec's function, for which the kernel is compiled, and its ``constants``, a tuple of numbers.
 
-    ``values(tile, constants, shape)`` gives the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
+    ``values(tile, constants, shape)`` returns the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
 
     values: Any
@@ -44,7 +45,7 @@ class Decoder(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """Tiles of ``tokens`` tokens and ``channels`` channels, powers of two, of which ``dim`` are the codec's."""
+    """Tiles of ``tokens`` tokens and ``channels`` channels, powers of two, of which ``dim`` channels are the codec's."""
 
     dim: int
     tokens: int
@@ -52,7 +53,7 @@ class TileShape(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Tokens of which the first ``count`` are in the block: pointers to the row of token 0 in each of the ``streams``, and the tables.
+    """Tokens, of which the first ``count`` are in the block: pointers to the row of token 0 in each of the ``streams``, and the tables.
 
     ``token`` is ``[token, 1]``, and ``channel`` ``[1, channel]``.
     """
@@ -78,12 +79,11 @@ def prepare_rows(
     as_read: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, stream: stream,
     threads: int = 1,
 ) -> Prepared:
-    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense
-    channels.
+    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` with contiguous channels.
 
-    ``rotated``: into the original frame, else in the coded one. Tiles have ``least_channels`` and ``most_tokens``, and ``as_read(name,
-    stream)`` is each stream as the decoder reads it; it takes at most two ``tables``. Raises InvalidParameter if a stream is not as
-    ``codec.layout`` says.
+    ``out`` is ``[batch, kv_head, token, dim]``. ``rotated``: into the original frame, otherwise in the coded one. Tiles have at least
+    ``least_channels`` and at most ``most_tokens``. ``as_read(name, stream)`` returns each stream as the decoder reads it; it uses at most
+    two ``tables``. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     batch, heads = out.shape[:2]
     rows.check(codec, packed, batch, heads)

@@ -1,4 +1,4 @@
-"""Unpack klt: tiles by the loader of attention, then the matrix of each head on the matrix units, a part of the tokens at a time."""
+"""Unpack klt: tiles by attention's loader, then each head's matrix on the matrix units, some of the tokens at a time."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -37,7 +37,7 @@ _PARTS = tl.constexpr(2)
 
 
 def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
-    """Return True if ``unpack`` can decode ``codec`` into ``out``; PyTorch decodes rows that the cache itself stores."""
+    """Return True if ``unpack`` can decode ``codec`` into ``out``; PyTorch decodes caches that store their own basis rows."""
     return (
         isinstance(codec, Klt)
         and codec.rows == "basis"
@@ -48,7 +48,7 @@ def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
 
 
 def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
-    """Decode ``packed``, whose pages follow one another, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
+    """Decode ``packed``, whose pages are consecutive, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
     Entries of tables are rounded to binary16, and sums to the output's dtype.
     """
@@ -75,8 +75,9 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix from columns to channels, binary16 ``[matrix, part, column, padded dim]``, and mean tokens ``[matrix, padded
-    dim]``.
+    """Return the matrix from columns to channels, binary16 ``[matrix, part, column, padded dim]``, and the mean tokens.
+
+    The means are ``[matrix, padded dim]``.
     """
     every = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
@@ -111,10 +112,10 @@ def _to_original(
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Multiply ``SPAN`` tokens of one head with ``CHANNELS`` channels of its matrix, then with their factors, and add the mean token.
+    """Multiply ``SPAN`` tokens of one head with ``CHANNELS`` channels of its matrix and with their factors, and add the mean token.
 
-    ``values`` is binary16 ``[batch, kv_head, token, column]``, ``factors`` float32 ``[batch, kv_head, token]`` or None, and token 0 of
-    both is token ``start`` of ``out``.
+    ``values`` is binary16 ``[batch, kv_head, token, column]``, ``factors`` float32 ``[batch, kv_head, token]`` or None; token 0 of both is
+    token ``start`` of ``out``.
     """
     channel = tl.program_id(0) % (PADDED_DIM // CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
     program = tl.program_id(0) // (PADDED_DIM // CHANNELS)

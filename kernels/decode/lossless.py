@@ -38,10 +38,10 @@ _MAX_TABLES = 1 << 8
 
 
 def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+    """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    In the codec's dtype the bits of the values are kept, and in another they are rounded to it; ``rotated`` says nothing, because there is
-    no rotation. Any words give some values. Raises InvalidParameter if a stream is not as ``codec.layout`` says.
+    The bits of the values are kept in the codec's dtype; in others the values are rounded. ``rotated`` is ignored, because there is no
+    rotation. Any words decode to some values. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     if pages is not None:
         return False
@@ -74,7 +74,7 @@ def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[nu
     held: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> list[int]:
-        """Return the address, and the strides of batch, head and row in bytes."""
+        """Return the address, and the batch, head and row strides in bytes."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         held.append(tensor)
         return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
@@ -96,7 +96,7 @@ def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[nu
 
 
 def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Return signs and fractions: words of two channels each, or, of other packings, a digit per channel."""
+    """Return signs and fractions as words of two channels each; for other packings, one digit per channel."""
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]
@@ -105,9 +105,9 @@ def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool
 
 
 def _slots(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return, for every slot of every table its symbol, frequency - 1 and first slot (``rans.slots_of``), int32 ``[table, slot]``.
+    """Return all slots of all tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slots_of``).
 
-    Tables that do not sum to ``TOTAL``, which no reader lets through, have some symbol in every slot.
+    Tables that do not sum to ``TOTAL``, which every reader refuses, have some symbol in every slot.
     """
     return torch.cat([_slots_of(frequencies[first : first + _MAX_TABLES]) for first in range(0, len(frequencies), _MAX_TABLES)])
 
@@ -125,10 +125,10 @@ def _slots_of(frequencies: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
-    """Load the row of a token group and sequence: table number, tokens, first output token, and the addresses of digits, states and
-    words.
+    """Load the row of a token group and sequence.
 
-    The words are those of the page: a pointer, the place of the chunk's first, and their number.
+    It contains the table number, tokens, first output token, the addresses of digits and states, and the words of the page: a pointer, the
+    offset of the chunk's first word, and their number.
     """
     chunk = tl.load(row + 3) + sequence
     of_page = tl.load(row + 4)
@@ -161,10 +161,10 @@ def _decode(
     IN_PLANE: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
-    """Decode one chunk: ``[lane]`` of symbols at a time.
+    """Decode one chunk, one ``[lane]`` of symbols at a time.
 
-    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` the words of all chunks up to each, and ``slots``
-    int32 ``[table, slot]``.
+    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` the cumulative word counts of all chunks, and
+    ``slots`` int32 ``[table, slot]``.
     """
     sequence = (tl.program_id(0) % sequences).to(tl.int64)
     batch = sequence // heads

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class MinifloatConstants(NamedTuple):
-    """The packing of codes, their ``element``, and the numbers of the streams of scales and of a scale over those of blocks, -1 for none.
+    """The packing of codes, their ``element``, and the stream numbers of the scales and of the run scale, -1 for none.
 
-    ``size`` are the channels of a block, 0 if scales are not of blocks but of a token (``per_token``) or a run.
+    ``size`` is the number of channels of a block, or 0 if scales belong to a token (``per_token``) or a run.
     """
 
     code: CodeStream
@@ -39,9 +39,9 @@ class MinifloatConstants(NamedTuple):
 
 
 def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return what ``prepare_rows`` does, for minifloat, whose values are not rotated.
+    """Run ``prepare_rows`` for minifloat, whose values are not rotated.
 
-    In float32 they are those of ``Minifloat.decode_frame``, bit for bit.
+    In float32 the values equal those of ``Minifloat.decode_frame``, bit for bit.
     """
     names = list(codec.row_layouts)
     in_blocks = codec.granularity == "block"
@@ -54,7 +54,7 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
 
 @triton.jit
 def _power(exponent: tl.tensor) -> tl.tensor:
-    """2 to the power of ``exponent``, int32 from -126 to 127, float32."""
+    """Return 2 to the power of ``exponent``, int32 from -126 to 127, as float32."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 

@@ -29,7 +29,7 @@ _MOST = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """The angles of one level: the number of their code stream, and the first of them in it."""
+    """Angles of one level: the number of their code stream, and the index of the first one in it."""
 
     stream: int
     first: int
@@ -45,9 +45,9 @@ class PolarConstants(NamedTuple):
 
 
 def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return what ``prepare_rows`` does, for polar; None for a level with an unequal pair, or with an odd number of radii.
+    """Run ``prepare_rows`` for polar; None for a level with an unequal pair or an odd number of radii.
 
-    In float32 the values are those of ``Polar.decode_frame``, bit for bit.
+    In float32 the values equal those of ``Polar.decode_frame``, bit for bit.
     """
     levels = _levels(codec)
     if levels is None:
@@ -58,7 +58,7 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 
 def _levels(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """None if a level does not pair all radii alike."""
+    """Return the levels, or None if some level does not pair all radii equally."""
     found, radii = [], codec.dim
     for number, run in enumerate(codec.stream_levels.values()):
         first = 0

@@ -1,7 +1,7 @@
 """Steps of rANS (spec/rans.md) for programs of one warp, whose threads are the lanes of a chunk; ``formats/rans.py`` is the oracle.
 
-A step finds the symbols of all lanes in a table of slots (``formats.rans.slots_of``); those whose states run low then take the next
-words of the chunk, in the order of the lanes.
+A step looks up the symbols of all lanes in a table of slots (``formats.rans.slots_of``). Lanes whose states run low then read the next
+words of the chunk, in lane order.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -21,14 +21,14 @@ _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)
 
 @triton.jit
 def lanes_of(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return the lanes whose ``flags`` are set, as the bits of an integer."""
+    """Return a bit mask of the lanes whose ``flags`` are set."""
     # A sum over a warp is one instruction, and the bits are distinct.
     return tl.sum(tl.where(flags, 1 << lane, 0), 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def count_of(lanes: tl.tensor) -> tl.tensor:
-    """Return the number of lanes set in an integer of ``lanes_of``. The compiler recognizes these sums and emits a population count."""
+    """Count the lanes in a bit mask of ``lanes_of``. The compiler turns these sums into a population count."""
     pairs = lanes - (lanes >> 1 & 0x55555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = fours + (fours >> 4) & 0x0F0F0F0F
@@ -37,13 +37,13 @@ def count_of(lanes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return how many of the lanes in an integer of ``lanes_of`` come before each ``lane``."""
+    """Return the number of lanes in a bit mask of ``lanes_of`` that come before each ``lane``."""
     return count_of(lanes & (1 << lane.to(tl.uint32)) - 1)
 
 
 @triton.jit
 def first_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return the first state of every lane, uint32, at ``states``, int16: the low half of each before the high one."""
+    """Load the first state of every lane, uint32, from ``states``, int16: low halves before high ones."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 
@@ -58,7 +58,7 @@ def entry_of(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
 def advance(
     state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, at: tl.tensor, end: tl.tensor
 ) -> tl.tuple:
-    """Return the states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on are 0."""
+    """Return the states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on count as 0."""
     after = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
     low = active & (after < _MIN_STATE)
     taking = lanes_of(low, lane)

@@ -1,4 +1,4 @@
-"""The work table of one decoding launch over any number of pages: the packed rows of each program, and the destination of their values."""
+"""The work table of one decoding launch over any number of pages: each program's packed rows, and the destination of their values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -52,7 +52,7 @@ _STREAM_INTEGERS = tl.constexpr(3)
 
 
 class Packed(NamedTuple):
-    """``tokens`` packed tokens, and the token of the output at which the first of them is stored."""
+    """``tokens`` packed tokens, and the output token at which the first of them is stored."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int
@@ -60,9 +60,9 @@ class Packed(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Packed rows to be decoded: ``run`` fills an output like the one for which it was prepared.
+    """A prepared decoding launch: ``run`` fills an output like the one for which it was prepared.
 
-    ``lasting``: it takes little memory besides that of the rows, and may be kept as long as these. ``held`` are tensors that it reads.
+    ``lasting``: it takes little memory besides the rows, and may be cached as long as they exist. ``held`` are tensors that it reads.
     """
 
     run: Callable[[torch.Tensor], None]
@@ -71,10 +71,10 @@ class Prepared(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of an engine, which are anywhere, and all have the layout of one.
+    """Pages of an engine, anywhere in memory, that all have the layout of one page.
 
-    ``moves`` is int64 ``[page, 3]``: bytes from that one's streams, elements from its values in the output, and the place in ``status``,
-    int32, of what is not 0 for a page that is to be left as it is.
+    ``moves`` is int64 ``[page, 3]``: byte offset from that page's streams, element offset from its values in the output, and the index in
+    ``status``, int32, which is nonzero for a page to skip.
     """
 
     moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -82,7 +82,7 @@ class Pages(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A stream as kernels read it: elements of ``bits``, ``row`` of them a row, which is of ``tokens`` tokens (``ONE_ROW``: of all).
+    """A stream as kernels read it: elements of ``bits``, with ``row`` elements per row of ``tokens`` tokens (``ONE_ROW``: of all).
 
     ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
     """
@@ -109,7 +109,7 @@ class Work(NamedTuple):
 
 
 def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:
-    """Raise InvalidParameter unless all streams are as ``codec`` lays them out."""
+    """Raise InvalidParameter unless all streams have the layout of ``codec``."""
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for part in packed:
         if part.tokens not in expected:
@@ -119,7 +119,7 @@ def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> Non
 
 
 def tile_tokens(channels: int, rotated: bool) -> int:
-    """Return the tokens of a tile of ``channels`` channels, a power of two."""
+    """Return the number of tokens of a tile with ``channels`` channels, a power of two."""
     if rotated:
         return ROTATED_TOKENS if channels <= MANY_CHANNELS else WIDE_ROTATED_TOKENS
     return max(1, TILE_VALUES // channels)
@@ -133,12 +133,12 @@ def work_of(
     device: torch.device,
     pages: Pages | None = None,
 ) -> Work:
-    """Return the work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
+    """Build the work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
 
-    With ``pages`` it is the one page that all are like.
+    With ``pages``, ``packed`` is the one page whose layout all others share.
 
-    A stream is ``[batch, kv_head, row, ...]`` of elements of 8, 16 or 32 bits. One whose rows are not dense and aligned is copied; the
-    first axes may be 1 for any number.
+    A stream is ``[batch, kv_head, row, ...]`` of elements of 8, 16 or 32 bits. A stream whose rows are not contiguous and aligned is
+    copied; the first axes may be 1 for any number.
     """
     tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
     block = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
@@ -177,7 +177,7 @@ def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
 
 
 def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """Return a table of the host on ``device``, for which the host does not wait: the driver would, for large ones in ordinary memory."""
+    """Copy a host table to ``device`` without blocking the host; the driver would block for large tables in pageable memory."""
     made = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED:
         made = made.pin_memory()
@@ -187,7 +187,7 @@ def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch
 def _of_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Return ``rows`` of a work table for every page, each with two integers more: its place in the output and its status'."""
+    """Repeat ``rows`` of a work table for every page, and append two integers to each: the page's output offset and its status index."""
     blocks, integers = rows.shape
     found = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     found[:, :, :integers] = rows
@@ -197,7 +197,7 @@ def _of_pages(
 
 
 def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
-    """Return address, batch stride and head stride in bytes."""
+    """Return the address, batch stride and head stride in bytes."""
     size = tensor.element_size()
     if tensor.data_ptr() % size or not (tensor.is_contiguous() or dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -209,13 +209,12 @@ def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
 def prepared(
     kernel: Any, work: Work, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, lasting: bool = True, **constants: Any
 ) -> Prepared:
-    """Return ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``, whose channels are
-    dense.
+    """Prepare ``kernel`` over all blocks, sequences and heads of outputs like ``out``, whose channels are contiguous.
 
-    ``tables`` follow the work table and the status. ``threads``: times as many as usual, of which none then takes more than
-    ``MAX_REGISTERS`` registers. ``lasting``: the streams are those of the rows, and no copies of them.
+    ``out`` is ``[batch, kv_head, token, dim]``. ``tables`` follow the work table and the status. ``threads`` multiplies the usual number of
+    threads; each then uses at most ``MAX_REGISTERS`` registers. ``lasting``: the streams are views of the rows, not copies.
 
-    Products and sums round apart, as torch's do, where the output is wide enough to show it.
+    Products and sums are rounded separately, as in torch, if the output is wide enough to show it.
     """
     batch, heads = out.shape[:2]
     blocks = work.table.shape[0]
@@ -253,7 +252,7 @@ def _launch(
     dtype: torch.dtype,
     device: str,
 ) -> CachedLaunch:
-    """Return the launch for outputs of ``dtype`` on ``device``, the same for all layers of a model."""
+    """Return the launch for outputs of ``dtype`` on ``device``, shared by all layers of a model."""
     given = dict(constants)
     options = {
         "num_warps": threads * (ROTATED_WARPS if given["ROTATED"] else WARPS),
@@ -265,12 +264,12 @@ def _launch(
 
 
 def channels_of(dim: int, rotated: bool) -> int:
-    """Return the channels of a tile, a power of two: those of a matrix product are 16 at least."""
+    """Return the channels of a tile, a power of two; a matrix product needs at least 16."""
     return max(16 if rotated else 1, next_power_of_two(dim))
 
 
 class RowBlock(NamedTuple):
-    """The tokens of a program: ``count`` of them, pointers to the row of the first in each stream, and to its values in the output."""
+    """The tokens of a program: their ``count``, pointers to the row of the first one in each stream, and to its values in the output."""
 
     count: Any
     streams: Any
@@ -292,7 +291,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``RowBlock`` of this program. Blocks begin at a row of every stream; those of pages that are left out have no tokens."""
+    """Return the ``RowBlock`` of this program. Blocks begin at a row of every stream; blocks of skipped pages have no tokens."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -324,7 +323,7 @@ def _first_row(at: tl.tensor, batch: tl.tensor, head: tl.tensor, begin: tl.tenso
 
 @triton.jit
 def rows_from(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Return pointers to the rows of token ``begin`` of a block, the first token of a row of every stream."""
+    """Return pointers to the rows of token ``begin`` of a block, which is the first token of a row in every stream."""
     pointers = ()
     for number in tl.static_range(len(STREAMS)):
         pointers = pointers + (_row_of(streams[number], begin, constant_at(STREAMS, number)),)
@@ -341,14 +340,14 @@ def _row_of(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.te
 
 @triton.jit
 def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Return element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
+    """Load element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
     token = tl.arange(0, TILE)
     return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
 
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Return elements of 16 bits as binary16, and those of 32 bits as float32, in float32."""
+    """Convert 16-bit elements as binary16, and 32-bit elements as float32, to float32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

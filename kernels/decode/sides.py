@@ -1,4 +1,4 @@
-"""Decoding of a side's pages to a tensor: one launch for any number of pages, prepared once."""
+"""Decode a side's pages to a tensor with one launch for any number of pages, prepared once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SidePart(NamedTuple):
-    """Tokens ``[start, stop)`` of a page, and the token of the side at which the page begins."""
+    """Tokens ``[start, stop)`` of a page, and the side's token at which the page begins."""
 
     page: PackedRun
     first: int
@@ -32,7 +32,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> Packed:
-        """Return its rows, for an output whose first token is token ``start`` of the side."""
+        """Return the part's rows, for an output whose first token is token ``start`` of the side."""
         # Cutting a page takes longer than all else here.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -40,23 +40,22 @@ class SidePart(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Raw tokens: their places in an output, int64 ``[entry]`` each, and their values ``[entry, kv_head, dim]``."""
+    """Raw tokens: their positions in an output, int64 ``[entry]`` each, and their values ``[entry, kv_head, dim]``."""
 
     token: torch.Tensor
     sequence: torch.Tensor
     values: torch.Tensor
 
     def put(self, out: torch.Tensor) -> None:
-        """Write the tokens over what kernels decoded in their places."""
+        """Overwrite the kernels' output with the raw tokens."""
         if len(self.token):
             out.permute(2, 0, 1, 3)[self.token, self.sequence] = self.values.to(out.dtype)
 
 
 class Kept:
-    """A launch that fills outputs of one dtype and strides with the pages of a side; its tables are made once, on the stream of the first
-    call.
+    """A launch that fills outputs of one dtype and strides with the pages of a side.
 
-    ``left`` are the ranges of tokens that are left to be written.
+    Its tables are built once, on the stream of the first call. ``left`` are the ranges of tokens still to be written.
     """
 
     def __init__(self, prepared: Prepared, raw: Raw | None, left: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -81,9 +80,9 @@ _kept: WeakKeyDictionary[Side, dict[Any, Kept]] = WeakKeyDictionary()
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode tokens ``[start, stop)`` of the pages of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, token ``start`` first.
 
-    Returns the ranges of tokens, counted from the first of the side, that are left to be written: of a codec that no kernel supports, or if
-    they begin within a group of tokens, and of the raw tail. What decodes all tokens is kept with the side. Raises InvalidParameter unless
-    streams are as their codec lays them out.
+    Returns the ranges of tokens, counted from the first of the side, still to be written: those of codecs without a kernel, those that
+    begin within a token group, and the raw tail. A launch that decodes all tokens is cached with the side. Raises InvalidParameter unless
+    streams have the layout of their codec.
     """
     asked = out.dtype, out.stride(), uses_assembly(out.device)
     whole = start == 0 and stop == side.tokens
@@ -109,9 +108,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 
 
 def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepared | None:
-    """Return the launch that decodes ``parts`` into outputs like ``out``, whose first token is token ``start`` of the side; None if it
-    takes several.
-    """
+    """Return the launch that decodes ``parts`` into outputs like ``out``, from token ``start`` of the side; None if it needs several."""
     if not parts:
         return None
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
@@ -121,7 +118,7 @@ def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepa
 
 
 def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
-    """Decode ``parts``, as ``_prepared``, by other means; returns True if that was done."""
+    """Decode ``parts``, as in ``_prepared``, by other means; return True on success."""
     codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
@@ -140,8 +137,7 @@ def _beside_raw(codec: Codec) -> Codec:
 
 
 def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
-    """Return the raw tokens of ``parts``, whose codec has no other side-cars, in an output whose first token is token ``start`` of the
-    side."""
+    """Return the raw tokens of ``parts``, which have no other side-cars, for an output from token ``start`` of the side on."""
     if not parts:
         return None
     codec = parts[0].page.codec

@@ -1,4 +1,4 @@
-"""Decoded tiles on their way to a tensor: back to the original frame, if asked for, and rounded to the tensor's dtype."""
+"""Store decoded tiles in a tensor: rotate them back to the original frame, if requested, and round them to its dtype."""
 
 # Triton compiles no conditional expressions of tensors, and its tuples are of several lengths.
 # ruff: noqa: SIM108
@@ -31,7 +31,7 @@ _LARGEST_MATRIX, _FACTOR = tl.constexpr(LARGEST_MATRIX), tl.constexpr(FACTOR)
 
 
 def turns_back(rotation: Rotation) -> bool:
-    """Return True if ``original`` supports the rotation: beyond ``LARGEST_MATRIX`` channels, only powers of two."""
+    """Return True if ``original`` supports the rotation; above ``LARGEST_MATRIX`` channels, only powers of two."""
     return rotation.dim <= LARGEST_MATRIX or is_power_of_two(rotation.dim)
 
 
@@ -55,7 +55,7 @@ def signs_of(rotation: Rotation, size: int, device: torch.device) -> torch.Tenso
 
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
-    """Return the matrix of ``signs_of``, and the signs of its columns where they are apart."""
+    """Load the matrix of ``signs_of``, and the signs of its columns if they are separate."""
     SIZE: tl.constexpr = CHANNELS if CHANNELS <= _LARGEST_MATRIX else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])
@@ -68,7 +68,7 @@ def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def original(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
-    """Return float32 ``[token, channel]`` rotated back, with products of binary16: each row is brought below 1 first, so none is too large.
+    """Rotate float32 ``[token, channel]`` back with binary16 products; rows are first scaled below 1, so that none overflows.
 
     The error is below 2^-11 of the row's values in the 2-norm: about an eighth of what rounding to bfloat16 adds.
     """
@@ -82,7 +82,7 @@ def original(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _turned(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Return the product with the Kronecker product of Sylvester's matrix and ``signs``: sums and differences of halves come first."""
+    """Multiply by the Kronecker product of Sylvester's matrix and ``signs``; sums and differences of halves come first."""
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:
@@ -98,5 +98,5 @@ def _turned(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
 def store_tile(
     out: tl.tensor, token_stride: tl.tensor, token: tl.tensor, channel: tl.tensor, count: tl.tensor, value: tl.tensor, DIM: tl.constexpr
 ) -> None:
-    """Store ``[token, channel]`` of the first ``count`` tokens; ``out`` points at token 0."""
+    """Store ``[token, channel]`` of the first ``count`` tokens; ``out`` points to token 0."""
     tl.store(out + (token * token_stride + channel), value.to(out.dtype.element_ty), (token < count) & (channel < DIM))

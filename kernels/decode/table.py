@@ -1,8 +1,8 @@
-"""Decode packed rows of the codecs whose symbols are entries of a table, in one pass: scalar, octahedral, angle and quaternion.
+"""Decode packed rows of codecs whose symbols are table entries, in one pass: scalar, octahedral, angle and quaternion.
 
-A value is an element of its symbol's table entry times the norm or scale of its token or symbol; ``formats/`` is the oracle. A tile
-is ``[token, symbol]``; the values of a symbol are brought side by side, or, where there are three, a tile repeats each symbol three
-times. Entry numbers are limited to the table's size.
+A value is an element of its symbol's table entry times the norm or scale of its token or symbol; ``formats/`` is the oracle. A tile is
+``[token, symbol]``. The values of a symbol are joined side by side; if there are three, a tile repeats each symbol three times instead.
+Entry numbers are clamped to the table's size.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -36,9 +36,9 @@ TRIPLET_THREADS = 2
 
 
 class TableConstants(NamedTuple):
-    """The packings of codes, the codec's form, the entries of its table, the number of the stream of scales, and the values of an entry.
+    """The packings of codes, the codec's form, the number of table entries, the scale stream's number, and the values per entry.
 
-    Those ``joined`` are of one lane of a tile: all but triplets.
+    Values are ``joined`` if they are in one lane of a tile: all but triplets.
     """
 
     codes: tuple[CodeStream, ...]
@@ -49,9 +49,9 @@ class TableConstants(NamedTuple):
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Return what ``prepare_rows`` does; None for a codec of no table.
+    """Run ``prepare_rows`` for a table codec; None for any other codec.
 
-    In float32 the values are those of the codec's ``decode_frame``, except for the last bits of logarithmic norms.
+    In float32 the values equal those of the codec's ``decode_frame``, except for the last bits of logarithmic norms.
     """
     form = form_of(codec)
     if form is None:
@@ -68,13 +68,13 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 @triton.jit
 def _piece(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, PIECE: tl.constexpr) -> tl.tensor:
-    """Return one piece of a digit, int32 ``[token, symbol]``, at its bits of the digit."""
+    """Load one piece of a digit, int32 ``[token, symbol]``, at its bit position."""
     return load_digit(streams, token, symbol, mask, CODE, PIECE.digit) << PIECE.shift
 
 
 @triton.jit
 def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODES: tl.constexpr, PIECES: tl.constexpr) -> tl.tensor:
-    """Return one digit of each symbol, int32 ``[token, symbol]``: its pieces together."""
+    """Load one digit of each symbol, int32 ``[token, symbol]``, and combine its pieces."""
     value = tl.full(mask.shape, 0, tl.int32)
     for piece in tl.static_range(len(PIECES)):
         value |= _piece(streams, token, symbol, mask, constant_at(CODES, constant_at(PIECES, piece, 0)), constant_at(PIECES, piece))
@@ -83,8 +83,10 @@ def _digit(streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tens
 
 @triton.jit
 def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the entries of the tile's ``table``, ``[entry, value]``, times norms, of which octahedral's second ones are in
-    ``norm_table``."""
+    """Return the entries of the tile's ``table``, ``[entry, value]``, times their norms.
+
+    The second norms of octahedral are in ``norm_table``.
+    """
     CODES: tl.constexpr = CONSTANTS.codes
     FORM: tl.constexpr = CONSTANTS.form
     JOINED: tl.constexpr = CONSTANTS.joined

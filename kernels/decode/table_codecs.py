@@ -1,4 +1,4 @@
-"""The codecs that ``table`` decodes, with the properties that its kernel needs: one row of ``TABLE_CODECS`` per codec."""
+"""The codecs that ``table`` decodes, with the properties that its kernel needs; one row of ``TABLE_CODECS`` per codec."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Piece(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The properties of a codec that the kernel needs: ``values`` per symbol, and the pieces of each of a symbol's digits.
+    """The codec properties that the kernel needs: ``values`` per symbol, and the pieces of each of a symbol's digits.
 
-    An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` up, and from ``norm_at`` up a
-    norm code under ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
+    An octahedral symbol is one number: an index of ``index_bits``, two sign bits from bit ``signs_at`` up, and from ``norm_at`` up a norm
+    code masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class TableCodec(NamedTuple):
-    """The decoding of one codec: its form, None if an option is not supported; its table ``[entry, values]``; octahedral's norms."""
+    """Decoding of one codec: its form (None for unsupported options), its table ``[entry, values]``, and the norms of octahedral."""
 
     form: Callable[[Any], Form | None]
     table: Callable[[Any, torch.device], torch.Tensor]
@@ -57,7 +57,7 @@ def _scalar(codec: Scalar) -> Form | None:
 
 
 def _octahedral(codec: Octahedral) -> Form | None:
-    """Return one digit: the direction, then the signs above the index and its norm, or the norm above the signs."""
+    """Return the form with one digit: the direction, then the signs above index and norm, or the norm above the signs."""
     if codec.norm == LOG8:
         return None
     packings, numbers = codec.packings(), _numbers(codec)
@@ -121,6 +121,6 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
 
 @lru_cache(maxsize=64)
 def form_of(codec: Codec) -> Form | None:
-    """Return the form of ``codec``; None for a codec without a row, and for options that it does not take."""
+    """Return the form of ``codec``; None for a codec without a row, and for unsupported options."""
     row = TABLE_CODECS.get(type(codec))
     return row.form(codec) if row else None

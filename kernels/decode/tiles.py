@@ -1,7 +1,7 @@
-"""Decode packed rows by the tile loaders of attention, in the coded frame and in the order of their columns, to values of 16 bits.
+"""Decode packed rows by attention's tile loaders, in the coded frame and in the order of their columns, to 16-bit values.
 
-That is what many queries attend: a scratch needs neither the order of channels nor the original frame, for queries and sums of values
-go through both once. Values are as exact as the tiles, which are of binary16, and rounded to the dtype of the output.
+Attention of many queries uses these: its scratch needs neither channel order nor the original frame, because queries and sums of values are
+rotated once. Values are as exact as the binary16 tiles, and rounded to the output dtype.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -55,11 +55,11 @@ FIRST_ADDRESS = tl.constexpr(3)
 
 
 class Work(NamedTuple):
-    """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, ``blocks`` in all.
+    """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, with ``blocks`` in total.
 
-    ``firsts`` are the first block of each page and the token of the output that it begins at, ``end`` the one behind the last page,
-    ``streams`` the streams of all pages, and ``held`` the tensors that the addresses refer to; ``copied``: some are copies of streams.
-    ``rows`` are those of ``table``, on the host.
+    ``firsts`` are each page's first block and first output token, ``end`` is the token after the last page, ``streams`` are the streams of
+    all pages, and ``held`` the tensors whose addresses are used; ``copied``: some are copies of streams. ``rows`` are the rows of
+    ``table``, on the host.
     """
 
     table: torch.Tensor
@@ -73,14 +73,14 @@ class Work(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``; ``end`` behind the last."""
+        """Return the first token of ``block``, or ``end`` after the last block."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield blocks of about ``tokens`` tokens at once, at least one, their first token and the one behind them."""
+        """Yield the blocks of about ``tokens`` tokens at a time (at least one), with their first token and the one after them."""
         at_once = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, at_once):
             blocks = range(first, min(first + at_once, self.blocks))
@@ -89,8 +89,9 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=256)
 def loader_of(codec: Codec) -> Tiles | None:
-    """Return the loader that decodes rows of ``codec`` here; None for raw values, if there is no loader, and for a loader that adds
-    side-cars.
+    """Return the loader that decodes rows of ``codec`` here, or None.
+
+    It is None for raw values, if there is no loader, and for a loader that adds side-cars.
     """
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
@@ -99,9 +100,9 @@ def loader_of(codec: Codec) -> Tiles | None:
 
 
 def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> Work:
-    """Return the work of decoding ``packed``, pages of a codec that has a loader; where all are decoded, each follows the one before.
+    """Build the work of decoding ``packed``, consecutive pages of a codec with a loader.
 
-    Programs are of ``warps``. Raises InvalidParameter unless all streams are as the codec lays them out.
+    Programs have ``warps`` warps. Raises InvalidParameter unless all streams have the codec's layout.
     """
     tiles = loader_of(codec)
     assert tiles is not None
@@ -124,10 +125,10 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
-    """Decode ``work``, or these ``blocks`` of it, into ``out`` ``[batch, kv_head, token, column]`` of 16 bits with dense columns.
+    """Decode ``work``, or these ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
-    Columns are those of ``frame_columns.columns``; token 0 of the output is the first of the first block. With ``factors``, float32
-    ``[batch, kv_head, token]`` of which one sequence follows the other, values are left without those of their tokens, which go there.
+    Columns are those of ``frame_columns.columns``; token 0 of the output is the first token of the first block. With ``factors``, float32
+    ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of multiplied into values.
     """
     factor_stride = None if factors is None else factors.stride(1)
     prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
@@ -144,7 +145,10 @@ class Decoding(NamedTuple):
     def __call__(
         self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None, table: tuple[torch.Tensor, int] | None = None
     ) -> None:
-        """Decode to memory from element ``first`` of ``out`` on; ``table`` is one with other addresses, and where it begins in a tensor."""
+        """Decode to memory from element ``first`` of ``out`` on.
+
+        ``table`` replaces the work table by one with other addresses: a tensor, and the offset in it.
+        """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
             self.launch((out, first), work if factors is None else (factors, 0), work, (self.numbers, 0), (self.table, 0))
@@ -159,9 +163,9 @@ def prepare(
     blocks: range | None = None,
     factor_stride: int | None = None,
 ) -> Decoding:
-    """Return the launch that decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``, as ``decode`` does.
+    """Return the launch that decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``; see ``decode``.
 
-    With ``factor_stride``, calls give the factors, whose sequences are this many values apart.
+    With ``factor_stride``, calls pass the factors, whose sequences are this many values apart.
     """
     batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks
@@ -180,7 +184,7 @@ def prepare(
 
 
 def tile_tokens(tiles: Tiles) -> int:
-    """Return the tokens of a warp's tile."""
+    """Return the number of tokens in a warp's tile."""
     return max(TOKENS, tiles.tokens)
 
 
@@ -195,7 +199,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the launch for an output of ``dtype``, the same for all layers of a model, and the loader's table."""
+    """Return the launch for an output of ``dtype``, shared by all layers of a model, and the loader's table."""
     tiles = loader_of(codec)
     assert tiles is not None
     tokens = tile_tokens(tiles)
@@ -242,10 +246,10 @@ def decode_tiles(
     FACTORS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of ``block_tokens`` tokens of one page, sequence and head: the ``blocks`` from ``first_block`` on.
+    """Decode a block of ``block_tokens`` tokens of one page, sequence and head, out of the ``blocks`` from ``first_block`` on.
 
-    The first of them begins at token ``first_token``, which is token 0 of the output. ``FACTORS``: factors of tokens are stored beside
-    their values, float32 ``[sequence, token]``, and not multiplied.
+    The first of them begins at token ``first_token``, which is token 0 of the output. ``FACTORS``: token factors are stored next to the
+    values, float32 ``[sequence, token]``, and not multiplied.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -317,7 +321,7 @@ def block_of(
 
 @triton.jit
 def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
-    """Return the page that contains ``block``: the last one whose first block is not behind it."""
+    """Return the page that contains ``block``: the last one that starts at or before it."""
     page = block * 0
     end = page + pages
     while end - page > 1:
@@ -339,8 +343,9 @@ def _store(
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of a token's, ``[warp, token, column]``, times the run's factor, or ``factor`` ``[warp, token]`` if that is
-    not kept apart.
+    """Store tile ``NUMBER`` of a token, ``[warp, token, column]``, times the run's factor.
+
+    Without one, it is multiplied by ``factor`` ``[warp, token]`` unless factors are stored separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -1,8 +1,8 @@
-"""Decode packed rows of transform (spec/codecs/transform.md): symbols to factors of columns, then their products with the frames.
+"""Decode packed rows of transform (spec/codecs/transform.md): symbols to column factors, then their products with the frames.
 
-Symbols and factors are those of ``formats/transform.py`` bit for bit. Products of binary16 are exact where it holds the frames and the
-values of tables, as it does those of calibrations; others are three of tf32, by parts of 11 bits. Neither depends on what the process has
-set for torch's products.
+Symbols and factors equal those of ``formats/transform.py`` bit for bit. Products of binary16 are exact if it can represent the frames and
+the table values, as it can for calibrated ones. Otherwise products use three parts of 11 bits in tf32. Neither depends on the process's
+precision settings for torch.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -40,10 +40,10 @@ WARPS, STAGES = 4, 3
 
 
 def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
-    """Decode ``packed``, of streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with dense channels.
+    """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``rotated`` says nothing, because there is no rotation. Any words give some values. Raises InvalidParameter if a stream is not as
-    ``codec.layout`` says, and the errors of ``Transform.source_for``.
+    ``rotated`` is ignored, because there is no rotation. Any words decode to some values. Raises InvalidParameter if a stream does not
+    match ``codec.layout``, and the errors of ``Transform.source_for``.
     """
     if pages is not None:
         return False
@@ -88,7 +88,7 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """``Transform.check_chunks`` on the device of ``streams``. Raises InvalidPayload for the first chunk that no encoder makes."""
+    """Run ``Transform.check_chunks`` on the device of ``streams``. Raises InvalidPayload for the first chunk that no encoder produces."""
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device
     if codec.source is None or not rows:
@@ -107,7 +107,7 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
 
 
 def _groups(chunk: int, packed: Sequence[Packed]) -> numpy.ndarray:
-    """Return, for each token group its first token of the output and its tokens there, int64 ``[row, 2]``."""
+    """Return the first output token of each token group and its number of tokens there, int64 ``[row, 2]``."""
     found = []
     for part in packed:
         done = numpy.arange(0, part.tokens, chunk, dtype=numpy.int64)
@@ -150,11 +150,11 @@ def _multiply(
     PADDED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """``TOKENS`` tokens of one head of a token group: means and products of factors with rows, turned to their positions.
+    """Decode ``TOKENS`` tokens of one head of a token group: means plus products of factors with rows, rotated to their positions.
 
     ``factors``, ``places``, ``levels`` and ``rest`` are those of ``Factors``, in steps of ``size``; the factors begin with those of token
-    group ``first``. ``used``, int32 ``[chunk]``, are the columns that a product takes. ``means`` and ``rows`` are those of ``OnDevice``,
-    with ``TILES`` tiles of ``CHANNELS`` channels for each head, of which the first ``TURNED`` pairs turn.
+    group ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are those of ``OnDevice``,
+    with ``TILES`` tiles of ``CHANNELS`` channels for each head, of which the first ``TURNED`` pairs are rotated.
     """
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS

@@ -1,4 +1,4 @@
-"""Chunks of transform on a device: their symbols decoded to factors of columns, or to how they end (spec/codecs/transform.md).
+"""Chunks of transform on a device: decode their symbols to column factors, or check how they end (spec/codecs/transform.md).
 
 Everything here is exact: ``formats/transform_chunks.py`` and the values of ``formats/transform.py`` are the oracle.
 """
@@ -36,12 +36,12 @@ MAX_CHANNELS = 128
 
 
 class OnDevice(NamedTuple):
-    """The frames of a side in device memory, as the kernels read them.
+    """The frames of a side in device memory, in the form that the kernels read.
 
-    ``numbers``, uint8 ``[kv_head, column]``, are those of the columns' tables; ``values`` ``[table, symbol]`` are in steps. ``means``,
-    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have two neighbors for each pair of channels that turn, and
-    zeros behind the channels of every head. ``values`` and ``rows`` are float16 where that holds all of them, else float32. ``cos`` and
-    ``sin``, float32 ``[token of a group, pair]``, are of the angles from a group's position on.
+    ``numbers``, uint8 ``[kv_head, column]``, are the table numbers of the columns; ``values`` ``[table, symbol]`` are in steps. ``means``,
+    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have the two channels of each RoPE pair next to each other,
+    and zeros after the channels of every head. ``values`` and ``rows`` are float16 if that represents them exactly, otherwise float32.
+    ``cos`` and ``sin``, float32 ``[token of a group, pair]``, are for the angles from a group's position on.
     """
 
     slots: torch.Tensor
@@ -55,10 +55,10 @@ class OnDevice(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Chunks in the order of token groups, sequences and heads: where the words of each ``begins``, their ``counts``, its first ``states``.
+    """Chunks in the order of token groups, sequences and heads: where the words of each one begin, their ``counts``, and first ``states``.
 
-    The others are ``[chunk]``, ``states`` int16 ``[chunk, 2 · LANES]``; ``words`` are those of all chunks. ``used`` are the columns of the
-    frame that a product takes: those of the chunk, or with frames of layers, as many as the head with most of the token group has.
+    All are ``[chunk]``, except ``states``, int16 ``[chunk, 2 · LANES]``; ``words`` are those of all chunks. ``used`` is the number of frame
+    columns in a product: those of the chunk, or with frames of layers the largest number of any head in the token group.
     """
 
     words: torch.Tensor
@@ -71,11 +71,11 @@ class Chunks(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors of columns in steps: ``values`` ``[frame of a group, column, token]`` of the dtype of ``OnDevice.values``.
+    """Column factors in steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``OnDevice.values``.
 
-    Escaped levels that this dtype cannot represent are 0 in ``values``. ``counts``, int32 ``[chunk]``, is their number in each chunk;
-    ``places`` and ``levels``, int32, are their places in the frame's values and their levels, from half the first word of each chunk on,
-    rounded up.
+    Escaped levels that this dtype cannot represent are 0 in ``values``. ``counts``, int32 ``[chunk]``, is their number in each chunk.
+    ``places`` and ``levels``, int32, are their positions in the frame's values and their levels, stored from half the first word of each
+    chunk on, rounded up.
     """
 
     values: torch.Tensor
@@ -85,7 +85,7 @@ class Factors(NamedTuple):
 
 
 def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
-    """Room for ``count`` factors, and for all escapes of ``chunks``: an escape takes two words."""
+    """Allocate ``count`` factors, with room for all escapes of ``chunks``: an escape takes two words."""
     device = there.values.device
     values = torch.empty(count, dtype=there.values.dtype, device=device)
     places, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
@@ -93,7 +93,7 @@ def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
 
 
 def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
-    """Return the chunks of ``parts``, each of which has its own words."""
+    """Return the chunks of ``parts``, each with its own words."""
     counts = [_in_order(joined(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(one.numel() for one in words)])
@@ -120,17 +120,17 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_order(stream: torch.Tensor) -> torch.Tensor:
-    """Return rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
+    """Sort rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
     return stream.movedim(2, 0).flatten(0, 2)
 
 
 def _wide(stream: torch.Tensor) -> torch.Tensor:
-    """Return numbers of 16 bits as int64."""
+    """Convert 16-bit numbers to int64."""
     return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
 
 
 def joined(stream: torch.Tensor) -> torch.Tensor:
-    """Return numbers of 32 bits from their low and high halves ``[..., 2]``, int64."""
+    """Join the low and high halves ``[..., 2]`` of 32-bit numbers, int64."""
     halves = _wide(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
@@ -141,7 +141,7 @@ _of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice |
 
 
 def on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
-    """Return ``source`` on ``device``; None for tables that do not sum, whose slots are not all there."""
+    """Copy ``source`` to ``device``; None for tables that do not sum to the total, whose slots are incomplete."""
     kept = _of_frames.setdefault(source, {})
     key = codec.step, codec.chunk, heads, str(device)
     if key not in kept:
@@ -173,12 +173,12 @@ def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) 
 
 
 def tile_of(dim: int) -> int:
-    """Return the channels of a tile: heads have whole tiles."""
+    """Return the channels per tile; heads have whole tiles."""
     return min(MAX_CHANNELS, max(16, next_power_of_two(dim)))
 
 
 def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
-    """Return ``rows`` ``[frame, row, channel]`` with the channels of ``OnDevice``."""
+    """Return ``rows`` ``[frame, row, channel]`` with the channels in the order of ``OnDevice``."""
     order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)
@@ -205,7 +205,7 @@ def decode_symbols(
     into: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to factors, or to how they end."""
+    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to factors, or only to their ends."""
     if not count:
         return
     factors, places, levels, rest = (None,) * 4 if into is None else into
@@ -244,9 +244,9 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode chunk ``first`` + the program's number, ``[lane]`` of symbols at a time, to ``factors`` and the others of ``Factors``.
+    """Decode chunk ``first`` + the program's number, one ``[lane]`` of symbols at a time, to ``factors`` and the rest of ``Factors``.
 
-    Without ``factors``, only to the words that it has ``read`` and to its ``last`` states.
+    Without ``factors``, only ``read``, the number of words, and the ``last`` states are stored.
     """
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)

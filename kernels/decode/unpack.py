@@ -1,4 +1,4 @@
-"""Unpack rotated codecs of bounded values: tiles by the loaders of attention, and back to the original frame on the matrix units."""
+"""Unpack rotated codecs with bounded values: tiles by attention's loaders, rotated to the original frame on the matrix units."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -53,9 +53,9 @@ MAX_COLUMNS = 256
 
 
 class UnpackShape(NamedTuple):
-    """A program's warps and its channels, whose sums are in registers.
+    """A program's warps and channels, whose sums are in registers.
 
-    ``joined``: it multiplies all tiles at once, because sums beside what decodes more tokens do not fit the registers.
+    ``joined``: it multiplies all tiles at once, because sums and the registers for decoding more tokens do not fit together.
     """
 
     warps: int
@@ -86,11 +86,10 @@ def supports(codec: Codec, out: torch.Tensor) -> bool:
 
 
 def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepared:
-    """Return the launch that decodes ``packed``, whose pages follow one another, into outputs like ``out`` ``[batch, kv_head, token,
-    dim]``, rotated back.
+    """Return the launch that decodes ``packed``, whose pages are consecutive, into outputs like ``out``, rotated back.
 
-    The error is that of tiles of binary16, below 2^-11 of a row's values in the 2-norm (2^-10 for polar), and of rounding to the output's
-    dtype. Raises InvalidParameter unless streams are as the codec lays them out.
+    ``out`` is ``[batch, kv_head, token, dim]``. The error is that of binary16 tiles, below 2^-11 of a row's values in the 2-norm (2^-10 for
+    polar), plus rounding to the output's dtype. Raises InvalidParameter unless streams have the codec's layout.
     """
     batch, heads = out.shape[:2]
     given, codec = codec, _without_scales(codec)
@@ -110,15 +109,16 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
 
 
 def _without_scales(codec: Codec) -> Codec:
-    """Return the codec whose values, times channel scales, are those of ``codec``; ``codec`` itself if it has no scales, or other
-    side-cars.
+    """Return the codec whose values, times channel scales, are those of ``codec``.
+
+    It is ``codec`` itself if that has no scales, or other side-cars.
     """
     alone = isinstance(codec, WithSideCars) and len(codec.side_cars) == 1 and isinstance(codec.side_cars[0], ChannelScale)
     return codec.codec if isinstance(codec, WithSideCars) and alone else codec
 
 
 def _scales(packed: Sequence[Packed], shape: tuple[int, ...], channels: int) -> torch.Tensor:
-    """Return the scales of the channels of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
+    """Return the channel scales of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
     for part in packed:
         check_shape(STREAM, part.streams[STREAM], shape)
     every = torch.stack([part.streams[STREAM][:, :, 0] for part in packed])
@@ -139,8 +139,7 @@ def _shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _shape_of(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles and matrix fit the shared memory of a program, with tables next to them; None if none
-    does."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit a program's shared memory; None if none does."""
     loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
     tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -166,7 +165,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
-    """Return the launch for outputs of ``dtype``, the same for all layers of a model, the loader's table, and the matrix."""
+    """Return the launch for outputs of ``dtype``, shared by all layers of a model, the loader's table, and the matrix."""
     loader, shape = _loader(codec), _shape(codec, device)
     tokens, (blocks, heads) = tiles.tile_tokens(loader), arguments[4:6]
     # The compiler's own shared memory is before larger tables, and here it has no room there.
@@ -191,9 +190,9 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the signs of what each column adds to each channel, float16 ``[column, channel]`` with zeros to powers of two, and their size.
+    """Return the signs of each column's contribution to each channel, float16 ``[column, channel]``, and their magnitude.
 
-    Columns are in the order of tiles, or of ``joined``.
+    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``joined``.
     """
     loader, channels = _loader(codec), _padded(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
@@ -237,8 +236,8 @@ def unpack_tiles(
 ) -> None:
     """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it with ``CHANNELS`` channels of ``matrix``.
 
-    ``matrix`` is binary16 ``[column, PAD]``; its products are ``SIZE`` times as large. ``JOINED``: with all tiles of a token at once, else
-    with each as soon as it is decoded. ``SCALED``: channels are multiplied by ``scales``, float32 ``[page, sequence, PAD]``.
+    ``matrix`` is binary16 ``[column, PAD]``; its products are ``SIZE`` times too large. ``JOINED``: all tiles of a token are multiplied at
+    once, otherwise each as soon as it is decoded. ``SCALED``: channels are multiplied by ``scales``, float32 ``[page, sequence, PAD]``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -301,7 +300,7 @@ def unpack_tiles(
 
 @triton.jit
 def joined(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
-    """Return ``COUNT`` parts, a power of two of them, with an axis of two for each bit of a part's number, the lowest first."""
+    """Join ``COUNT`` parts, a power of two, with an axis of length two for each bit of a part's number, lowest first."""
     if COUNT == 1:
         found = parts[0]
     else:

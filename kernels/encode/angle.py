@@ -37,9 +37,9 @@ _SMALLEST, _LARGEST, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (S
 
 
 class AngleConstants(NamedTuple):
-    """The bins of angles, the codec's ``norm``, the largest code of one (``steps``), and the ``rule`` of ``rows.rule_of``.
+    """The bins of angles, the codec's ``norm``, its largest code (``steps``), and the ``rule`` of ``rows.rule_of``.
 
-    ``limit`` is the least number that does not fit a range, ``smallest_step`` the smallest normal one.
+    ``limit`` is the least number that does not fit a range, ``smallest_step`` the smallest normal step.
     """
 
     bins: int
@@ -51,7 +51,7 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))

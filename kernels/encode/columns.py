@@ -1,7 +1,7 @@
-"""columns(n, A, F) written on the GPU: digits times place values, as products of the matrix units (spec/packing.md, Bit packing).
+"""Write columns(n, A, F) on the GPU: digits times place values, as matrix-unit products (spec/packing.md, Bit packing).
 
-A column is a sum of digits times places. A place is split into limbs that binary16 holds exactly, of 16 bits where bases are
-powers of two and of 8 bits elsewhere; the sums of limbs are integers that float32 holds exactly, and a carry joins them.
+A column is a sum of digits times places. A place is split into limbs that binary16 represents exactly, of 16 bits if bases are powers of
+two and of 8 bits otherwise. The sums of limbs are integers that float32 represents exactly, and a carry joins them.
 """
 
 # ruff: noqa: RUF005
@@ -38,7 +38,7 @@ _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
 
 
 class Piece(NamedTuple):
-    """Bits of digit ``source`` of the kernel: those in ``mask`` after a shift down by ``shift``."""
+    """Bits of the kernel's digit ``source``: those in ``mask`` after a shift down by ``shift``."""
 
     source: int
     shift: int
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The packing of one code stream: its columns, the limbs of their sums, and the numbers of its first sum, plane and place."""
+    """Packing of one code stream: its columns, the limbs of their sums, and the numbers of its first sum, plane and place."""
 
     width: int
     tile_width: int
@@ -62,8 +62,8 @@ class Stream(NamedTuple):
 class Term(NamedTuple):
     """The contribution of a kernel's digit to a code stream: ``bits`` bits from bit ``shift`` up, times the ``weight`` of a place.
 
-    ``source`` is the number of the digit among the kernel's, ``digit`` the one of the packing whose places it has, and
-    ``symbols`` the symbols of the kernel, in the stream's order; empty: as they come.
+    ``source`` is the number of the digit in the kernel, ``digit`` the packing's digit whose places it uses, and ``symbols`` the kernel's
+    symbols in the stream's order; empty if the order is the same.
     """
 
     source: int
@@ -75,7 +75,7 @@ class Term(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The packing of all streams of a codec by a kernel: constants per stream, and the limbs of all places.
+    """Packing of all streams of a codec by a kernel: constants per stream, and the limbs of all places.
 
     ``places`` is binary16, flat: ``[piece, limb, symbol, column]`` of one stream after another.
     """
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> Plan | None:
-    """Return the plan on ``device`` for a kernel of ``symbols`` symbols per token, padding included; None if sums would not be exact."""
+    """Return the plan on ``device`` for a kernel of ``symbols`` symbols per token, including padding; None if sums would not be exact."""
     streams: list[Stream] = []
     matrices: list[torch.Tensor] = []
     accumulators = planes = elements = 0
@@ -110,7 +110,7 @@ def plan_of(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, dev
 
 
 def _pieces(term: Term) -> list[Term]:
-    """Return the term, split if its digit has more bits than one multiplication handles."""
+    """Split the term if its digit has more bits than one multiplication handles."""
     starts = range(0, term.bits, _PIECE_BITS)
     return [
         term._replace(bits=min(_PIECE_BITS, term.bits - start), shift=term.shift + start, weight=term.weight << start) for start in starts
@@ -145,7 +145,7 @@ def _piece_of(digits: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the accumulators of all streams, float32 ``[token, column]``, one per limb."""
+    """Return zero accumulators for all streams, float32 ``[token, column]``, one per limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
         for _ in tl.static_range(_limbs(STREAMS, stream)):
@@ -163,7 +163,7 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``sums`` plus ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``."""
+    """Add ``digits``, int32 ``[token, COUNT]`` each, of the symbols from ``first`` on of ``SYMBOLS``, to ``sums``."""
     added = ()
     for stream in tl.static_range(len(STREAMS)):
         for limb in tl.static_range(_limbs(STREAMS, stream)):

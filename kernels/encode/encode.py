@@ -1,7 +1,7 @@
-"""Encode on the GPU in one pass over the input: the codecs that have a kernel here; ``formats/`` encodes the rest.
+"""Encode on the GPU in one pass over the input, for codecs with a kernel here; ``formats/`` encodes the rest.
 
-A kernel supports every option that its codec stores, and local searches. Whatever it does not take, and every run with a value that it
-flags (``rows.flag_unless``), is left to ``formats/``, which gives the same streams or raises the error.
+A kernel supports every option that its codec stores, and local searches. Anything else, and every run with a value that it flags
+(``rows.flag_unless``), is left to ``formats/``, which returns the same streams or raises the error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": 
 
 
 class Encoding(NamedTuple):
-    """Streams to be filled: ``run()`` launches the kernels, and is False if they do not take the codec's options.
+    """Streams to be filled: ``run()`` launches the kernels, and returns False if they do not support the codec's options.
 
-    They hold the codes once ``flag``, int32 ``[1]``, is seen to be 0.
+    The streams are valid once ``flag``, int32 ``[1]``, has been read as 0.
     """
 
     streams: dict[str, torch.Tensor]
@@ -37,8 +37,8 @@ class Encoding(NamedTuple):
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` contains the streams of the run that it continues. Returns None if ``formats/`` must encode it: codecs, options and values
-    that the kernels do not support.
+    ``before`` contains the streams of the run that it continues. Returns None if ``formats/`` must encode it, because the kernels do not
+    support the codec, its options or the values.
     """
     encoding = prepare(codec, x, before)
     if encoding is None or not encoding.run() or encoding.flag.item():
@@ -54,7 +54,7 @@ def has_products(device: torch.device) -> bool:
 def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> Encoding | None:
     """Return the launch of ``encode``, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``.
 
-    Rows of runs hold those of the run ``before`` at first, and 0 without one.
+    Run rows start as those of the run ``before``, or 0 without one.
     """
     encoder = codecs.of_codec(codec).encode
     batch, heads, tokens, dim = x.shape

@@ -42,10 +42,10 @@ _HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT
 class GroupConstants(NamedTuple):
     """Groups of ``size`` tokens (``along_tokens``) or channels; ``middle``: they have centers.
 
-    ``ranged``, ``token_scale`` and ``products`` are numbers among the tensors, -1 for none: the range of scales of 8 bits, whose extremes
-    are the first table, and the scales of tokens, those of each head with ``per_head``, among the streams, of which the first is int32
-    ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center), or int16 of scales of 8 bits; and what
-    ``_unbiased_token_scales`` takes among the tables.
+    ``ranged``, ``token_scale`` and ``products`` are indices of tensors, -1 for none. ``ranged`` is the range of 8-bit scales, whose
+    extremes are the first table. ``token_scale`` are the token scales, one per head with ``per_head``. Both are among the streams, the
+    first of which is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center), or int16 for 8-bit
+    scales. ``products`` is the table for ``_unbiased_token_scales``.
     """
 
     bits: int
@@ -59,9 +59,9 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
 
-    Scales of 8 bits depend on the whole run, and on the run before it: a page of an engine has one run.
+    8-bit scales depend on the whole run and on the run before it; a page of an engine has one run.
     """
     small = codec.scale_dtype == "u8"
     if small and output.origins is None:
@@ -115,7 +115,7 @@ def _token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: to
 
 
 def _unbiased_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
-    """Replace ``token_scale``, as ``_token_scales`` fills it, by those of norm_rule=unbiased."""
+    """Replace the scales written by ``_token_scales`` with those of norm_rule=unbiased."""
     dtype = _scale_dtype(codec)
     launch(
         _unbiased_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
@@ -154,8 +154,8 @@ def _root_mean_squares(
 ) -> None:
     """Write the root mean square of every token to ``scales``; a rotation does not change it.
 
-    It is that over all heads, ``[batch, 1, token]``, or if ``PER_HEAD`` that of each, ``[batch, kv_head, token]``. Tiles are
-    ``[token, channel]``.
+    It is computed over all heads, ``[batch, 1, token]``, or per head with ``PER_HEAD``, ``[batch, kv_head, token]``. Tiles are ``[token,
+    channel]``.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -204,9 +204,10 @@ def _unbiased_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace ``scales``, as ``_root_mean_squares`` writes them, by those of norm_rule=unbiased.
+    """Replace the ``scales`` written by ``_root_mean_squares`` with those of norm_rule=unbiased.
 
-    ``products`` is ``[batch, kv_head, token, 3]``: of the values with themselves, with what they decode to, and of that with itself.
+    ``products`` is ``[batch, kv_head, token, 3]``: the values' squared norm, their product with the decoded values, and the squared norm of
+    those.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -234,7 +235,7 @@ def _unbiased_scales(
 
 @triton.jit
 def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Return the binary16 nearest to each value; flagged, and zero, if there is none."""
+    """Round each value to binary16; values that do not fit become zero and are flagged."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -242,7 +243,7 @@ def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _key(value: tl.tensor) -> tl.tensor:
-    """Return bits of float32 in the order of their values, int32; the same function turns them back into bits."""
+    """Map float32 bits to int32 in the order of their values; the function is its own inverse."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -259,13 +260,13 @@ def _root(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
-    """Return an extreme that the measuring launch found, float32 ``[1, 1]``."""
+    """Return an extreme found by the measuring launch, float32 ``[1, 1]``."""
     return _key(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
-    """Return ``scale_range.chosen`` of a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
+    """Compute ``scale_range.chosen`` for a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
     high = _root(_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
     last = _root(_extreme(extremes, 1))
@@ -295,10 +296,10 @@ def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.t
 
 
 class GroupState(NamedTuple):
-    """The reciprocal scale of each token, ``[token, 1]``, and the range of scales of 8 bits.
+    """The reciprocal scale of each token, ``[token, 1]``, and the range of 8-bit scales.
 
-    ``squares``, ``product`` and ``decoded`` are sums of each token's, ``[token]``: its squares, its products with what is decoded, and
-    the squares of that. What the codec does not use is 1, empty or 0.
+    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: its squares, its products with the decoded values, and the
+    squares of those. Fields that the codec does not use are 1, empty or 0.
     """
 
     inverse: Any
@@ -324,7 +325,7 @@ def _begin_measuring(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the first state; the range of scales of 8 bits is chosen and stored."""
+    """Return the first state, after choosing and storing the range of 8-bit scales."""
     state = _begin_measuring(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
@@ -339,7 +340,7 @@ def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
 
 @triton.jit
 def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return ``[token, channel]`` as ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
+    """Reshape ``[token, channel]`` to ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
     SIZE: tl.constexpr = CONSTANTS.size
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
@@ -351,9 +352,9 @@ def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
 
 
 class Extent(NamedTuple):
-    """The values of a block over the scales of tokens, and of each group the least, the largest, the center, and whether it has values.
+    """The values of a block divided by token scales, and each group's minimum, maximum, center, and whether it has values.
 
-    These are ``[token group, channel]`` or ``[token, channel group]``.
+    Group fields are ``[token group, channel]`` or ``[token, channel group]``.
     """
 
     value: Any
@@ -367,7 +368,7 @@ class Extent(NamedTuple):
 def _extent(
     value: tl.tensor, inside: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the ``Extent`` of values, ``[token, channel]``, of which those ``inside`` are the tensor's."""
+    """Return the ``Extent`` of values, ``[token, channel]``, of which those ``inside`` belong to the tensor."""
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     if SHAPE.scale != 1.0:
         value = value * SHAPE.scale
@@ -391,9 +392,9 @@ def _extent(
 def _measure(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Find no digits, but the extremes of scales of 8 bits, int32 ``[batch, kv_head, 3]``.
+    """Measure the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``, without producing digits.
 
-    They are the keys of the largest scale, of the largest center, and of the largest of their opposites.
+    They are the keys of the largest scale, of the largest center, and of the largest negated center.
     """
     BLOCK: tl.constexpr = SHAPE.block
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
@@ -412,7 +413,7 @@ def _measure(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels, whose scales are stored."""
+    """Return the codes of a block of channels, and store their scales."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim

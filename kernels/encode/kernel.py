@@ -1,6 +1,6 @@
-"""The kernel that encodes rows: it loads them, turns them to the coded frame, and packs the digits that a codec finds for their values.
+"""The kernel that encodes rows: it loads them, rotates them to the coded frame, and packs the digits that a codec computes.
 
-What a codec adds is its ``Quantizer``: up to four Triton functions and their constants. A rotation is a product of the matrix units.
+A codec contributes its ``Quantizer``: up to four Triton functions and their constants. A rotation is a matrix-unit product.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """The memory that an encoder fills: a codec's ``streams``, whose code ``planes`` are also given as kernels write them.
+    """The memory that an encoder fills: a codec's ``streams``, and the code ``planes`` in the form that kernels write.
 
-    ``flag``, int32 ``[1]``, is raised where ``formats/`` must encode. With ``origins`` streams and flag are those of the first of the
-    batch.
+    ``flag``, int32 ``[1]``, is raised where ``formats/`` must encode. With ``origins``, streams and flag are those of the first batch
+    entry.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -54,13 +54,13 @@ def output_of(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Ten
 
 
 class Quantizer(NamedTuple):
-    """The functions of a codec, for which the kernel is compiled, and the ``constants`` that they all take, a tuple of numbers.
+    """A codec's functions, for which the kernel is compiled, and the ``constants`` that they all receive, a tuple of numbers.
 
-    ``quantize(values, block, state, number, constants, shape)`` gives the digits of a block of symbols, int32 ``[token, symbol]`` each,
-    and the next state; ``values`` are float32 ``[token, symbol]``, one tile for each coordinate of a symbol. ``above(block, state,
-    level, constants, shape)`` gives the same for the symbols of each level above the first, if there are ``levels``. The first state is
-    that of ``begin(block, constants, shape)``, and ``end(block, state, constants, shape)`` stores what belongs to whole tokens. ``block``
-    is a ``TokenBlock``, and ``shape`` a ``Shape``.
+    ``quantize(values, block, state, number, constants, shape)`` returns the digits of a block of symbols, int32 ``[token, symbol]`` each,
+    and the next state; ``values`` are float32 ``[token, symbol]``, one tile for each coordinate of a symbol. ``above(block, state, level,
+    constants, shape)`` returns the same for the symbols of each level above the first, if there are ``levels``. ``begin(block, constants,
+    shape)`` returns the first state, and ``end(block, state, constants, shape)`` stores what belongs to whole tokens. ``block`` is a
+    ``TokenBlock``, and ``shape`` a ``Shape``.
     """
 
     quantize: Any
@@ -77,10 +77,10 @@ class Quantizer(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants of a launch: ``dim`` channels in rows of ``padded_dim``, ``tokens`` of a program, and ``blocks`` of ``block`` symbols.
+    """Constants of a launch: ``dim`` channels in rows of ``padded_dim``, ``tokens`` per program, and ``blocks`` of ``block`` symbols.
 
-    ``symbols`` are those of all levels. Products with ``components`` take ``parts`` of a value in the type ``operand``, and are to be
-    multiplied by ``scale``; each symbol has ``coordinates``. The digits go to ``streams``, which are none for a quantizer that finds none.
+    ``symbols`` counts those of all levels. Products with ``components`` use ``parts`` of a value in the type ``operand``, and are then
+    multiplied by ``scale``; each symbol has ``coordinates``. The digits go to ``streams``, which is empty for a quantizer without digits.
     """
 
     dim: int
@@ -97,11 +97,11 @@ class Shape(NamedTuple):
 
 
 class TokenBlock(NamedTuple):
-    """The tokens of a program, of one ``head`` of one sequence: ``token`` is their numbers, ``first`` on, of ``tokens``.
+    """The tokens of a program, from one ``head`` of one sequence: ``token`` are their numbers from ``first`` on, of ``tokens``.
 
-    ``token``, ``row``, their numbers among those of all heads, and ``valid`` are ``[token, 1]``. ``rows`` are their values ``[token,
-    channel]``, or where nothing is rotated pointers to these. The sequence has the number ``batch`` in the ``stored`` streams of scales,
-    and ``sequence`` in the other ``tables``.
+    ``token``, ``row`` (their numbers over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are their values ``[token, channel]``, or
+    pointers to these if nothing is rotated. The sequence has index ``batch`` in the ``stored`` streams of scales, and ``sequence`` in the
+    other ``tables``.
     """
 
     rows: Any
@@ -138,11 +138,11 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the digits of ``codec`` cannot be packed here.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if the digits of ``codec`` cannot be packed here.
 
-    A program encodes ``tokens`` tokens, ``block`` (0: all) of their ``symbols`` at a time, of ``coordinates`` values each; ``padding`` are
-    further symbols, of levels above the first. ``terms(codec)`` is what ``plan_of`` takes, ``stored`` are the streams of scales and
-    ``tables`` all other tensors and numbers that the quantizer takes. Not ``packs``: it finds no digits. ``fusion`` is that of ``launch``.
+    A program encodes ``tokens`` tokens, ``block`` (0: all) of their ``symbols`` at a time, of ``coordinates`` values each; ``padding``
+    counts further symbols, of levels above the first. ``terms(codec)`` is the input of ``plan_of``, ``stored`` are the streams of scales,
+    and ``tables`` the quantizer's other tensors and numbers. Without ``packs`` it has no digits. ``fusion`` is passed to ``launch``.
     """
     plan = _plan(codec, terms, symbols + padding, x.device)
     if plan is None:
@@ -189,7 +189,7 @@ def _encode(
 ) -> None:
     """Encode ``SHAPE.tokens`` tokens of one head; ``x`` is ``[batch, kv_head, token, dim]`` of any strides.
 
-    Without a ``matrix`` of ``components`` values are loaded as they are, block by block.
+    Without a ``matrix`` of ``components``, values are loaded directly, block by block.
     """
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels

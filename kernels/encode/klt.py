@@ -1,10 +1,10 @@
 """Encode klt on the GPU (spec/codecs/klt.md); ``formats/klt.py`` is the oracle.
 
-Widths are data to the kernels, so that those of all layers and sides of a model are compiled once: one kernel writes a byte per column,
-and another packs the columns of a width.
+Widths are data to the kernels, so that all layers and sides of a model share compiled kernels: one kernel writes a byte per column, and
+another packs the columns of a width.
 
-Matrices of bases are float32. The matrix units take them, and rows, as sums of bfloat16: of the products of their parts those are left
-out that are below the last bit of float32.
+Basis matrices are float32. The matrix units receive them, and rows, as sums of bfloat16; products of parts below the last bit of float32
+are left out.
 """
 
 # ruff: noqa: RUF005
@@ -50,14 +50,13 @@ _OF_RUN, _WIDEST = tl.constexpr(3), tl.constexpr(8)
 
 
 class OnDevice(NamedTuple):
-    """The rows of a basis in device memory, as the kernels read them, for some widths.
+    """The rows of a basis in device memory, in the form that the kernels read, for some widths.
 
-    ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, is what channels add to columns, of runs that have a width; the
-    sum of its parts is float32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and the squares of weights.
-    ``tables``, float32 ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32
-    ``[run, _OF_RUN]``, are their widths, their first entries and their first columns in the order of streams. Where heads have widths of
-    their own, it is ``[kv_head, run, 2, RUN_COLUMNS]``, of each column the width and the first entry, and ``places`` are those that
-    ``klt_heads`` packs by.
+    ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, maps channels to the columns of runs with a width; the sum of
+    its parts is float32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and squared weights. ``tables``, float32
+    ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32 ``[run, _OF_RUN]``, are their
+    widths, their first entries and their first columns in stream order. If heads have their own widths, it is ``[kv_head, run, 2,
+    RUN_COLUMNS]``, with the width and the first entry of each column, and ``places`` are the positions by which ``klt_heads`` packs.
     """
 
     matrix: torch.Tensor
@@ -71,9 +70,9 @@ _KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, str], OnD
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernels do not support.
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernels do not support.
 
-    That is a basis in the streams, or of several sequences, and tables that do not ascend. Raises MissingBasis, and
+    These are codecs with a basis in the streams or for several sequences, and with tables that do not ascend. Raises MissingBasis, and
     InvalidParameter for another number of heads and for a matrix without an inverse.
     """
     if codec.rows != "basis":
@@ -99,7 +98,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def levels_of(x: torch.Tensor, output: Output, there: OnDevice) -> torch.Tensor:
-    """Launch the kernel that fills the gains of ``output`` and the levels, uint8 ``[batch, kv_head, token, column]``, in order of runs."""
+    """Launch the kernel that fills the gains of ``output``; return the levels, uint8 ``[batch, kv_head, token, column]``, in run order."""
     arguments, constants = input_of(x, output.origins)
     del constants["PARTS"]
     batch, heads, tokens, _ = x.shape
@@ -115,7 +114,7 @@ def levels_of(x: torch.Tensor, output: Output, there: OnDevice) -> torch.Tensor:
 
 
 def kept_rows(codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], OnDevice | None]) -> OnDevice | None:
-    """Return what ``make`` makes of ``source`` for the padded dim of ``x``, on its device; the copy lives as long as ``source``."""
+    """Return ``make`` applied to ``source`` for the padded dim of ``x``, on its device, cached as long as ``source`` lives."""
     kept = _KEPT.setdefault(source, {})
     padded_dim = int(input_of(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
@@ -128,7 +127,7 @@ def kept_rows(codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Kl
 
 
 def in_parts(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
-    """float32 ``[kv_head, run, dim, RUN_COLUMNS]`` as ``OnDevice.matrix``."""
+    """Split float32 ``[kv_head, run, dim, RUN_COLUMNS]`` into the parts of ``OnDevice.matrix``."""
     rest = torch.nn.functional.pad(matrix, (0, 0, 0, padded_dim - matrix.shape[2]))
     parts = []
     for _ in range(PARTS.value):
@@ -138,7 +137,7 @@ def in_parts(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
 
 
 def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
-    """None if the level of a value is not its code in every table."""
+    """Build the rows on the device; None unless the level of a value is its code in every table."""
     if len(source.rows) != 1:
         return None
     widths = codec.widths
@@ -163,7 +162,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
 
 
 def _coded(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
-    """Return ``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros behind the last column."""
+    """Return ``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros after the last column."""
     dim = rows.shape[-1]
     runs = [rows[..., run_slice(run, dim)] for run, width in enumerate(widths) if width]
     return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
@@ -198,11 +197,11 @@ def _encode(
     ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, a run of columns at a time.
+    """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, one run of columns at a time.
 
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides, ``levels`` uint8 ``[batch, kv_head, token, column]``, columns in the order of
-    streams, and ``gains`` ``[batch, kv_head, token]``, if the codec stores them; tiles are ``[token, column]``. A tile is flagged unless
-    the weighted squared lengths of its tokens are below ``LARGEST``.
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides, ``levels`` uint8 ``[batch, kv_head, token, column]``, columns in stream order,
+    and ``gains`` ``[batch, kv_head, token]``, if the codec stores them; tiles are ``[token, column]``. A tile is flagged unless the
+    weighted squared lengths of its tokens are below ``LARGEST``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -269,7 +268,7 @@ def _encode(
 
 @triton.jit
 def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
-    """Return ``COUNT`` tiles of bfloat16 whose sum is ``rows``, float32."""
+    """Split ``rows``, float32, into ``COUNT`` bfloat16 tiles with that sum."""
     parts = ()
     for _ in tl.static_range(COUNT):
         part = rows.to(tl.bfloat16)
@@ -280,7 +279,7 @@ def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def gain_of(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """Return the factors of tokens, as ``formats/klt.py`` finds them: 1 if there is none."""
+    """Return the gains of tokens as ``formats/klt.py`` does, or 1 if there is none."""
     near = (common > 0) & (own * decoded <= 2 * common * common)
     above = tl.where(near, own, tl.maximum(common, 0.0))
     below = tl.where(near, common, decoded)
@@ -303,7 +302,7 @@ def _pack(
 ) -> None:
     """Write ``BLOCK_WORDS`` words of each plane of one stream: columns(``symbols``, 2^``bits``, F) of ``width`` words (spec/README.md).
 
-    ``levels`` is uint8 ``[batch, row, stored]``, whose columns from ``first`` on are the stream's symbols. A plane of bytes is given as
+    ``levels`` is uint8 ``[batch, row, stored]``, whose columns from ``first`` on are the stream's symbols. A plane of bytes is passed as
     uint8.
     """
     # Planes of bytes have one for an odd number of columns, too.

@@ -1,6 +1,6 @@
 """Encode klt on the GPU where each head has its own widths (spec/codecs/klt.md); ``formats/klt.py`` is the oracle.
 
-As for shared widths (``klt.py``), widths are data to the kernels, here for each head and column: the kernel there writes a byte per column,
+As for shared widths (``klt.py``), widths are data to the kernels, here for each head and column. The kernel there writes a byte per column,
 and another packs the codes of all heads of a token into one row of bytes.
 """
 
@@ -57,7 +57,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
-    """None if the level of a value is not its code in every table."""
+    """Build the rows on the device; None unless the level of a value is its code in every table."""
     heads, tiles = codec.fixed_heads or 1, -(-codec.dim // COLUMNS.value)
     if len(source.rows) != 1:
         return None
@@ -89,7 +89,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
 
 
 def _in_tiles(rows: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Return ``[head, row, column]`` as ``[head, tile, row, COLUMNS]``, with zeros behind the last column."""
+    """Reshape ``[head, row, column]`` to ``[head, tile, row, COLUMNS]``, with zeros after the last column."""
     padded = torch.nn.functional.pad(rows, (0, COLUMNS.value * tiles - rows.shape[-1]))
     return padded.view(*rows.shape[:2], tiles, COLUMNS.value).transpose(1, 2)
 
@@ -106,7 +106,7 @@ def _pack(
     row_bytes: tl.tensor,
     BLOCK_BYTES: tl.constexpr,
 ) -> None:
-    """Write ``BLOCK_BYTES`` bytes of ``codes``, uint8 ``[batch, token, row_bytes]``, of ``levels`` ``[batch, head, token, stored]``."""
+    """Write ``BLOCK_BYTES`` bytes of ``codes``, uint8 ``[batch, token, row_bytes]``, from ``levels`` ``[batch, head, token, stored]``."""
     blocks = tl.cdiv(tokens.to(tl.int64) * row_bytes, BLOCK_BYTES)
     program = tl.program_id(0).to(tl.int64)
     batch = program // blocks

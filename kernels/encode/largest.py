@@ -1,4 +1,4 @@
-"""The largest magnitudes of an engine's pages, from which one scale for all of a page or head is chosen: one launch for all of a job."""
+"""Largest magnitudes of an engine's pages, from which one scale per page or head is chosen: one launch for a whole job."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -23,9 +23,9 @@ WARPS = 4
 
 
 def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
-    """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each of its heads with ``per_head``.
+    """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
-    float32 ``[batch, kv_head or 1, 1]``; NaN if any value is.
+    The result is float32 ``[batch, kv_head or 1, 1]``, and NaN if any value is.
     """
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)

@@ -35,7 +35,7 @@ _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
 class ElementForm(NamedTuple):
-    """The bits of an element: of its ``fraction``, the ``bias`` of its exponent, ``finite`` codes without a sign, and ``bits`` in all."""
+    """Parameters of an element: ``fraction`` bits, exponent ``bias``, the number of ``finite`` codes without a sign, and total ``bits``."""
 
     fraction: int
     bias: int
@@ -44,11 +44,11 @@ class ElementForm(NamedTuple):
 
 
 class MinifloatConstants(NamedTuple):
-    """The form of elements, of which ``largest`` is the largest and ``emax`` its exponent, and that of e4m3; ``kind`` is that of scales.
+    """The element format, its ``largest`` value and that value's exponent ``emax``, the e4m3 format, and the ``kind`` of scales.
 
-    Scales are of ``blocks`` of ``size`` channels, binary16 if ``half``; those of runs are so that quotients are ``most`` at most, and of
-    each head with ``per_head``. The streams are scales, and of ``NESTED`` those of runs. ``chosen``: the table, float32 ``[batch, kv_head
-    or 1]``, is that of magnitudes by which scales of runs are chosen here.
+    Scales cover ``blocks`` of ``size`` channels, and are binary16 if ``half``; run scales make quotients at most ``most``, per head with
+    ``per_head``. The streams are scales, and for ``NESTED`` also run scales. ``chosen``: the table, float32 ``[batch, kv_head or 1]``,
+    holds the magnitudes from which run scales are chosen here.
     """
 
     form: ElementForm
@@ -65,9 +65,9 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
 
-    A scale per run is at first that of the run before, 0 if there is none; in the pages of an engine each of the batch is a run of its own.
+    A run scale starts as that of the run before, or 0 without one; in the pages of an engine each batch entry is its own run.
     """
     if codec.dim > MAX_PRODUCTS:
         return False
@@ -104,9 +104,9 @@ def _terms(codec: Minifloat) -> dict[str, list[Term]]:
 
 
 def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales of the run that ``x`` is in, like those of the run ``before``, and whether each is a number.
+    """Return the scales of the run that contains ``x``, chosen as for the run ``before``, and a mask of those that are numbers.
 
-    Computed by torch: one pass over the input, and no wait for the device.
+    Computed by torch: one pass over the input, without waiting for the device.
     """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
@@ -118,7 +118,7 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
 
 @triton.jit
 def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Return the codes, int32, of the elements nearest to finite float32 values, ties to even: ``formats.minifloat.encoded``."""
+    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even: ``formats.minifloat.encoded``."""
     FRACTION: tl.constexpr = FORM.fraction
     BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION
@@ -140,7 +140,7 @@ def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """Return ``formats.minifloat._scale_for`` of magnitudes up to 3.4e38; 0, and flagged, if it does not fit."""
+    """Compute ``formats.minifloat._scale_for`` of magnitudes up to 3.4e38; 0, and flagged, if it does not fit."""
     exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
     if HALF:
         fits = exact < _HALF_LIMIT
@@ -156,7 +156,7 @@ def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl
 
 @triton.jit
 def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the scale of a run, float32 ``[1, 1]``; where scales are chosen here, its first program stores it."""
+    """Return the scale of a run, float32 ``[1, 1]``; if scales are chosen here, the run's first program stores it."""
     scales = block.stored[1 if CONSTANTS.kind == NESTED else 0]
     at = tl.zeros((1, 1), tl.int32)
     place = scales + block.batch
@@ -181,7 +181,7 @@ def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a token's channels; scales that are not given are stored."""
+    """Return the codes of a token's channels, and store scales that are not given."""
     KIND: tl.constexpr = CONSTANTS.kind
     FORM: tl.constexpr = CONSTANTS.form
     E4M3: tl.constexpr = CONSTANTS.scale_form

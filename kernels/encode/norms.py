@@ -1,4 +1,4 @@
-"""Norms of tokens whose values are encoded within a unit vector: what quantizers of such codecs begin and end with."""
+"""Token norms of codecs that encode within a unit vector: the first and last steps of their quantizers."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -21,7 +21,7 @@ _SMALLEST_SQUARE, _LARGEST_SQUARE = tl.constexpr(SMALLEST_SQUARE), tl.constexpr(
 
 
 class Norms(NamedTuple):
-    """The least norm that does not fit, the ``rule`` of ``rows.rule_of``, and the number of the table that ``store_norms`` takes, or -1."""
+    """The least norm that does not fit, the ``rule`` of ``rows.rule_of``, and the index of the table for ``store_norms``, or -1."""
 
     limit: float
     rule: float
@@ -29,7 +29,7 @@ class Norms(NamedTuple):
 
 
 class NormState(NamedTuple):
-    """Of each token, ``[token, 1]``: its norm, what its values within the unit vector are products with, and sums over what was decoded."""
+    """Per token, ``[token, 1]``: its norm, the factor that scales its values to a unit vector, and sums over decoded values."""
 
     norm: Any
     factor: Any
@@ -38,7 +38,7 @@ class NormState(NamedTuple):
 
 
 def norms_for(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> Norms:
-    """Return the constants of ``codec``, whose table is added to ``tables`` if it has one."""
+    """Return the constants of ``codec``, and add its table to ``tables`` if it has one."""
     bounds = log8_bounds_of(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
@@ -48,7 +48,7 @@ def norms_for(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: to
 
 @triton.jit
 def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the ``NormState`` of tokens of which nothing is decoded."""
+    """Return the ``NormState`` of tokens before any decoded value is added."""
     norm = norms_of(block.rows, block.flag, CONSTANTS.norms.limit, _SMALLEST_SQUARE, _LARGEST_SQUARE)
     factor = SHAPE.scale / tl.maximum(norm, 1e-37)
     return NormState(norm, factor, tl.zeros(norm.shape, tl.float32), tl.zeros(norm.shape, tl.float32))
@@ -56,14 +56,14 @@ def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -
 
 @triton.jit
 def with_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """Return ``state`` with the values of a block, within the unit vector, and what they decode to."""
+    """Add a block's values within the unit vector, and their decoded values, to ``state``."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 
 
 @triton.jit
 def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the norms, to the first stream of scales."""
+    """Store the norms in the first stream of scales."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule
     LOG8: tl.constexpr = CONSTANTS.norms.log8

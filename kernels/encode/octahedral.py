@@ -1,7 +1,7 @@
 """Encode octahedral on the GPU (spec/codecs/octahedral.md); ``formats/octahedral.py`` is the oracle.
 
-Triplets are three tiles of coordinates, straight from the rotation. The nearest direction is the best of the four whose coordinates
-enclose the triplet's: that is what the local searches of ``formats/octahedral_search.py`` find.
+Triplets are three tiles of coordinates, straight from the rotation. The nearest direction is the best of the four whose coordinates enclose
+the triplet's, which is the result of the local searches in ``formats/octahedral_search.py``.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -35,9 +35,9 @@ _MAX_LEVELS = 64
 
 
 class OctahedralConstants(NamedTuple):
-    """``levels`` of a coordinate, and ``norm_levels`` of the norms of ``triplets``. The tables are bounds and entries of both.
+    """``levels`` of a coordinate, and ``norm_levels`` of the norms of ``triplets``. The tables are the bounds and entries of both.
 
-    ``nearest``: directions are rounded by coordinates; ``length``: to norms of triplets instead of their projections.
+    ``nearest``: directions are rounded by coordinates; ``length``: norms are triplet norms instead of their projections.
     """
 
     norms: Norms
@@ -49,7 +49,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False

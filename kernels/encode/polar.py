@@ -35,7 +35,7 @@ _MOST, _SMALLEST, _LARGEST = tl.constexpr(MAX_ANGLES), tl.constexpr(SMALLEST_SUM
 
 
 class PolarConstants(NamedTuple):
-    """The bits of the angles of each level, the radii of a token, the least one that does not fit, and the ``rule`` of ``rows.rule_of``.
+    """The bits of each level's angles, the radii of a token, the least radius that does not fit, and the ``rule`` of ``rows.rule_of``.
 
     The tables are the bounds ``[level, MAX_ANGLES]`` and ``directions_of`` the levels. ``compiled``: for a device.
     """
@@ -48,9 +48,9 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support.
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
 
-    It does not take a level with an odd number of radii, the last of which has no partner, nor dims of more than one product.
+    It does not support a level with an odd number of radii, the last of which has no partner, or dims that need more than one product.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
@@ -67,13 +67,14 @@ def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
 
 
 def _first_tile(codec: Polar) -> int:
-    """Pairs of channels of a token, padding included."""
+    """Return the number of channel pairs per token, including padding."""
     return max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))
 
 
 def _tiles(codec: Polar) -> tuple[int, ...]:
-    """Return the symbols of the tile of each level, padding included: half those of the level below, down to the minimum of the matrix
-    units.
+    """Return the symbols in each level's tile, including padding.
+
+    That is half those of the level below, down to the minimum of the matrix units.
     """
     return tuple(max(SMALLEST_AXIS, _first_tile(codec) >> level) for level in range(len(codec.levels)))
 
@@ -95,8 +96,10 @@ def _terms(codec: Polar) -> dict[str, list[Term]]:
 
 @kept_on_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return the bounds between neighbors in the table of each level above the first, in turns, ``[level, MAX_ANGLES]``, then one above
-    all."""
+    """Return the bounds between neighbors in each level's table above the first, in turns, ``[level, MAX_ANGLES]``.
+
+    The last one is above all angles.
+    """
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
         between = midpoints(table)
@@ -106,7 +109,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @kept_on_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are bins' centers."""
+    """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are the bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, found, strict=True):
@@ -116,14 +119,16 @@ def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Ten
 
 @triton.constexpr_function
 def _width(pairs: int) -> int:
-    """Return the columns of the tile of a level with this many pairs: at least the shortest axis of the matrix units."""
+    """Return the columns of the tile for a level with this many pairs: at least the shortest axis of the matrix units."""
     return max(16, pairs)
 
 
 @triton.jit
 def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
-    """Return ``values``, which the compiler does not compute again for every layout that they are wanted in: each level would double
-    that."""
+    """Keep the compiler from recomputing ``values`` for every layout in which they are used.
+
+    Otherwise each level would double the work.
+    """
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
     return values
@@ -131,7 +136,7 @@ def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Return ``codes`` of tokens of ``PAIRS`` pairs each as a tile, in the first of every few columns where it has more."""
+    """Reshape ``codes`` of tokens with ``PAIRS`` pairs each to a tile; codes go to the first of every few columns if it has more."""
     WIDTH: tl.constexpr = _width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
@@ -147,9 +152,9 @@ def _projected(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions:
 
 
 class PolarState(NamedTuple):
-    """The radii of a level, and the products of the values below each with their direction as it decodes (zeros if no rule asks for it).
+    """The radii of a level, and the products of the values below each radius with their decoded direction (zeros if no rule needs them).
 
-    Flat above the first level, ``[token * pair]``, until codes are put in tiles again (``_widened``).
+    Above the first level they are flat, ``[token * pair]``, until codes are put in tiles again (``_widened``).
     """
 
     radius: Any

@@ -40,7 +40,7 @@ _UNITS, _SMALLEST, _LARGEST = tl.constexpr(UNITS), tl.constexpr(SMALLEST_RADIUS)
 class QuaternionConstants(NamedTuple):
     """The largest code of a radius (``steps``), the least scale that does not fit (``limit``), and the ``rule`` of ``rows.rule_of``.
 
-    The tables are that of the secondary quaternions, ``[count, 4]``, and their count.
+    The tables are the secondary quaternions, ``[count, 4]``, and their count.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(SMALLEST_AXIS, next_power_of_two(-(-codec.dim // 4)))
@@ -92,13 +92,13 @@ def _rotated_back(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """1 if the float32 is negative, -0 included, else 0."""
+    """Return 1 if the float32 is negative, including -0, else 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 
 @triton.jit
 def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """Return the number of the nearest Hurwitz unit: 2 i + sign for axis i, 8 + one sign bit a component for a half unit."""
+    """Return the number of the nearest Hurwitz unit: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
     best = tl.abs(w)
     number = _sign_bit(w)
     number = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), number)
@@ -116,7 +116,7 @@ def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codewords and radii of a token's chunks; the scale is stored."""
+    """Return the codewords and radii of a token's chunks, and store the scale."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LIMIT: tl.constexpr = CONSTANTS.limit
     RULE: tl.constexpr = CONSTANTS.rule

@@ -1,8 +1,8 @@
-"""Parts that the encoders share: rows of values, their rotation as a product of the matrix units, norms, levels and roundings.
+"""Helpers that the encoders share: rows of values, their rotation as a matrix-unit product, norms, levels and rounding.
 
-A rotation's entries are +1 and -1, which every input type holds exactly: the product is as exact as the sum of its values. A row
-that a kernel does not encode as ``formats/`` would raises a flag, and the whole run is encoded there: values that are not finite
-or do not fit their width, whose error it names, and values whose squares leave float32.
+A rotation's entries are +1 and -1, which every input type represents exactly: the product is as exact as the sum of its values. A row that
+a kernel does not encode as ``formats/`` would raises a flag, and the whole run is encoded there. Such rows have values that are not finite
+or do not fit their width, whose error it then names, or values whose squares leave float32.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -47,22 +47,22 @@ _PARTS = 3
 
 
 def block_tokens(x: torch.Tensor, most: int) -> int:
-    """Return the tokens of a tile of rows of ``x``, ``most`` or fewer: more of the longest rows would fill the registers."""
+    """Return the tokens of a tile of rows of ``x``, at most ``most``; more of the longest rows would fill the registers."""
     return most if x.shape[3] <= MAX_PRODUCTS else max(SMALLEST_AXIS, most // 2)
 
 
 class Input(NamedTuple):
-    """A tensor to encode: ``arguments`` for ``load_rows``, and ``constants`` that every encoder takes."""
+    """A tensor to encode: ``arguments`` for ``load_rows``, and the ``constants`` of every encoder."""
 
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
 
 class Origins(NamedTuple):
-    """Offsets of the values and the streams of each batch element that are not one after another, as in an engine's pages.
+    """Offsets of the values and the streams of batch entries that are not contiguous, as in an engine's pages.
 
-    ``table`` is int64 ``[batch, 3]``: values from the first of the input, bytes from the streams of the first, and the number of the flag.
-    ``aligned`` is a power of two, at most 16, that divides the place of every input in bytes; streams are ``STREAMS_ALIGNED`` bytes apart.
+    ``table`` is int64 ``[batch, 3]``: element offset from the first input, byte offset from the streams of the first, and the flag's index.
+    ``aligned`` is a power of two, at most 16, that divides the byte offset of every input; streams are ``STREAMS_ALIGNED`` bytes apart.
     """
 
     table: torch.Tensor
@@ -70,12 +70,13 @@ class Origins(NamedTuple):
 
 
 def operand_of(x: torch.Tensor) -> Any:
-    """Return the type in which rows of ``x`` are multiplied: Triton's interpreter has no products of bfloat16."""
+    """Return the type in which rows of ``x`` are multiplied; Triton's interpreter cannot multiply bfloat16."""
     return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
 
 
 def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
-    """Return the kernel arguments for ``x``, ``[batch, kv_head, token, dim]`` of any strides, whose batch may be placed by ``origins``."""
+    """Return the kernel arguments for ``x``, ``[batch, kv_head, token, dim]`` of any strides, with batch entries at ``origins`` if given.
+    """
     padded = max(SMALLEST_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
     return Input(
@@ -91,10 +92,10 @@ def input_of(x: torch.Tensor, origins: Origins | None = None) -> Input:
 
 
 def components(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
-    """Return the factors of rows of ``x`` for the first coordinate of every ``count`` channels, then for the second, and so on.
+    """Return the matrices that map rows of ``x`` to the first coordinate of every ``count`` channels, then to the second, and so on.
 
-    ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks, +1, -1 or 0, in the type of the product; it is sqrt(dim)
-    times a rotation that is not none.
+    They are ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks, with entries +1, -1 or 0 in the type of the product:
+    sqrt(dim) times the rotation, unless that is none.
     """
     return _components(rotation, count, symbols, block, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, x.device)
 
@@ -112,13 +113,13 @@ def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype:
 
 @kept_on_device
 def values_of(table: bytes) -> torch.Tensor:
-    """Return a table of little-endian float32, as float32."""
+    """Return a table of little-endian float32 as a float32 tensor."""
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
 
 
 @kept_on_device
 def bounds_of(table: bytes) -> torch.Tensor:
-    """Return the bounds between neighbors in a table within [0, 1], and one above all: a kernel supports no tensor without elements."""
+    """Return the bounds between neighbors in a table within [0, 1], and one above all, because a kernel supports no empty tensor."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
@@ -152,14 +153,14 @@ class Origin(NamedTuple):
 
 @triton.jit
 def origin_of(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl.tuple:
-    """Return the ``Origin`` of one element of the batch. ``ALIGNED`` values divide the origin of the input."""
+    """Return the ``Origin`` of one batch entry. The origin of the input is a multiple of ``ALIGNED`` values."""
     row = origins + batch * 3
     return Origin(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
 
 
 @triton.jit
 def moved(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
-    """Return ``pointer`` to a stream, ``shift`` bytes further."""
+    """Move ``pointer``, to a stream, by ``shift`` bytes."""
     SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = _STREAMS_ALIGNED // SIZE
     return pointer + tl.multiple_of(shift // SIZE, ALIGNED)
@@ -167,7 +168,7 @@ def moved(pointer: tl.tensor, shift: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def all_moved(pointers: tl.tuple, shift: tl.tensor) -> tl.tuple:
-    """Return each of ``pointers`` to streams, ``shift`` bytes further."""
+    """Move each of ``pointers``, to streams, by ``shift`` bytes."""
     found = ()
     for number in tl.static_range(len(pointers)):
         found = found + (moved(pointers[number], shift),)  # noqa: RUF005
@@ -204,7 +205,7 @@ def component(
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``rows``, ``[token, PADDED_DIM]``, times matrix ``number`` of ``components``: float32 ``[token, BLOCK]``."""
+    """Multiply ``rows``, ``[token, PADDED_DIM]``, by matrix ``number`` of ``components``: float32 ``[token, BLOCK]``."""
     place = matrix + number * PADDED_DIM * BLOCK + tl.arange(0, PADDED_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     factor = tl.load(place).to(OPERAND)
     if PARTS == 1:
@@ -221,15 +222,15 @@ def component(
 
 @triton.jit
 def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
-    """Raise the flag unless all of a tile is ``ok``."""
+    """Raise the flag unless the whole tile is ``ok``."""
     tl.store(flag, 1, tl.min(ok.to(tl.int32)) == 0)
 
 
 @triton.jit
 def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the norm of each row, float32 ``[token, 1]``; flagged where it is not below ``LIMIT`` or its square is out of range.
+    """Return the norm of each row, float32 ``[token, 1]``, and flag norms that are not below ``LIMIT`` or whose square is out of range.
 
-    A row of zeros is in range, and a NaN in none.
+    A row of zeros is in range; NaN is not.
     """
     value = rows.to(tl.float32)
     square = tl.sum(value * value, 1)
@@ -244,9 +245,9 @@ def norms_of(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Write one norm a row; one that does not fit was flagged, and is kept from a conversion that would overflow.
+    """Write one norm per row; norms that do not fit, which are flagged already, are clamped so that no conversion overflows.
 
-    With ``log8_bounds`` (``token_norms.log8_bounds``) it is written as a byte: the number of these that it is not below.
+    With ``log8_bounds`` (``token_norms.log8_bounds``) a norm is written as a byte: the number of bounds that it is not below.
     """
     stored = tl.where(norm < LIMIT, norm, 0.0)
     if log8_bounds is not None:
@@ -261,14 +262,14 @@ def store_norms(
 def unbiased_factor(
     norm: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, LIMIT: tl.constexpr, RULE: tl.constexpr
 ) -> tl.tensor:
-    """Return the factors of ``norm_rule.unbiased_factor`` for tiles of one shape."""
+    """Compute ``norm_rule.unbiased_factor`` for tiles of one shape."""
     kept = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(kept, tl.minimum(norm * (squares / tl.where(kept, product, 1.0)), RULE), norm)
 
 
 @triton.jit
 def entry_of(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the entry of a ``table`` of ``LEVELS`` entries for each level; a few are compared one by one, as in ``level_of``."""
+    """Look up each level in a ``table`` of ``LEVELS`` entries; a few entries are compared one by one, as in ``level_of``."""
     if LEVELS <= 16:
         entry = tl.zeros(level.shape, tl.float32) + tl.load(table)
         for number in tl.static_range(1, LEVELS):
@@ -280,9 +281,9 @@ def entry_of(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.ten
 
 @triton.jit
 def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return how many of ``LEVELS`` - 1 ascending bounds each value is above, int32; ``LEVELS`` is a power of two, at most 256.
+    """Count the ascending bounds, ``LEVELS`` - 1 of them, below each value, int32; ``LEVELS`` is a power of two, at most 256.
 
-    A few bounds are compared one by one: a lookup moves its tile to the layout of memory and back, which costs as much as several.
+    A few bounds are compared one by one: a lookup moves its tile to a memory layout and back, which costs as much as several comparisons.
     """
     level = tl.zeros(values.shape, tl.int32)
     if LEVELS <= 16:
@@ -298,7 +299,7 @@ def level_of(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.t
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return the number of the first of two neighbors in an ascending table that enclose each value, and both; the outermost beyond."""
+    """Return the two neighbors in an ascending table that enclose each value, and the first one's number; clamped at the ends."""
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)
@@ -317,7 +318,7 @@ def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) 
 
 @triton.jit
 def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the integer in [0, LARGEST] that is nearest to each value, ties going to the even one; int32."""
+    """Return the integer in [0, LARGEST] nearest to each value, int32, ties to even."""
     limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
     # Where binary32 has no fractions its fraction bits are the integer.
     return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

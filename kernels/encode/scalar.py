@@ -28,9 +28,9 @@ BLOCK_SYMBOLS = 32
 
 
 class ScalarConstants(NamedTuple):
-    """Levels of magnitudes of each width, 0 without a second one.
+    """Magnitude levels of each width, 0 without a second width.
 
-    The tables are the ascending bounds of ``level_of`` and the magnitudes of each width, and what marks the channels of the second.
+    The tables are the ascending bounds of ``level_of`` and the magnitudes of each width, and a mask of the channels of the second.
     """
 
     norms: Norms
@@ -39,7 +39,7 @@ class ScalarConstants(NamedTuple):
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``; return False, and do nothing, for codecs that the kernel does not support."""
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
     symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim))
     tables = [bounds_of(codec.magnitude_table, x.device), values_of(codec.magnitude_table, x.device)]
     if codec.bits_high:
@@ -70,7 +70,7 @@ def _high(parts: tuple[ScalarPart, ...], symbols: int) -> torch.Tensor:
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels; with two widths, as if all had the first, and as if all had the second."""
+    """Return the codes of a block of channels; with two widths, the codes as if all had the first, then as if all had the second."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block

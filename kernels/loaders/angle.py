@@ -1,7 +1,7 @@
-"""angle as tiles (spec/codecs/angle.md): two tiles per field, of the cosines and the sines of its pairs times their norms.
+"""angle as tiles (spec/codecs/angle.md): two tiles per field, with the cosines and the sines of its pairs times their norms.
 
-Norms are divided by a power of two near the token's largest, which becomes the token's factor, so that all fit binary16. This is the
-direct arrangement; in the dense one bins and norm codes have streams of their own (``angle_dense``, ``angle_thread``).
+Norms are divided by a power of two near the token's largest norm, which becomes the token's factor, so that all fit binary16. This is the
+direct arrangement; in the dense one, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,9 +34,9 @@ VALUES = 2
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and True if norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
-    The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
+    The range is stream number ``range_place`` and element ``range_place`` of the result of ``load``.
     """
 
     packing: TilePacking
@@ -49,7 +49,7 @@ class AngleConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
+    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
@@ -72,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def table(codec: Angle) -> torch.Tensor:
-    """Return cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
+    """Return the cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries
@@ -90,7 +90,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the ranges, int32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return loaded + load_range(pointers[CONSTANTS.range_place], first, token, valid, CONSTANTS, MASKED)
@@ -100,7 +100,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Return the range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
+    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -109,13 +109,13 @@ def load_range(
 
 @triton.jit
 def _half(bits: tl.tensor) -> tl.tensor:
-    """Return the low 16 bits as a binary16, widened to float32."""
+    """Return the low 16 bits, a binary16, widened to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _range(words: tl.tuple) -> tl.tuple:
-    """Return (step, minimum) of each token, float32 of the shape of ``words``."""
+    """Return (step, minimum) of each token, float32 in the shape of ``words``."""
     if len(words) == 1:
         step = _half(words[0])
         minimum = _half(words[0] >> 16)
@@ -127,10 +127,10 @@ def _range(words: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the exponent field of the float32 power of two that a linear range is decoded over.
+    """Return the exponent field of the float32 power of two by which norms of a linear range are divided.
 
-    That of binary16 is at most the largest step's or 1/256 of the largest minimum's, so that norms over it are below 2^11. That
-    of float32 is above all norms in size, but the largest binary32s.
+    For binary16 it is at most that of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
+    float32 it is above all norms, except the largest binary32.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
@@ -169,9 +169,9 @@ def middle_norm(bits: int) -> int:
 
 @triton.jit
 def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """Return (scale, center) of norms or their logarithms over the token's factor: (code - ``middle_norm``) * scale + center, float32.
+    """Return (scale, center) of norms, or of their logarithms, divided by the token's factor, float32.
 
-    ``words`` are the token's range.
+    The norm is (code - ``middle_norm``) * scale + center. ``words`` are the token's range.
     """
     step, minimum = _range(words)
     MIDDLE: tl.constexpr = middle_norm(CONSTANTS.norm_bits)
@@ -188,8 +188,10 @@ def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 
 @triton.constexpr_function
 def _line(bits: int) -> str:
-    """Return ``norm_line`` of two ranges of binary16: exponents are found as ``_exponent`` does, in place, where they compare as binary16
-    do."""
+    """Return PTX for ``norm_line`` of two binary16 ranges.
+
+    Exponents are found as in ``_exponent``, but in place, where they compare like binary16.
+    """
     middle = binary16_bits(middle_norm(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
         prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
@@ -202,7 +204,7 @@ def _line(bits: int) -> str:
 
 @triton.jit
 def norm_line_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return ``norm_line`` in binary16."""
+    """Compute ``norm_line`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
             _line(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -225,7 +227,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the two channels of the pairs of ``STEP``, over the token's factor: two binary16 tiles laid out like the planes."""
+    """Return the two channels of the pairs of ``STEP``, divided by the token's factor: two binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
@@ -246,7 +248,7 @@ def decode(
 
 @triton.jit
 def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return ``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
+    """Compute ``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
     scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
 
@@ -262,10 +264,7 @@ def decode_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``.
-
-    ``line`` is ``norm_line``, broadcast to a tile.
-    """
+    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``."""
     found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_bits(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class AngleDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and True if norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
 
-    The range is stream number ``range_place`` and element ``range_place`` of what ``load`` gives.
+    The range is stream number ``range_place`` and element ``range_place`` of the result of ``load``.
     """
 
     bins: ReplicatedPacking
@@ -45,7 +45,7 @@ class AngleDenseConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are no bit fields, or if their widths do not fit one tile."""
+    """Return the loader of ``codec``; None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
     columns = common_width(every) if list(packings) == ["angle", "norm_codes"] else None
@@ -83,8 +83,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes of the bins and of the norm codes (``replicated_columns.load_stream``), then the ranges, int32 ``[warp,
-    token]``."""
+    """Load the planes of bins and norm codes (``replicated_columns.load_stream``), then the ranges, int32 ``[warp, token]``."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     loaded = load_stream(pointers, first, token, valid, BINS, MASKED, TRANSPOSED)
@@ -103,7 +102,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the two channels of the pairs of ``STEP``, over the token's factor: binary16 tiles ``[warp, token, column]`` or transposed."""
+    """Return the two channels of the pairs of ``STEP``, divided by the token's factor: binary16 tiles ``[warp, token, column]`` or
+    transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already is at the bit of its byte offset needs no shift.
@@ -118,7 +118,9 @@ def decode(
 
 @triton.constexpr_function
 def bit_of_places(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit of a word at which an index of ``bits`` is the byte offset of an entry in all its copies; 0 if it does not fit
-    there."""
+    """Return the bit of a word at which an index of ``bits`` is the byte offset of an entry in all its copies.
+
+    It is 0 if the index does not fit there.
+    """
     at = (2 * VALUES * shared[1]).bit_length() - 1 if fast and shared[1] else 0
     return at if at + bits <= 16 else 0

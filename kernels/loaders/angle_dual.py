@@ -1,7 +1,7 @@
-"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): if the bins of a token are rows of four words.
+"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): for tokens whose bins are rows of four words.
 
 The matrix units read the words of two neighboring tokens, which are contiguous, at once. The words are replicated side by side in
-registers; the copies show two fields, and norm codes are loaded in the same order of columns.
+registers; the copies show two fields, and norm codes are loaded in the same column order.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -35,7 +35,7 @@ MAX_SLICES = 2
 
 
 class Slices(NamedTuple):
-    """The words of norms, ``width`` a row, as ``count`` tiles that each have the columns of bins."""
+    """The words of norms, ``width`` per row, as ``count`` tiles that each have the columns of bins."""
 
     stream: int
     width: int
@@ -56,7 +56,7 @@ class AngleDualConstants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """Return the loader of ``codec``, or None if bins or norm codes are no bit fields or have rows of other lengths."""
+    """Return the loader of ``codec``; None if bins or norm codes are not bit fields or have rows of other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
@@ -116,7 +116,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
+    """Load the planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
     - Norm codes: one int16 tile of as many columns as the replicated bins per slice.
@@ -166,7 +166,7 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return one plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
+    """Load one plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
@@ -186,8 +186,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the two channels of the pairs of ``STEP``, over the tokens' factors: binary16 tiles ``[warp, token, column]`` or
-    transposed."""
+    """Return both channels of the pairs of ``STEP``, divided by the tokens' factors: binary16 ``[warp, token, column]`` or transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
@@ -202,7 +201,7 @@ def decode(
 
 @triton.jit
 def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return ``value``, ``[warp, token, 2]`` of both tokens, as a tile."""
+    """Spread ``value``, ``[warp, token, 2]`` of both tokens, over a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)

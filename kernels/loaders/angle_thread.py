@@ -1,4 +1,4 @@
-"""angle as tiles of rows of which a thread holds one (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
+"""angle as tiles of rows, one per thread (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
 
 # Triton compiles no conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -41,7 +41,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``, or None if there are too many bins or norms are no codes."""
+    """Return the loader of ``codec``; None if there are too many bins or norms are not codes."""
     if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
         return None
     packings = codec.packings()
@@ -82,8 +82,8 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp,
-    token]``."""
+    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp, token]``.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -101,8 +101,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of ``STEP``, over the token's factor: one binary16 tile, ``[warp, token, column]`` or
-    transposed."""
+    """Return both channels of the pairs of ``STEP``, divided by the token's factor: one binary16 tile, or transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 

@@ -53,9 +53,8 @@ ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) 
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A row of the stream of scales has ``scales_per_row``; ``kind`` selects which of them a tile needs, and ``whole_rows`` whether rows are
-    loaded whole. A step makes one tile of ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in
-    ``span`` columns.
+    A row of the scale stream has ``scales_per_row``; ``kind`` selects which of them a tile needs, and ``whole_rows`` whether rows are
+    loaded whole. A step makes one tile with ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in ``span`` columns.
     """
 
     packing: TilePacking
@@ -75,7 +74,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec``, or None if its fields are no bit fields of at most two words. ``dual`` is that of the result."""
+    """Return the loader of ``codec``; None if its fields are not bit fields in at most two words. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -152,7 +151,7 @@ def load(
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens are in one token group),
-      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane where each value has its own.
+      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane if each value has its own.
     - The token scale (``token_factors``), if there is one.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -219,8 +218,9 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """Return the number of a token's ``scales`` per load, small enough that the scales of eight tokens touch few rows of shared-memory
-    banks.
+    """Return the number of a token's ``scales`` per load.
+
+    It is small enough that the scales of eight tokens touch few rows of shared-memory banks.
     """
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
@@ -235,8 +235,10 @@ def _load_scale_rows(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Return the scales of each step, cut from whole rows: ``[warp, column]`` where a warp's tokens share a row, else ``[warp, token]`` or
-    ``[warp, token, scale]`` (transposed ``[warp, scale, token]``).
+    """Return the scales of each step, cut from whole rows.
+
+    They are ``[warp, column]`` if a warp's tokens share a row, else ``[warp, token]`` or ``[warp, token, scale]`` (transposed ``[warp,
+    scale, token]``).
     """
     SIZE: tl.constexpr = CONSTANTS.size
     SCALES: tl.constexpr = CONSTANTS.scales_per_row
@@ -275,7 +277,7 @@ def _load_scale_rows(
 
 @triton.jit
 def _any(valid: tl.tensor) -> tl.tensor:
-    """Return True if a warp has a valid token, ``[warp, 1]``."""
+    """Return a mask, ``[warp, 1]``, of the warps with a valid token."""
     return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 
 
@@ -300,7 +302,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return (code - middle) * scale + center of the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return (code - middle) * scale + center for the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile

@@ -1,6 +1,6 @@
-"""key_mean beside tiles (spec/side-cars.md): the tokens of a page have one product of the query with their mean in common.
+"""key_mean next to tiles (spec/side-cars.md): the tokens of a page share one product of the query with their mean.
 
-``attend.means`` makes these products before the tiles are attended; a tile adds them to its scores, and loads nothing else for it.
+``attend.means`` computes these products before the tiles are attended; a tile adds them to its scores and loads nothing else for it.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
-    """Return the loader ``tiles`` of a codec of keys with their means."""
+    """Extend the loader ``tiles`` of a key codec with page means."""
     means = Means(key_mean.tokens)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
 
@@ -43,11 +43,11 @@ def load_products(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products of each query row with the mean of each token's page, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` if
-    whole.
+    """Load the products of each query row with the mean of each token's page, float32 ``[warp, token, row]`` (``[warp, 1, row]`` if whole).
 
-    ``products`` are pointers ``[1, 1, row]`` to those of page 0, ``padded`` rows for each of the ``pages``. ``first`` is the token of the
-    first warp's first tile, counted from page 0; warps have ``TILES`` tiles, of which this is ``TILE``. ``second`` as in ``Queries``.
+    ``products`` are pointers ``[1, 1, row]`` to those of page 0, with ``padded`` rows for each of the ``pages``. ``first`` is the token of
+    the first warp's first tile, counted from page 0; warps have ``TILES`` tiles, of which this is ``TILE``. ``second`` is as in
+    ``Queries``.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first.to(tl.int32) + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)

@@ -1,8 +1,8 @@
-"""klt as tiles (spec/codecs/klt.md): columns of a calibrated basis, each by the table of its run and head.
+"""klt as tiles (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
 
-Rows are short and their codes have many widths, so a row is loaded as 32-bit registers per token (``row_registers``). The columns of a
-tile differ in which bytes hold their code and at which bit it begins: constants of each column say so, loaded once per program. A code
-of one bit selects one of two entries; the others are looked up in shared memory.
+Rows are short and their codes have many widths, so a row is loaded as 32-bit registers per token (``row_registers``). The columns of a tile
+differ in the bytes that contain their code and in the bit where it begins; per-column constants, loaded once per program, describe this. A
+1-bit code selects one of two entries; the others are looked up in shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -54,7 +54,7 @@ LARGEST_POWER = 8
 class KltConstants(NamedTuple):
     """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that these fill, and its tiles.
 
-    The table of a head has ``entries``, and behind them ``columns`` constants of the columns of tiles, and 0 and 16 in turn for
+    The table of a head has ``entries``, followed by ``columns`` per-column constants, and 0 and 16 in turn for
     ``row_registers.load_parities``. The gain is stream ``gain_stream``, -1 for none.
     """
 
@@ -67,18 +67,14 @@ class KltConstants(NamedTuple):
 
 
 def unit_of(codec: Klt) -> float:
-    """Return the power of two that the matrix is divided by and tables are multiplied by, so that queries in the coded frame are at most
-    about 1.
-
-    Raises MissingBasis.
-    """
+    """Return the power of two that divides the matrix and multiplies the tables, so that queries in the coded frame are at most about 1."""
     matrix = _source(codec).matrix[:, :, _kept(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -LARGEST_POWER), LARGEST_POWER))
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """Return the loader of ``codec``, which has its basis; None if binary16 does not hold its tables, or queries in its frame.
+    """Return the loader of ``codec``, which has its basis; None if binary16 cannot represent its tables, or queries in its frame.
 
     Raises MissingBasis.
     """
@@ -93,7 +89,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys, or of values, with ``tables`` ``[head, code]`` by run."""
+    """Return the loader of keys or values with ``tables`` ``[head, code]`` by run."""
     row = Row()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
@@ -130,7 +126,7 @@ def _source(codec: Klt) -> BasisRows:
 
 
 def _kept(codec: Klt) -> list[int]:
-    """Return the columns that have codes, in any head."""
+    """Return the columns that have codes in any head."""
     if codec.fixed_heads is None:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
     runs = {run for part in codec.runs for run in part.runs}
@@ -139,8 +135,9 @@ def _kept(codec: Klt) -> list[int]:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the constants behind a head's entries, int32 ``[1, column]`` each: of all columns, of every second one, and of
-    ``load_parities``, of all tokens and of the first.
+    """Load the constants after a head's entries, int32 ``[1, column]`` each.
+
+    They are those of all columns, of every second one, and of ``load_parities``, for all tokens and for the first.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -167,7 +164,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
+    """Load the rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
     LOADS: tl.constexpr = CONSTANTS.loads
     loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, FAST)
     if CONSTANTS.gain_stream >= 0:
@@ -186,7 +183,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the entries for the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers
@@ -203,7 +200,7 @@ def decode(
 def _register(
     loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Register number ``AT`` of a tile, uint32 that broadcasts to it."""
+    """Return register number ``AT`` of a tile, uint32 that broadcasts to it."""
     REGISTER: tl.constexpr = _as_loaded(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return of_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
@@ -216,9 +213,9 @@ def _as_loaded(register: Register, tile: Tile) -> Register:
 
 @triton.jit
 def _of_halves(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """Return ``lower`` for tokens whose half is the lower one of its word, else ``upper``, both ``[1, column, 1]``: ``[1, column, token]``.
+    """Select ``lower`` for tokens in the lower half of their word, else ``upper``: from ``[1, column, 1]`` to ``[1, column, token]``.
 
-    Registers hold tokens in pairs, so that this takes no more than two for a column.
+    Registers hold tokens in pairs, so that this needs at most two per column.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -236,7 +233,7 @@ def _selected(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return entry 0 or 1 of each column, by one bit of the register."""
+    """Return entry 0 or 1 of each column, selected by one bit of the register."""
     word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     ENTRIES: tl.constexpr = TILE.entries
     position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
@@ -265,7 +262,7 @@ def _looked_up(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entry of each column, by a code that is anywhere in the registers."""
+    """Return the entry of each column for a code anywhere in the registers."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
@@ -293,7 +290,7 @@ def _pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entries of two columns at a time, whose codes are neighboring fields of a word: ``[warp, token, column]``."""
+    """Return the entries of two columns at a time whose codes are neighboring fields of a word: ``[warp, token, column]``."""
     STRIDE: tl.constexpr = stride_of(SHARED, FAST)
     word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
@@ -321,13 +318,13 @@ def _pairs(
 
 @triton.constexpr_function
 def stride_of(shared: SharedTable, fast: bool) -> int:
-    """Return the binary logarithm of the bytes that an entry takes in shared memory with its copies; 0 if tables are not there."""
+    """Return the binary logarithm of an entry's bytes in shared memory, including its copies; 0 if tables are not there."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
 @triton.constexpr_function
 def _multiplies(tile: Tile, stride: int) -> bool:
-    """Return True if codes are multiplied to their place, where none begins above it: the units that rotate have more to do than others."""
+    """Return True if codes are multiplied to their position, where none begins above it; this relieves the units that rotate."""
     return stride >= 7 and len(tile.selectors) > 0 and tile.kind != TWO_BY_TWO.value
 
 
@@ -342,9 +339,9 @@ def _code(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the word that holds the code of each of ``COUNT`` columns, the bit at which it begins there, and the first entry of its table.
+    """Return the word that holds the code of each of ``COUNT`` columns, the bit where it begins, and the first entry of its table.
 
-    With a ``STRIDE`` the bit is how far the word is to be rotated right, or what it is to be multiplied by.
+    With a ``STRIDE`` the bit is the amount to rotate the word right by, or the factor to multiply it by.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors

@@ -1,9 +1,9 @@
 """klt as tiles where each head has its own widths (spec/codecs/klt.md): the codes of all heads of a token are one row of bytes.
 
-A head's columns are at other bits of the row than those of the next head, with other widths. So that one launch takes all heads, these
-are not constants of the compiled kernel but numbers behind each head's table: for each column the bit where its code begins, its mask
-and the first entry of its table. A column without codes has a mask of zeros and an entry that is zero. Each column of a token loads the
-two bytes that hold its code, and its entry.
+A head's columns have other bit positions and widths than those of the next head. So that one launch handles all heads, these are not
+compile-time constants but numbers after each head's table: for each column the bit where its code begins, its mask, and the first entry of
+its table. A column without codes has a zero mask and a zero entry. Each column of a token loads the two bytes that contain its code, and
+its entry.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -40,7 +40,7 @@ _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
 class KltHeadsConstants(NamedTuple):
     """Compile-time constants of a codec: bytes per row, the ``entries`` of a head's table, and its tiles.
 
-    Behind the entries are, for each tile, the bits where the codes of its columns begin, then their masks and first entries.
+    After the entries come, for each tile, the bits where its columns' codes begin, then their masks and first entries.
     """
 
     row_bytes: int
@@ -50,7 +50,7 @@ class KltHeadsConstants(NamedTuple):
 
 
 def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
-    """Return the loader of ``codec``, whose tables, of ``source``, are multiplied by ``unit``."""
+    """Return the loader of ``codec``, with tables from ``source`` multiplied by ``unit``."""
     tables, numbers, steps = _tables(codec, source, unit)
     entries = tables.shape[1]
     constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")
@@ -64,8 +64,10 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return the entries of each sequence's heads, then the numbers of their columns, int32 ``[head, number]`` each; the tiles with
-    codes."""
+    """Return the entries of each sequence's heads, the numbers of their columns, and the tiles with codes.
+
+    The first two are int32 ``[head, number]``.
+    """
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
@@ -96,7 +98,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the offset of each tile's codes, and their masks and first entries, int32 ``[1, column]`` each."""
+    """Load the offsets of each tile's codes, their masks and first entries, int32 ``[1, column]`` each."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
     found = ()
@@ -117,7 +119,10 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return pointers to tokens' rows ``[warp, token]``, those of a token that there is for others; then the gains (``token_factors``)."""
+    """Return pointers to the tokens' rows ``[warp, token]``, then the gains (``token_factors``).
+
+    Tokens that are not valid point to the row of one that is.
+    """
     row = token
     if MASKED:
         row = tl.where(valid, token, 0)
@@ -138,7 +143,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the entries of the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the entries for the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
     begin = of_columns(column_fields[STEP], TRANSPOSED)

@@ -1,4 +1,4 @@
-"""The plan of klt's loader: the columns of each tile, how they are decoded, and the tables and constants that this takes."""
+"""The plan of klt's loader: the columns of each tile, how they are decoded, and the tables and constants needed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ WIDEST_PAIR = 3
 
 
 class Tile(NamedTuple):
-    """One tile: its ``kind``, the numbers of the ``registers`` that hold its codes of ``bits``, and those of constants of its columns.
+    """One tile: its ``kind``, the numbers of the ``registers`` with its codes of ``bits``, and those of its column constants.
 
-    The code of a column begins at bit ``position`` of a register, or where ``selectors`` make one of several, of its lowest byte. The table
-    of a column begins at ``first_entry``, or at the constant ``own_entry`` where that is not -1. Of codes that select one of two entries,
-    ``entries`` are the constants of entry 0 and of what turns it into entry 1. Constants are those of every second column where two are
-    decoded at once.
+    The code of a column begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte. The
+    table of a column begins at ``first_entry``, or at the constant ``own_entry`` if that is not -1. For codes that select one of two
+    entries, ``entries`` are the constants of entry 0 and of the change that turns it into entry 1. If two columns are decoded at once,
+    constants cover every second column.
 
-    Of values, one register may be halves of 16 bits of each token. It is then left as words, with the half of another token next to it:
-    number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are those for tokens whose half is the upper one.
+    For values, one register may be a 16-bit half of each token's word. It is then kept as whole words, together with the half of another
+    token: number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are the selectors for tokens in the upper half.
     """
 
     kind: int
@@ -51,10 +51,11 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """The tiles of a codec, the tables of all heads, and the constants of columns behind these, as they are found."""
+    """The tiles of a codec, the tables of all heads, and the column constants after them, in the order of first use."""
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once where they can be. ``registers`` may grow."""
+        """Create an empty plan for ``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once if possible.
+        ``registers`` may grow."""
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
         self.constants: list[torch.Tensor] = []
@@ -68,7 +69,7 @@ class Plan:
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, words: Words, columns: list[int]) -> None:
-        """The tiles of a code stream, whose symbols are codes of ``columns`` of the coded frame."""
+        """Add the tiles of a code stream whose symbols are codes of ``columns`` of the coded frame."""
         packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
         symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
         for first in range(0, len(symbols), COLUMNS.value):
@@ -81,7 +82,7 @@ class Plan:
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
     def _add_tile(self, words: Words, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """The tile of ``symbols``, (word, field) each, of columns of ``runs``."""
+        """Add the tile of ``symbols``, (word, field) each, for columns of ``runs``."""
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
         kind, length = LOOKED_UP.value, bits
@@ -127,7 +128,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
 
     def _number(self, values: torch.Tensor) -> int:
-        """Return the number of a constant, int32 ``[head or 1, column]``; those of every second column are each there twice."""
+        """Return the number of a constant, int32 ``[head or 1, column]``; constants of every second column occur twice."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -136,7 +137,7 @@ class Plan:
         return len(self.constants) - 1
 
     def table(self) -> torch.Tensor:
-        """binary16 ``[head, entry, 2]``: the entries of a head, and the constants of columns as integers of 32 bits."""
+        """Return binary16 ``[head, entry, 2]``: the entries of a head, then the column constants as 32-bit integers."""
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]

@@ -1,7 +1,7 @@
-"""minifloat as tiles (spec/codecs/minifloat.md): elements become binary16 exactly, and are multiplied by the scales of their blocks.
+"""minifloat as tiles (spec/codecs/minifloat.md): elements become exact binary16, and are multiplied by the scales of their blocks.
 
-What all values of a token share is its factor: the scale of the token, or of blocks with e8m0 their largest power of two. What all values
-of a run share multiplies queries and sums.
+A factor that all values of a token share is the token's factor: the scale of the token, or for blocks with e8m0 their largest power of two.
+A factor that all values of a run share multiplies queries and sums.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -52,9 +52,10 @@ SMALLEST_HALF_EXPONENT = -24
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A token has ``blocks`` of ``size`` channels with scales of 8 bits, which are loaded as ``words`` of four, or one by one if that is 0.
-    ``in_order``: a tile is a field of all columns, and of ``parts`` whole blocks or within one; else each value loads its scale.
-    ``global_scale``: scales are e4m3 and there is one for all; else they are e8m0. ``scale_bits`` are those of a scale per token.
+    A token has ``blocks`` of ``size`` channels with 8-bit scales, which are loaded as ``words`` of four, or one by one if ``words`` is 0.
+    ``in_order``: a tile is one field of all columns and covers ``parts`` whole blocks, or lies within one; otherwise each value loads its
+    scale. ``global_scale``: scales are e4m3 and there is one for all; otherwise they are e8m0. ``scale_bits`` is the width of a scale per
+    token.
     """
 
     packing: TilePacking
@@ -75,7 +76,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def tiles(codec: Minifloat) -> Tiles | None:
-    """Return the loader of ``codec``; None if a column has more than one word for a field."""
+    """Return the loader of ``codec``; None if a field spans more than one word."""
     packing = codec.packings()["codes"]
     if not takes_whole_words(packing):
         return None
@@ -123,7 +124,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if tiles hold every value: over the largest power of two of its token, none is too small for a binary16."""
+    """Return True if tiles represent every value: divided by the largest power of two of its token, none is too small for a binary16."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
@@ -155,7 +156,7 @@ def load(
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - The scale of the token (``token_factors``) or of the run, float32 ``[warp, 1]``, if there is one.
-    - The scales of blocks, int32 ``[warp, token]``: words of four, or one each; then one tile per step where values load their own.
+    - The block scales, int32 ``[warp, token]``: words of four, or one each; then one tile per step if values load their own.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
@@ -178,7 +179,7 @@ def load(
 
 @triton.jit
 def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Return the number of a run, float32 ``[warp, 1]``."""
+    """Load the number of a run, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -186,7 +187,7 @@ def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Return the scales of a token's blocks, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
+    """Load a token's block scales, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
@@ -219,7 +220,7 @@ def _load_own_scales(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scale of the block of each value of a step's tile, int32."""
+    """Load the block scale of each value in a step's tile, int32."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     column = tl.arange(0, PACKING.tile_width)
@@ -234,7 +235,7 @@ def _load_own_scales(
 
 @triton.jit
 def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of a block among what was ``loaded`` from number ``AT`` on, int32 ``[warp, token]``."""
+    """Return the scale of a block from the ``loaded`` ones that start at number ``AT``, int32 ``[warp, token]``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -244,7 +245,7 @@ def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CON
 
 @triton.jit
 def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the largest of a token's scales of blocks, int32 ``[warp, token]``."""
+    """Return the largest of a token's block scales, int32 ``[warp, token]``."""
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     largest = _scale_of_block(loaded, AT, 0, CONSTANTS)
     for block in tl.static_range(1, BLOCKS):
@@ -256,8 +257,8 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the factor of the elements of a block, binary16 ``[warp, token]``.
 
-    e4m3 are their scales. e8m0 are theirs over the largest of the token; elements that are smaller by 2^E2M1_EXPONENT then become what
-    they are.
+    For e4m3 it is the scale. For e8m0 it is the scale divided by the token's largest; it also restores elements that are smaller by
+    2^E2M1_EXPONENT.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -276,7 +277,7 @@ def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.conste
 def _factors_of_tile(
     loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return ``_factor_of_block`` of the values of ``STEP``, binary16 that broadcasts to a tile."""
+    """Return ``_factor_of_block`` for the values of ``STEP``, binary16 that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -305,7 +306,7 @@ def _factors_of_tile(
 
 @triton.constexpr_function
 def _lowered(element: str) -> int:
-    """Return the exponent of 2 by which elements are smaller in tiles."""
+    """Return the exponent of the power of two by which elements are smaller in tiles."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 
@@ -320,8 +321,10 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the elements of ``STEP`` times what ``factor`` leaves of their scales: one binary16 tile, ``[warp, token, column]`` or
-    transposed."""
+    """Return the elements of ``STEP``, without the part of their scales that is in ``factor``.
+
+    The result is one binary16 tile, ``[warp, token, column]`` or transposed.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -355,13 +358,13 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale of the block that is ``STEP``, float32 ``[warp, token]``."""
+    """Return the scale of the block that ``STEP`` covers, float32 ``[warp, token]``."""
     return power_as_f32(_scale_of_block(loaded, CONSTANTS.planes, STEP, CONSTANTS))
 
 
 @triton.jit
 def by_element(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """float32 ``x`` times what elements as tiles are smaller by."""
+    """Multiply float32 ``x`` by the factor by which elements in tiles are smaller."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _lowered(ELEMENT)
     return x * 2.0**LOWERED
@@ -369,7 +372,7 @@ def by_element(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.
 
 @triton.jit
 def by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """float32 ``x`` times what all values of the run are multiplied by: the element's power of two first, for a scale may be large."""
+    """Multiply float32 ``x`` by the factor of the run: the element's power of two first, because a scale may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _lowered(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
-"""octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, of the first, second and third coordinates of its triplets.
+"""octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, for the first, second and third coordinates of its triplets.
 
-A table contains the directions with positive signs, and signs are flipped after the lookup. Where a symbol is one short digit, the table
-contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``) indices and signs have streams of their own.
+A table contains the directions with positive signs, and signs are flipped after the lookup. If a symbol is one short digit, the table
+contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``), indices and signs have their own streams.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -39,8 +39,8 @@ DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow, the highest
-    ``norm_index_bits`` of which are the norm code.
+    ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow; the highest
+    ``norm_index_bits`` of these are the norm code.
     """
 
     packing: TilePacking
@@ -53,7 +53,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, None if a digit is too wide. ``dual`` is that of the result."""
+    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
@@ -77,10 +77,10 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
 
 
 def table(codec: Octahedral, whole: bool) -> torch.Tensor:
-    """Return the table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0) by the first digit of a symbol.
+    """Return the table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
-    They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries
-    are by whole symbol, signs included.
+    They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries are
+    indexed by the whole symbol, signs included.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, PACKING.dual, MASKED, FAST)
@@ -156,7 +156,7 @@ def _triplet(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the triplets whose index begins at bit ``INDEX`` of each column, and their signs at bit ``SIGNS``."""
+    """Return the triplets whose index begins at bit ``INDEX`` of each column, with signs at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
@@ -172,6 +172,6 @@ def _triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the norm, float32 ``[warp, token]``; a pair in dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

@@ -1,4 +1,4 @@
-"""octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in columns of their own."""
+"""octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in separate columns."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -34,8 +34,8 @@ MAX_BITS_OF_ONE_INDEX = 8
 class OctahedralDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), by a code of
-    ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).
+    ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by a code
+    of ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).
     """
 
     rows: tuple[int, ...]
@@ -50,7 +50,7 @@ class OctahedralDenseConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """Return the loader of ``codec``, None if a digit is too wide."""
+    """Return the loader of ``codec``; None if a digit is too wide."""
     packings = codec.packings()
     if "index" not in packings:
         return None
@@ -102,8 +102,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile, ``[warp, token, column]`` or
-    transposed."""
+    """Return the coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile ``[warp, token, column]``, or transposed.
+    """
     REGISTERS: tl.constexpr = CONSTANTS.registers
     return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 

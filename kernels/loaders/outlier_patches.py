@@ -1,7 +1,8 @@
-"""Outliers of a warp's tile as one more tile, in shared memory: inline PTX, for Triton has no operation that puts values there.
+"""Outliers of a warp's tile as an additional tile in shared memory, by inline PTX, because Triton cannot store values there.
 
-They are put into zeros, each where its token's row meets its columns; the matrix units read that patch as they read a tile of the
-codec, and its places are zeros again. Where the assembly is off (``FAST`` false, or memory is short) the same tile is a product.
+Outliers are written into zeros, at the intersection of their token's row and their columns. The matrix units read this patch like a tile of
+the codec, and then its positions are zeroed again. Where the assembly is off (``FAST`` false, or memory is short), the same tile is
+computed as a product.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -40,7 +41,7 @@ def _zero(size: int, threads: int) -> str:
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for patches, and put zeros there; once a kernel. ``tl.debug_barrier`` waits for it."""
+    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel. ``tl.debug_barrier`` waits for it."""
     tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
     _put_zeros(SIZE, WARPS)
 
@@ -55,7 +56,7 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_places(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the place of a tile in a patch of which it is the first tile; from loaded numbers (``bitfields.load_column_fields``)."""
+    """Return the position of a tile in a patch that begins with it, from loaded numbers (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
@@ -70,7 +71,7 @@ def patch_places(
 
 @triton.jit
 def fetch_numbers(numbers: tl.tensor) -> None:
-    """Bring what ``patch_places`` loads nearer, for programs that compute them late."""
+    """Prefetch the numbers that ``patch_places`` loads, for programs that compute them late."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -78,17 +79,18 @@ def fetch_numbers(numbers: tl.tensor) -> None:
 
 @triton.jit
 def _exchanged(place: tl.tensor) -> tl.tensor:
-    """The 16 bytes of a line of all banks, 128 bytes, are exchanged by its number, so that the matrix units' eight rows are in different
-    banks. Tiles are one after another, have a multiple of 1,024 bytes, and all have the same layout.
+    """Swizzle the 16-byte pieces of each 128-byte bank line by its number, so that the matrix units' eight rows are in different banks.
+
+    Tiles follow one another, are a multiple of 1,024 bytes long, and all have the same layout.
     """
     return place ^ ((place >> 3) & 0x70)
 
 
 @triton.constexpr_function
 def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Put four values, if their columns are in the patch that begins with tile ``first``, next to their token's place.
+    """Return PTX that stores four values next to their token's place, if their columns are in the patch that begins with tile ``first``.
 
-    These are the column of the first of them and the next ones, or where columns are not in order, four 16-bit integers.
+    The columns are the first value's and the next ones, or four 16-bit integers if columns are not in order.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -117,7 +119,7 @@ def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> st
 
 @triton.jit
 def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return the token of each place, counted from the first of a warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
+    """Return the token of each place, relative to the warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
     return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
 
 
@@ -131,7 +133,7 @@ def placed(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token places, values and columns of the ``loaded`` entries in a warp's tile ``TILE``, if ``FAST``."""
+    """Return the token positions, values and columns of the ``loaded`` entries in a warp's tile ``TILE``, if ``FAST``."""
     found = loaded
     if FAST and CONSTANTS.together > 0:
         row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
@@ -160,9 +162,9 @@ def put_all(
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Put what was ``placed`` into the patch that begins with tile ``FIRST``; or with ``CLEAR`` zeros, after all have read it.
+    """Write the ``placed`` entries to the patch that begins with tile ``FIRST``, or with ``CLEAR`` zeros, after all have read it.
 
-    What reads the patch takes the result, a zero, and so comes after.
+    Readers of the patch use the result, a zero, which orders them after the writes.
     """
     after = 0
     if FAST and CONSTANTS.together > 0:
@@ -185,7 +187,7 @@ def put_all(
 
 @triton.jit
 def _wait(entries: tl.tuple) -> tl.tensor:
-    """For all that put into a patch or read it; a zero."""
+    """Wait for all writers and readers of a patch; return a zero."""
     WARPS: tl.constexpr = entries[2].shape[0]
     if WARPS > 1:
         tl.debug_barrier()
@@ -196,7 +198,7 @@ def _wait(entries: tl.tuple) -> tl.tensor:
 
 @triton.constexpr_function
 def _read(offset: int) -> str:
-    """Return two values side by side; what the second one's address and the zeros of ``put_all`` are does not matter."""
+    """Return PTX that reads two adjacent values; the second address and the zeros of ``put_all`` only order the reads."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
@@ -204,7 +206,7 @@ def _read(offset: int) -> str:
 def _patch_tile(
     entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """Return ``outlier_tile`` from shared memory."""
+    """Read ``outlier_tile`` from shared memory."""
     ASSEMBLY: tl.constexpr = _read(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # A load from there comes after what gave ``after``.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
@@ -222,7 +224,7 @@ def _slow_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``outlier_tile`` without shared memory: the product of entries and a matrix that is 1 if one is of a token."""
+    """Compute ``outlier_tile`` without shared memory, as the product of entries and a 0/1 matrix of their tokens."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
     row = _row_of_tile(place, entries, TILE, TOKENS)
@@ -248,7 +250,7 @@ def in_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_together(constants: Outliers) -> int:
-    """Return tiles of a patch, and all if there is none."""
+    """Return the number of tiles in a patch, or all tiles if there is no patch."""
     return constants.together or constants.tiles
 
 
@@ -266,7 +268,7 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the codec's tile ``NUMBER``, whose patch is there: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
+    """Return the codec's tile ``NUMBER``, whose patch is written: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
     if FAST and CONSTANTS.together > 0:
         tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:

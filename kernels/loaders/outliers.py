@@ -1,6 +1,6 @@
-"""outliers as tiles (spec/side-cars.md): their differences from the values that the codec decodes to, in the codec's columns.
+"""outliers as tiles (spec/side-cars.md): their differences from the codec's decoded values, in the codec's columns.
 
-The outlier entries of a page are listed by sequence, head and token (``outlier_entries``); those of a warp's tile are one more tile
+The outlier entries of a page are listed by sequence, head and token (``outlier_entries``); those of a warp's tile form an additional tile
 (``outlier_patches``).
 """
 
@@ -28,10 +28,10 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 
 
 def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return places, int32 ``[entry]``; values ``[entry, 4]`` over a power of two, binary16 in int32 ``[entry, 2]``; and that power,
-    float32.
+    """Return places, int32 ``[entry]``, values divided by a power of two, binary16 in int32 ``[entry, 2]``, and that power, float32.
 
-    The power is about the square root of the largest value. Attention weights are multiplied by it, so that neither overflows binary16.
+    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
+    neither overflows binary16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
@@ -41,7 +41,7 @@ def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> t
 
 
 def with_outliers(tiles: Tiles) -> Tiles:
-    """Return the loader ``tiles`` of a codec with its outliers."""
+    """Extend the loader ``tiles`` of a codec with outliers."""
     (width,) = {len(part) for part in tiles.channels}
     components = tuple(tuple(sorted({channel % CHUNK for channel in part if channel >= 0})) for part in tiles.channels)
     in_order = _columns(tiles) == list(range(len(_columns(tiles))))
@@ -64,7 +64,7 @@ def _columns(tiles: Tiles) -> list[int]:
 
 @lru_cache(maxsize=256)
 def columns_of(tiles: Tiles, device: str) -> torch.Tensor:
-    """Return the stream ``COLUMNS`` of the tiles of a codec alone: ``_columns`` as int16 ``[1, 1, channels]``."""
+    """Return the stream ``COLUMNS``, which depends only on the codec's tiles: ``_columns`` as int16 ``[1, 1, channels]``."""
     return torch.tensor(_columns(tiles), dtype=torch.int16, device=device)[None, None]
 
 
@@ -79,10 +79,10 @@ def ready_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the data that all tiles share: the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the places
-    of patches.
+    """Return the data that all tiles share.
 
-    Without ``AHEAD`` registers have room for these only while a tile with outliers is attended (``_places``).
+    These are the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the positions of patches. Without ``AHEAD``
+    registers have room for these only while a tile with outliers is attended (``_places``).
     """
     ready = ()
     if CONSTANTS is not None:
@@ -96,7 +96,7 @@ def ready_patches(
 
 @triton.jit
 def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return the places at which patches are read, ``[warp, token, column]`` or transposed."""
+    """Return the positions at which patches are read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
@@ -106,8 +106,7 @@ def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKEN
 
 @triton.jit
 def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each warp's ``TOKENS`` tokens from row ``first`` on, the first outlier entry of their granules and the one after the
-    last."""
+    """Return the first outlier entry and the end of entries for the granules of each warp's ``TOKENS`` tokens from row ``first`` on."""
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
     # Scalar loads, because tensor loads make compilation slow.
@@ -120,8 +119,9 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
 
 @triton.jit
 def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """Return ``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on: int32 places, -1 if there are none, and values, four
-    binary16 per int64, both ``[warp, entry]``. ``begins`` and ``counts`` are ``[warp, 1]``.
+    """Load ``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on, both ``[warp, 1]``.
+
+    Returns int32 places, -1 if there are none, and values, four binary16 per int64, both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
@@ -132,8 +132,9 @@ def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.const
 
 @triton.jit
 def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the outlier entries within ``bounds``: as many as threads easily hold (``_load``); where the rest of each warp begins and how
-    many they are, int32 ``[warp, 1]``; and the most entries of any warp.
+    """Load the outlier entries within ``bounds``, as many as threads easily hold (``_load``).
+
+    Also returns where the rest of each warp's entries begins and how many they are, int32 ``[warp, 1]``, and the most entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -158,7 +159,7 @@ def first_entries(
 ) -> tl.tuple:
     """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens from row ``first`` on.
 
-    With ``AHEAD``, the bounds for the tokens that follow these, and these tokens' entries.
+    With ``AHEAD``, the bounds are for the tokens after these, and these tokens' entries are included.
     """
     ahead = ()
     if CONSTANTS is not None:
@@ -181,7 +182,7 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Load the ``first_entries`` for the tokens after those from row ``first`` on, while the latter are attended."""
+    """Load the ``first_entries`` of the tokens after those from row ``first`` on, while the latter are attended."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
@@ -202,8 +203,9 @@ def entries_of(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the input of patches for the tokens from row ``first`` on: pointers, outlier entries, each warp's first token, and
-    ``ready``.
+    """Return the input of patches for the tokens from row ``first`` on.
+
+    These are pointers, outlier entries, each warp's first token, and ``ready``.
     """
     found = ()
     if CONSTANTS is not None:
@@ -229,7 +231,7 @@ def _patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``products`` plus those of the patch that begins with the codec's tile ``FIRST``."""
+    """Add the products of the patch that begins with the codec's tile ``FIRST`` to ``products``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -243,7 +245,7 @@ def _patch_scores(
 
 @triton.jit
 def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Return the outlier entries that follow those loaded from ``at`` on."""
+    """Return the outlier entries after those loaded from ``at`` on."""
     return _load(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
@@ -251,7 +253,7 @@ def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Return ``scores`` ``[warp, token, row]`` of a warp's tile ``TILE`` plus the products of its outliers with the query."""
+    """Add the products of a tile's outliers with the query to ``scores`` ``[warp, token, row]`` of a warp's tile ``TILE``."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
@@ -282,7 +284,7 @@ def _patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``sums`` plus those of the patch that begins with the codec's tile ``FIRST``."""
+    """Add the values of the patch that begins with the codec's tile ``FIRST`` to ``sums``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
@@ -299,9 +301,9 @@ def _patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return ``sums``, ``[warp, column, row]``, plus those of the outliers of a warp's tile ``TILE``.
+    """Add the outliers of a warp's tile ``TILE`` to ``sums``, ``[warp, column, row]``.
 
-    ``weights``, ``[warp, token, row]``, are at most 2^7.
+    ``weights``, ``[warp, token, row]``, must be at most 2^7.
     """
     TILES: tl.constexpr = CONSTANTS.tiles
     TOGETHER: tl.constexpr = tiles_together(CONSTANTS)

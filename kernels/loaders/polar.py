@@ -1,7 +1,7 @@
 """polar as tiles (spec/codecs/polar.md): each thread holds a token and multiplies directions down the tree of radii.
 
-Products are binary16, so the radius of the last level stays out of them: a single one is the token's factor, and several are divided by
-a power of two near the largest. ``polar_steps`` selects which angles a step looks up, and in which table.
+Products are binary16, so the radius of the last level is kept out of them: a single radius is the token's factor, and several are divided
+by a power of two near the largest. ``polar_steps`` selects the angles that a step looks up, and the table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -40,7 +40,7 @@ MAX_DIM = 128
 class Level(NamedTuple):
     """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
 
-    Directions of one angle begin at entry ``first_of_one`` of the table, those of two neighboring fields at ``first_of_two``.
+    Directions of single angles begin at entry ``first_of_one`` of the table, those of two neighboring fields at ``first_of_two``.
     """
 
     packing: RowPacking
@@ -51,9 +51,9 @@ class Level(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
+    """Compile-time constants of a codec and its rows; several radii begin at word ``first_radius`` of a row.
 
-    ``tree`` is that of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
+    ``tree`` is the input of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
     """
 
     rows: tuple[int, ...]
@@ -67,7 +67,7 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """Return the loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
+    """Return the loader of ``codec``; None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
@@ -120,9 +120,9 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the rows (``thread_rows.load_rows``), several radii included; then, for ``factor``, the radii of each token.
+    """Load the rows (``thread_rows.load_rows``), including several radii, then the radii of each token for ``factor``.
 
-    These are int32 ``[warp, token]``, or uint32 words of two radii each.
+    The latter are int32 ``[warp, token]``, or uint32 words of two radii each.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
@@ -146,7 +146,7 @@ def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two numbers of 15 bits in each half; non-negative binary16 are ordered like these."""
+    """Return the larger of two 15-bit numbers in each half; nonnegative binary16 are ordered like these."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -156,7 +156,7 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius, or the power of two that several are divided by, over the scales of the tables: float32 ``[warp, token]``."""
+    """Return the radius, or the power of two that divides several radii, divided by the tables' scales: float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     if CONSTANTS.radii > 1:
@@ -177,7 +177,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of ``STEP`` over the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the channels of ``STEP`` divided by the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_of_row(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
@@ -202,7 +202,7 @@ def _pairs(
 
 @triton.jit
 def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the radii that the step begins with, two per f16x2, over the token's power of two."""
+    """Return the first radii of the step, two per f16x2, divided by the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
     PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
@@ -226,7 +226,7 @@ def _below(
 ) -> tl.tuple:
     """Return the radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
 
-    ``radii`` are those of ``LEVEL``, two per f16x2 as well; none stands for a single radius of 1.
+    ``radii`` are those of ``LEVEL``, also two per f16x2; an empty tuple stands for a single radius of 1.
     """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
@@ -257,7 +257,7 @@ def _directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2 that of the next field of its column."""
+    """Return the f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2, that of the next field of its column."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

@@ -1,7 +1,7 @@
-"""The angles of polar's tree that each step of a tile looks up, and the table that it uses.
+"""Select the angles of polar's tree that each step of a tile looks up, and the table that it uses.
 
-A step decodes as many pairs of channels as a tile has. Where the first level fills whole fields of a stream, they are those of some
-columns in all its fields: the angles above them then are in few columns as well, and two neighboring fields of a column are one index.
+A step decodes as many pairs of channels as a tile has. If the first level fills whole fields of a stream, a step takes some columns in all
+their fields: the angles above them are then in few columns as well, and two neighboring fields of a column form one index.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -28,7 +28,7 @@ SCALES = 1 << 12
 
 
 def blocks_of_step(angles: int, width: int) -> int:
-    """Return blocks of neighboring angles of the first level in a step: one per field of ``width`` columns, or one."""
+    """Return the number of blocks of neighboring first-level angles in a step: one per field of ``width`` columns, or one."""
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
     return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
@@ -36,8 +36,10 @@ def blocks_of_step(angles: int, width: int) -> int:
 
 @triton.constexpr_function
 def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
-    """Return the angles of ``level`` with channels in ``step``, ascending; ``tree`` are the angles of the first level and the blocks of a
-    step."""
+    """Return the angles of ``level`` with channels in ``step``, ascending.
+
+    ``tree`` contains the angles of the first level and the blocks of a step.
+    """
     angles, blocks = tree
     each = F16X2_PER_TILE.value // blocks
     firsts = range(step * each, angles, angles // blocks)
@@ -46,8 +48,9 @@ def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, .
 
 @triton.constexpr_function
 def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return the lookups of a step in a level of ``bits``: one angle (1), or an angle and that of the next field, ``width`` after
-    it (2).
+    """Return a step's lookups in a level of ``bits``, as (angle, count).
+
+    The count is 1 for one angle, and 2 for an angle and that of the next field, ``width`` further on.
     """
     left = list(angles)
     found = []
@@ -62,7 +65,7 @@ def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[in
 
 @triton.constexpr_function
 def places_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
-    """Return the place of each angle of a step in the results of its lookups."""
+    """Return the position of each angle of a step in the results of its lookups."""
     found = [angle + width * number for angle, count in lookups_of(angles, width, bits) for number in range(count)]
     return tuple(map(found.index, angles))
 
@@ -75,12 +78,11 @@ def place_in(numbers: tuple[int, ...], number: int) -> int:
 
 @lru_cache(maxsize=256)
 def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Return cosines and sines, binary16 ``[entry, 4]``; per level the first entries of single and of double angles; and the product of
-    scales.
+    """Return cosines and sines, binary16 ``[entry, 4]``, each level's first entries of single and double angles, and the product of scales.
 
-    Each level has entries of one angle (given twice) and of two angles (the first changes faster), as far as ``counts`` names them. The
-    cosines and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles
-    would add up over the levels; decoded values are divided by the product of these scales.
+    Each level has entries for one angle (stored twice) and for two angles (the first changes faster), as listed in ``counts``. The cosines
+    and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles would add up
+    over the levels. Decoded values are divided by the product of these scales.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))

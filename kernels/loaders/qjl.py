@@ -2,7 +2,7 @@
 
 Their columns are channels of that rotation: a query has columns for them too, and sums of values have their own.
 
-For keys no sign is built. A bit of a word is itself a binary16 power of two or zero; the query's column is divided by that power, and
+For keys no sign is computed. A bit of a word is itself a binary16 power of two or zero. The query's column is divided by that power, and
 half the sum of those columns minus the products of the bits is half the product of the signs.
 """
 
@@ -53,8 +53,10 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """Return the loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i; None if their packing has
-    none."""
+    """Extend the loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i.
+
+    Returns None if their packing has no tiles.
+    """
     packing = qjl.packing
     if not takes_whole_words(packing):
         return None
@@ -96,7 +98,7 @@ def load_signs(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     own = pointers[CONSTANTS.first_stream :]
     planes = load_planes(own, first, token, valid, PACKING, MASKED, TRANSPOSED)
@@ -105,26 +107,26 @@ def load_signs(
 
 @triton.constexpr_function
 def _one(position: int) -> str:
-    """Return the bit of each word at ``position`` becomes the sign of a binary16 1."""
+    """Return PTX that makes the bit of each word at ``position`` the sign of a binary16 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
 @triton.constexpr_function
 def _shift(position: int) -> int:
-    """Return the left shift of the bit at ``position``: the same for most bits, and onto neither the sign bit nor the lowest bits."""
+    """Return the left shift of the bit at ``position``: the same for most bits, and never onto the sign bit or the lowest bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 
 @triton.constexpr_function
 def _power(position: int) -> float:
-    """Return the binary16 that a bit moved by ``_shift`` is."""
+    """Return the binary16 value of a bit moved by ``_shift``."""
     position += _shift(position)
     return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
 
 
 @triton.constexpr_function
 def _alone(position: int) -> str:
-    """Return the bit of each word at ``position``, moved by ``_shift``, and no other."""
+    """Return PTX that masks all bits of each word except the one at ``position``, moved by ``_shift``."""
     shift = _shift(position)
     moved = f"shl.b32 a, $1, {shift};" if shift > 0 else f"shr.b32 a, $1, {-shift};" if shift else "mov.b32 a, $1;"
     return f"{{ .reg .b32 a; {moved} and.b32 $0, a, {0x10001 << position + shift}; }}"
@@ -132,7 +134,7 @@ def _alone(position: int) -> str:
 
 @triton.constexpr_function
 def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
-    """Return the bit, in each word of ``_words`` for ``step``, that is a column's sign."""
+    """Return the bit with a column's sign in each word of ``_words`` for ``step``."""
     return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 
@@ -156,7 +158,7 @@ def _words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """For values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 if it is 0."""
+    """Return, for values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 if it is 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
@@ -168,7 +170,7 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """For keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, and 0 if 0."""
+    """Return, for keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, else 0."""
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
@@ -180,8 +182,8 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
 
 @triton.jit
 def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """Return the tiles of a query, ``[warp, column, row]``, those of signs scaled for ``decode_bits``; each of ``SETS`` sets ends in
-    these."""
+    """Return a query's tiles, ``[warp, column, row]``, with those of signs, the last in each of ``SETS`` sets, scaled for ``decode_bits``.
+    """
     tiles = ()
     EACH: tl.constexpr = len(q) // SETS
     FIRST: tl.constexpr = EACH - CONSTANTS.steps
@@ -201,7 +203,7 @@ def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Return half the sum of the columns for signs, times ``QUERY``, of what ``queries_of_bits`` gave: ``[warp, 1, row]``."""
+    """Return half the sum of the sign columns, times ``QUERY``, given the output of ``queries_of_bits``: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
     # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
     columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
@@ -219,7 +221,7 @@ def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) 
 
 @triton.jit
 def factor_of_bits(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``factor_of_signs`` for half their products times ``QUERY``."""
+    """Return ``factor_of_signs`` for half the signs' products times ``QUERY``."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
 
 

@@ -1,4 +1,4 @@
-"""quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, the components of its chunks."""
+"""quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, one per component of its chunks."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -38,7 +38,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, None if a digit is too wide."""
+    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not takes_whole_words(packing):
         return None
@@ -82,7 +82,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes, int16 tiles ``[warp, token, column]`` or transposed, then the scales (``token_factors``)."""
+    """Load the planes, int16 tiles ``[warp, token, column]`` or transposed, then the scales (``token_factors``)."""
     PACKING: tl.constexpr = CONSTANTS.packing
     planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     return planes + load_factor(pointers[CONSTANTS.scale_stream], first, token, valid, CONSTANTS.scale_bits, MASKED, FAST)
@@ -99,8 +99,8 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles laid out like the
-    planes."""
+    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles laid out like the planes.
+    """
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
@@ -128,7 +128,7 @@ def _chunk(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the chunks whose codeword begins at bit ``CODE`` of each column, and their radius at bit ``RADIUS``."""
+    """Return the chunks whose codeword begins at bit ``CODE`` of each column, with their radius at bit ``RADIUS``."""
     found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
     radius = code_bits(planes, RADIUS, CONSTANTS.radius_bits, FAST)
     return (
@@ -141,5 +141,5 @@ def _chunk(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale over the largest radius code, float32 ``[warp, token]``."""
+    """Return the scale divided by the largest radius code, float32 ``[warp, token]``."""
     return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

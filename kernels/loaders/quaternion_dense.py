@@ -1,4 +1,4 @@
-"""quaternion as tiles, dense arrangement (spec/codecs/quaternion.md): codewords and radii in columns of their own."""
+"""quaternion as tiles, dense arrangement (spec/codecs/quaternion.md): codewords and radii in separate columns."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -36,7 +36,7 @@ Beyond that, programs of more warps that share more copies of the table are fast
 class QuaternionDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    A codeword is a digit of ``codewords`` or, if ``low_bits`` is not 0, one of ``high_codewords`` above ``low_bits`` bits of it.
+    A codeword is one of ``codewords``, or, if ``low_bits`` is not 0, one of ``high_codewords`` followed by ``low_bits`` low bits.
     """
 
     rows: tuple[int, ...]
@@ -51,7 +51,7 @@ class QuaternionDenseConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec``, None if there are too many codewords."""
+    """Return the loader of ``codec``; None if there are too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
     if codeword_bits > WIDEST_DIGIT:
@@ -102,8 +102,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles, ``[warp, token, chunk]``
-    or transposed ``[warp, chunk, token]``.
+    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes, as four binary16 tiles.
+
+    Tiles are ``[warp, token, chunk]`` or transposed ``[warp, chunk, token]``.
     """
     CODEWORD_BITS: tl.constexpr = CONSTANTS.codeword_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
@@ -139,7 +140,7 @@ def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.jit
 def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``two_codewords``, each from bit ``POSITION`` of its 16 bits up."""
+    """Return ``two_codewords``, each shifted to bit ``POSITION`` of its 16 bits."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
     both = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
@@ -157,5 +158,5 @@ def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAS
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale over the largest radius code, float32 ``[warp, token]``."""
+    """Return the scale divided by the largest radius code, float32 ``[warp, token]``."""
     return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

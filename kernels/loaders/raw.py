@@ -56,7 +56,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
+    """Load the stored bits: one int16 or int32 tile per step, ``[warp, token, channel]`` or transposed ``[warp, channel, token]``."""
     bits = ()
     STEPS: tl.constexpr = CONSTANTS.steps
     WIDTH: tl.constexpr = CONSTANTS.width

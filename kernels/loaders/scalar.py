@@ -1,4 +1,4 @@
-"""scalar as tiles (spec/codecs/scalar.md): values from a table, of two or four fields at a time if their joint index is short."""
+"""scalar as tiles (spec/codecs/scalar.md): table values, looked up for two or four fields at a time if their joint index is short."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -29,7 +29,7 @@ MAX_INDEX_BITS = 8
 class LoadedPart(NamedTuple):
     """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
 
-    ``fields_per_index`` neighboring fields are one index into the table, from ``first_entry`` on.
+    ``fields_per_index`` neighboring fields form one index into the table, from ``first_entry`` on.
     """
 
     bits: int
@@ -56,7 +56,7 @@ class ScalarConstants(NamedTuple):
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the loader of ``codec``: one code stream for each width of its channels. ``dual`` is that of the result."""
+    """Return the loader of ``codec``, with one code stream per channel width. ``dual`` is as in ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -104,13 +104,14 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
 
 
 def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Return True if so many fields can share one index: they fill whole steps, and the table fits."""
+    """Return True if this many fields can share one index: they fill whole steps, and the table fits."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 
 def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:
-    """Return the decoded values of ``fields`` codes per index, the first in its low bits: ``[entry, 2 or 4]``; a single value is
-    repeated.
+    """Return the decoded values of ``fields`` codes per index, the first in its low bits: ``[entry, 2 or 4]``.
+
+    A single value is repeated.
     """
     if fields == 1:
         return values[:, None].expand(-1, 2)
@@ -130,7 +131,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the planes of each width, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
@@ -150,8 +151,10 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index, laid out like the
-    planes."""
+    """Return the values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index.
+
+    They are laid out like the planes.
+    """
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
     LOW: tl.constexpr = CONSTANTS.low_part
@@ -198,6 +201,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm, float32 ``[warp, token]``; two of these in dual tiles."""
+    """Return the norm, float32 ``[warp, token]``; a pair in dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -1,9 +1,9 @@
-"""Tile loaders, their common part: packed rows become tiles of binary16 values for the matrix units.
+"""The common part of tile loaders, which turn packed rows into binary16 tiles for the matrix units.
 
-A loader is three Triton functions over tiles ``[warp, token]``. ``load`` reads what the rows of a tile hold and nothing else, so
-that the compiler fetches it ahead of time; ``decode`` makes of it the value tiles ``[warp, token, column]`` of one step;
-``factor`` gives what a token's values are to be multiplied by, if anything. Columns are channels in an order of the loader's own:
-a query is put in that order once, and the output once put back.
+A loader is three Triton functions over tiles ``[warp, token]``. ``load`` reads the rows of a tile and nothing else, so that the compiler
+fetches it ahead of time; ``decode`` computes from it the value tiles ``[warp, token, column]`` of one step; ``factor`` returns the factor
+of a token's values, if any. Columns are channels in the loader's own order: a query is put in that order once, and the output is put back
+once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Means(NamedTuple):
 
 
 class Outliers(NamedTuple):
-    """Outliers beside ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
+    """Outliers next to ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
 
-    ``components`` are, of the four values of an entry, those with columns in each tile; None if columns are in the order of channels.
-    A patch of ``patch_bytes`` holds ``together`` tiles; 0 if there is none (``attend.shapes.in_patches``).
+    ``components`` lists which of an entry's four values have columns in each tile; None if columns are in the order of channels. A patch of
+    ``patch_bytes`` holds ``together`` tiles; 0 if there is none (``attend.shapes.in_patches``).
     """
 
     first_stream: int
@@ -49,12 +49,13 @@ class Outliers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` make them.
+    """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` produce
+    them.
 
     Channels from the head dim on are those of another rotation (``qjl``).
 
-    ``table``, binary16 ``[entries, 2 or 4]``, is what ``decode`` looks values up in; with an axis of tables before these, each head has
-    one of its own, or each sequence and head.
+    ``table``, binary16 ``[entries, 2 or 4]``, is where ``decode`` looks up values; with a leading axis of tables, each head, or each
+    sequence and head, has its own.
     """
 
     load: Any
@@ -121,9 +122,9 @@ class Tiles:
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
-    """Return the number of fields those side by side in a tile are apart.
+    """Return the distance, in fields, between fields side by side in a tile.
 
-    As many as there are steps if all ``fields`` of ``bits`` are in one word: each word is then shifted once for all steps. Else 1.
+    It is the number of steps if all ``fields`` of ``bits`` are in one word, so that each word is shifted once for all steps; otherwise 1.
     """
     side_by_side = tile_fields(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0
@@ -133,7 +134,8 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts fields of as many. ``dual``: of one of two tokens.
+    A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts groups of that many fields. ``dual``: for one of two
+    tokens.
     """
     width, side_by_side = packing.width, tile_fields(packing, dual)
     groups = -(-packing.fields // together)
@@ -152,5 +154,5 @@ def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dua
 
 
 def channels_of(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
-    """Return channel ``value`` of each symbol, which has ``values`` of them."""
+    """Return channel ``value`` of each symbol, which has ``values`` channels."""
     return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

@@ -1,8 +1,8 @@
-"""trellis as tiles (spec/codecs/trellis.md): values from a table, by windows of bits that are in a word and the one after it.
+"""trellis as tiles (spec/codecs/trellis.md): table values, indexed by windows of bits in a word and the next one.
 
-A column of a tile is one word of a token's string; each step takes one window that begins in it. Where rows have fewer words than the
-matrix units' step, the windows of a word are spread over several columns, and where 16 is not a multiple of the bits of a value, windows
-begin at other bits in each word: ``Shifts`` says by how many bits each column is shifted down first.
+A column of a tile is one word of a token's string; each step decodes one window that begins in it. If rows have fewer words than the matrix
+units' step, the windows of a word are spread over several columns. If 16 is not a multiple of the bits of a value, windows begin at other
+bits in each word; ``_shifts`` then returns the number of bits by which each column is first shifted down.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class TrellisConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: whether columns
-    are shifted down by numbers of their own, int16, which are behind ``entries`` entries of the table.
+    The ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: columns are
+    shifted down by their own numbers, int16, which follow the ``entries`` entries of the table.
     """
 
     words: int
@@ -72,7 +72,7 @@ def tiles(codec: Trellis) -> Tiles:
 
 
 def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
-    """Return the bit of its word at which the first window of each column begins, the windows of a column, and the columns in use."""
+    """Return the bit at which each column's first window begins in its word, the windows per column, and the columns in use."""
     firsts = [(-WORD_BITS * (column % words) - codec.state_bits) % codec.bits for column in range(width)]
     if side_by_side == 1 or WORD_BITS % codec.bits:
         return firsts, -(-WORD_BITS // codec.bits), words
@@ -92,7 +92,7 @@ def _channel(codec: Trellis, word: int, bit: int) -> int:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the shift of each column, int16 ``[1, column]``."""
+    """Load the shift of each column, int16 ``[1, column]``."""
     begin = table.to(tl.pointer_type(tl.int16)) + 2 * CONSTANTS.entries
     return (tl.load(begin + tl.arange(0, CONSTANTS.width))[None, :],)
 
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the words and those after them, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the words and the next ones, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
     WORDS: tl.constexpr = CONSTANTS.words
     column = tl.arange(0, CONSTANTS.width)[None, :]
     words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
@@ -139,8 +139,10 @@ def decode(
 
 @triton.constexpr_function
 def _shifting() -> str:
-    """Return both 32-bit strings of a register's two columns, each shifted by its own number, and put back as words and those after
-    them."""
+    """Return PTX that shifts the two 32-bit strings of a register's two columns, each by its own number.
+
+    The results are put back as words and the ones after them.
+    """
     return """{ .reg .b32 p, q, s, t;
         and.b32 s, $4, 0xFFFF; shr.b32 t, $4, 16;
         prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $2, $3, 0x7632;
@@ -150,7 +152,7 @@ def _shifting() -> str:
 
 @triton.jit
 def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Return the strings of 32 bits of each column, ``shift`` bits down, as int16 tiles of their low and high halves."""
+    """Shift each column's 32-bit string down by ``shift`` bits; return int16 tiles of the low and high halves."""
     if FAST:
         types: tl.constexpr = (tl.int16, tl.int16)
         halves = tl.inline_asm_elementwise(_shifting(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)

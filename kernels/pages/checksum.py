@@ -1,6 +1,6 @@
-"""The checksums of rows on their device (spec/row.md, Checksum): written into rows, or compared before anything of a row is decoded.
+"""Row checksums on their device (spec/row.md, Checksum): written into rows, or compared before a row is decoded.
 
-A program sums a part of a row, in lanes of Horner's rule, and the last program of a row has the whole sum: one launch.
+A program sums a part of a row, in lanes of Horner's rule, and the last program of a row combines the sum: one launch.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -34,9 +34,9 @@ DAMAGED, OTHER = 1, 2
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
-    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, of which ``nbytes`` are a row.
+    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, the first ``nbytes`` of which belong to the row.
 
-    Where ``status``, int32 ``[page]``, is not 0 the first 8 bytes become zeros instead, and nothing reads the row as one.
+    If ``status``, int32 ``[page]``, is not 0, the first 8 bytes become zeros instead, and no reader accepts the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 
@@ -46,8 +46,8 @@ def check(
 ) -> torch.Tensor:
     """Return the faults of each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
 
-    ``front``, int32, is how every row begins, except for the checksum and the key; ``keys`` are uint8 ``[page, 32]``, None if any will
-    do; ``pads`` are the places of bytes that are 0, int32, None for none.
+    ``front``, int32, is the common beginning of rows, except for checksum and key; ``keys`` are uint8 ``[page, 32]``, or None to accept
+    any; ``pads`` are the positions of bytes that must be 0, int32, or None.
     """
     status = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
     _launch(rows, nbytes, multiplier, status, front, None if keys is None else keys.view(torch.int32), pads)
@@ -119,8 +119,8 @@ def _sum(
 ) -> None:
     """Add one part of a row to its sum; the last program writes the checksum, or compares the row if ``front`` is given.
 
-    ``rows`` are int32 words, ``row_stride`` of them apart; ``words`` is a multiple of 16. Words before the first of a row count as 0, so
-    that all parts are whole.
+    ``rows`` are int32 words, ``row_stride`` words apart; ``words`` is a multiple of 16. Words before the first of a row count as 0, so that
+    all parts are whole.
     """
     page = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts

@@ -1,4 +1,4 @@
-"""Values as they are, between slots of an engine and rows."""
+"""Copy values unchanged between an engine's slots and rows."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -25,7 +25,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def copy(x: torch.Tensor, stream: torch.Tensor, origins: Origins, status: torch.Tensor | None) -> None:
-    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to the stream of each of the batch; with ``status``, from it where that is 0."""
+    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to the stream of each batch entry; with ``status``, from it where that is 0."""
     words = _WORDS[x.element_size()]
     x, stream = x.view(words), stream.view(words)
     batch, heads, tokens, dim = x.shape

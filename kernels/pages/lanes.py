@@ -1,6 +1,6 @@
-"""One side of consecutive layers of an engine's pages, to rows and back, on their device: one launch for all pages of a job.
+"""Convert one side of consecutive layers of an engine's pages to rows and back, on their device: one launch for all pages of a job.
 
-The encoders and decoders are those of caches: the places of pages and rows are in a table.
+It uses the encoders and decoders of caches; the offsets of pages and rows are in a table.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Layers:
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
     def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
-        """Return, for each page and layer, values from the first layer's first slot, bytes from the first page's, and the page, int64.
+        """Return, for each page and layer, the element offset of its values, the byte offset of its streams, and the page, int64.
 
-        The bytes of pages are ``page`` apart, and those of their layers ``layer``. None for tensors whose places are not whole numbers of
-        values apart, or whose strides differ.
+        Offsets are relative to the first layer's first slot and to the first page. Pages are ``page`` bytes apart, and their layers
+        ``layer`` bytes. The result is None if offsets are not whole numbers of values, or if strides differ.
         """
         size = self.first.element_size()
         # An engine may have moved its memory since the last job.
@@ -62,9 +62,9 @@ class Layers:
 
 
 class Lane:
-    """A side of an engine's pages, ``layers``, all of ``codec``.
+    """One side of an engine's pages, ``layers``, all with ``codec``.
 
-    ``places`` are those of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
+    ``places`` are the offsets of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
     """
 
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
@@ -76,14 +76,14 @@ class Lane:
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
     def places(self, job: Job) -> Places | None:
-        """Return ``Layers.places`` of a job."""
+        """Return ``Layers.places`` for a job."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 
 class Job(NamedTuple):
     """Pages in ``slots``, ``rows`` uint8 ``[page, byte]`` on their device, and ``status`` int32 ``[page]``.
 
-    An encoder sets the status of a page that it does not encode, and a decoder leaves out pages whose status is not 0.
+    An encoder sets the status of a page that it does not encode, and a decoder skips pages whose status is not 0.
     """
 
     slots: Sequence[int]
@@ -92,12 +92,12 @@ class Job(NamedTuple):
 
 
 def takes_rows(rows: torch.Tensor) -> bool:
-    """Return True if the kernels read and write ``rows``, uint8 ``[page, byte]``, where they are."""
+    """Return True if the kernels can read and write ``rows``, uint8 ``[page, byte]``, in place."""
     return not (rows.data_ptr() % STREAMS_ALIGNED or rows.stride(0) % STREAMS_ALIGNED or rows.stride(1) != 1)
 
 
 def encode(lane: Lane, job: Job) -> bool:
-    """Fill the streams of ``lane`` in all rows; False for what the kernels do not support."""
+    """Fill the streams of ``lane`` in all rows. Returns False for anything the kernels do not support."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -116,7 +116,7 @@ def encode(lane: Lane, job: Job) -> bool:
 
 
 def decode(lane: Lane, job: Job) -> bool:
-    """Decode the streams of ``lane`` in all rows whose status is 0; False for what the kernels do not support."""
+    """Decode the streams of ``lane`` in all rows whose status is 0. Returns False for anything the kernels do not support."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -138,7 +138,7 @@ def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
 
 
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
-    """The reverse of ``gather`` for pages whose ``status``, int32 ``[page]``, is 0."""
+    """Copy ``pages`` back to ``slots`` (the reverse of ``gather``) where ``status``, int32 ``[page]``, is 0."""
     _copy_pages(layers, slots, pages, status)
 
 
@@ -156,7 +156,7 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
 
 
 def _copied(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if a row has the bytes of the values."""
+    """Return True if a row stores the bytes of the values unchanged."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 

@@ -1,7 +1,7 @@
-"""Table lookups by bits of a packed row, for rows that one thread has: a shift, a mask and a load each.
+"""Table lookups by bits of a packed row, for rows that one thread holds: a shift, a mask and a load each.
 
-An entry of the table is two f16x2. It holds one of them twice, or those of two neighboring fields of a column, which are one index.
-Selecting the thread's own copy and masking are one instruction here, which the compiler does not find in ``look_up_words``.
+A table entry is two f16x2: one of them twice, or those of two neighboring fields of a column, which form one index. Selecting the thread's
+own copy and masking are one instruction here, which the compiler does not find in ``look_up_words``.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,10 +34,10 @@ def look_up_field(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` (1 or 2) f16x2 of an entry: that whose number after ``FIRST`` is ``BITS`` bits of a column from
-    ``POSITION`` up.
+    """Return the first ``WORDS`` (1 or 2) f16x2 of an entry.
 
-    Entries of which one f16x2 is asked for hold it twice. ``SHARED`` is the table's ``SharedTable``.
+    Its number after ``FIRST`` is ``BITS`` bits of a column from ``POSITION`` up. Entries for ``WORDS`` = 1 hold their f16x2 twice.
+    ``SHARED`` is the table's ``SharedTable``.
     """
     UNIT: tl.constexpr = unit(VALUES, SHARED, FAST)
     PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)

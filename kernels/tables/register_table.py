@@ -1,6 +1,6 @@
-"""Tables of at most 8 binary16 values in registers: permutations of bytes select from them, inline PTX alone (``FAST``).
+"""Tables of at most 8 binary16 values in registers: byte permutations select from them, with inline PTX only (``FAST``).
 
-Larger tables are in shared memory, which is what limits the kernels in which a thread holds a row.
+Larger tables are in shared memory, whose size limits the kernels in which a thread holds a row.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
-    """Return at most 8 binary16 values for ``select_of_four``: their low bytes as two integers, then the high ones."""
+    """Arrange at most 8 binary16 values for ``select_of_four``: their low bytes as two integers, then the high ones."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -28,10 +28,10 @@ def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Return the places of the digits of four symbols: three integers (word, right shift, mask) each, for digits at bits 0, 16, 8
-    and 24.
+    """Return the positions of the digits of four symbols: three integers (word, right shift, mask) each.
 
-    A digit is ``bits`` bits from ``first`` up in a field of ``distance`` bits; what is beyond the columns is left out.
+    They move the digits to bits 0, 16, 8 and 24. A digit is ``bits`` bits from ``first`` up in a field of ``distance`` bits; digits beyond
+    the columns are left out.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}
@@ -46,7 +46,7 @@ def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance:
 
 @triton.constexpr_function
 def _select_f16x2(table: tuple[int, ...]) -> str:
-    """Return the low bytes of four values, and their high ones; then the four, each twice."""
+    """Return PTX that selects the low bytes of four values and their high ones, then joins the four, each twice."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
         shr.b32 select, $4, 12; or.b32 select, select, $4;
@@ -65,7 +65,7 @@ def select_of_four(
 ) -> tl.tuple:
     """Return the values of four symbols from ``SYMBOL`` on, one f16x2 of equal halves each, from a table in registers.
 
-    ``TABLE`` is what ``table_of_bytes`` gives; an index is ``BITS`` bits from ``FIRST`` up in a field of ``DISTANCE`` bits.
+    ``TABLE`` is the result of ``table_of_bytes``; an index is ``BITS`` bits from ``FIRST`` up in a field of ``DISTANCE`` bits.
     """
     TERMS: tl.constexpr = _gathered(PACKING, SYMBOL, FIRST, BITS, DISTANCE)
     digits = tl.zeros_like(words[0])

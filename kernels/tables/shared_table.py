@@ -1,9 +1,9 @@
-"""Tables in shared memory, looked up from inside a tile: by inline PTX (``table_assembly``), for Triton has no operation that does it.
+"""Tables in shared memory, looked up inside a tile by inline PTX (``table_assembly``), because Triton has no such operation.
 
-A table is copied once a program into memory that the assembly declares, each entry as often as there are banks for it, so that
-no two lanes of a warp wait for each other. A lookup is then a shift, a mask and a load, in the layout that the matrix units read.
-Where the assembly is off (``FAST`` false: Triton's interpreter, or KVPACK_INLINE_ASSEMBLY=0) the same function reads the
-table from global memory. An index is masked to the table's width, and held below its entries, before it is used: no code can read outside.
+A table is copied once per program into memory that the assembly declares, each entry once per bank group, so that no two lanes of a warp
+wait for each other. A lookup is then a shift, a mask and a load, in the layout that the matrix units read. Where the assembly is off
+(``FAST`` false: Triton's interpreter, or KVPACK_INLINE_ASSEMBLY=0) the same function reads the table from global memory. An index is masked
+to the table's width and clamped to its entries before use, so that no code can read outside.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -25,7 +25,7 @@ from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, loo
 
 
 def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
-    """Copies of each entry: one per bank group, or the largest power of two that ``budget`` bytes allow; 0: it does not fit."""
+    """Return the copies of each entry: one per bank group, or the largest power of two that ``budget`` bytes allow; 0 if none fits."""
     copies = BANK_BYTES // entry_bytes
     while copies and entries * entry_bytes * copies > budget:
         copies //= 2
@@ -33,9 +33,9 @@ def copies_of(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow(kernel: Any, table_bytes: int) -> None:
-    """Let the driver launch a ``kernel`` that declares tables or patches: beside them, its own shared memory counts from the first byte.
+    """Let the driver launch a ``kernel`` that declares tables or patches, which add to its own shared memory.
 
-    Triton asks the driver for more than 48 KiB only when its own part alone is above that, and knows nothing of tables behind it.
+    Triton requests more than 48 KiB from the driver only if its own part exceeds that, and does not know about tables.
     """
     size = triton_internals.shared_bytes(kernel)
     if table_bytes > LARGEST_BYTES:
@@ -46,14 +46,14 @@ def allow(kernel: Any, table_bytes: int) -> None:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables, or find the launch's (``allow``); once a kernel, before ``fill``."""
+    """Reserve ``SIZE`` bytes of shared memory for tables, or locate the launch's (``allow``); once per kernel, before ``fill``."""
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(declaration(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Return the entries of a table in global memory, ``VALUES`` (2 or 4) binary16 each as one integer, for ``fill``."""
+    """Load the entries of a table in global memory, ``VALUES`` (2 or 4) binary16 each as one integer, for ``fill``."""
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
         entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
@@ -64,8 +64,9 @@ def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.t
 
 @triton.jit
 def fill(entries: tl.tensor, OFFSET: tl.constexpr, ENTRIES: tl.constexpr, VALUES: tl.constexpr, COPIES: tl.constexpr) -> None:
-    """Store the entries that ``fetch`` returned from byte ``OFFSET`` on, each ``COPIES`` times; ``tl.debug_barrier`` waits for the whole
-    program.
+    """Store the entries that ``fetch`` returned from byte ``OFFSET`` on, each ``COPIES`` times.
+
+    ``tl.debug_barrier`` waits for the whole program.
     """
     number = tl.arange(0, entries.shape[0])
     tl.inline_asm_elementwise(
@@ -92,7 +93,8 @@ def look_up(
 ) -> tl.tuple:
     """Return ``VALUES`` (2 or 4) binary16 tiles: the entry whose index is ``BITS`` bits of each int16 ``word`` from ``POSITION`` up.
 
-    ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory; copies of its first ``ENTRIES`` are at ``OFFSET`` when ``FAST`` and not 0.
+    ``table`` is binary16 ``[2^BITS, VALUES]`` in global memory. With ``FAST`` and nonzero ``COPIES``, copies of its first ``ENTRIES`` are
+    at ``OFFSET``.
     """
     if FAST and COPIES > 0:
         types: tl.constexpr = (tl.float16,) * VALUES
@@ -114,7 +116,7 @@ def look_up(
 
 @triton.constexpr_function
 def in_halves(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Return a table of which lookups read half an entry: it has twice as many copies, from entry ``first`` of ``values`` binary16 on."""
+    """Return a table whose lookups read half an entry: it has twice as many copies, from entry ``first`` of ``values`` binary16 on."""
     return SharedTable(shared.offset + first * values * 2 * shared.copies, 2 * shared.copies, shared.entries - first)
 
 
@@ -129,7 +131,7 @@ def look_up_bits(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``look_up`` by ``BITS`` bits of each column from ``BIT`` up, in the part of the table that begins at entry ``FIRST``.
+    """Run ``look_up`` for ``BITS`` bits of each column from ``BIT`` up, in the part of the table that begins at entry ``FIRST``.
 
     ``SHARED`` is the table's ``SharedTable``.
     """
@@ -153,7 +155,7 @@ def look_up_repeated(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return ``look_up_bits`` of entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
+    """Run ``look_up_bits`` for entries of 4 equal values, one tile: half an entry is loaded, of which there are twice as many copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = in_halves(SHARED, FIRST, 4)
         found = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)

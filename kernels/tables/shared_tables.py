@@ -1,4 +1,4 @@
-"""Tables in shared memory: their places and their contents."""
+"""Tables in shared memory: their offsets and their contents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SharedTable(NamedTuple):
-    """A table in shared memory: ``copies`` of each of its ``entries``, from byte ``offset`` on; without any copy it is in global memory."""
+    """A table in shared memory: ``copies`` of each of its ``entries``, from byte ``offset`` on; with no copies it is in global memory."""
 
     offset: int = 0
     copies: int = 0

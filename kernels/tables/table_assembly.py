@@ -1,6 +1,6 @@
-"""The inline PTX of tables in shared memory: declaring, filling, and three kinds of lookups, which all use its address.
+"""Inline PTX for tables in shared memory: declaration, filling, and three kinds of lookups, which all use its address.
 
-What each text does, ``shared_table``, ``thread_lookups`` and ``field_lookups`` do without it, too.
+``shared_table``, ``thread_lookups`` and ``field_lookups`` also have a plain version of each.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -25,9 +25,10 @@ MATRIX_ALIGNMENT = 1024
 
 @triton.constexpr_function
 def declaration(size: int) -> str:
-    """Declare ``kvpack_tables``, the start of the tables: ``size`` bytes of its own, or the launch's after the compiler's.
+    """Return PTX that declares ``kvpack_tables``, the start of the tables.
 
-    What is declared is before the compiler's, which begins at a multiple of ``MATRIX_ALIGNMENT`` then, too.
+    These are ``size`` bytes of its own, which precede the compiler's memory (that then also begins at a multiple of ``MATRIX_ALIGNMENT``),
+    or the launch's memory after the compiler's.
     """
     if size > LARGEST_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
@@ -38,7 +39,7 @@ def declaration(size: int) -> str:
 
 @triton.constexpr_function
 def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different ones, so that their banks differ."""
+    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time, lanes starting at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -62,9 +63,9 @@ def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
 
 @triton.constexpr_function
 def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Return two 16-bit words a register; the index is ``bits`` bits of each from ``position`` up; ``values`` is 2 or 4 halves an entry.
+    """Return PTX that looks up two 16-bit words per register; the index is ``bits`` bits of each from ``position`` up.
 
-    An index beyond ``entries`` gives the last one.
+    ``values`` is the number of halves per entry, 2 or 4. An index beyond ``entries`` selects the last one.
     """
     entry_bytes = 2 * values
     stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()
@@ -94,10 +95,10 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
 
 @triton.constexpr_function
 def lookup_of_columns(bits: int, offset: int, copies: int, multiplied: bool) -> str:
-    """Return two 32-bit words, each with a code of its own: entries of two equal halves.
+    """Return PTX that looks up two 32-bit words, each with its own code: entries of two equal halves.
 
-    Inputs are the words, how far each is rotated right, or what it is ``multiplied`` by, so that its code begins at the bit of the size of
-    an entry's copies, and the byte of each table's first entry, a multiple of the table's size.
+    Inputs are the words, the amount to rotate each one right by, or its factor if ``multiplied``, so that its code begins at the bit of the
+    size of an entry's copies, and the byte of each table's first entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
@@ -119,9 +120,9 @@ def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
 
 @triton.constexpr_function
 def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
-    """Return two entries of 16 bits by neighboring codes of a word: one entry of both (``joint``), or the low halves of two entries.
+    """Return PTX that looks up two 16-bit entries for neighboring codes of a word.
 
-    Inputs are those of ``lookup_of_columns``, of one word.
+    These are one entry for both (``joint``), or the low halves of two entries. Inputs are those of ``lookup_of_columns``, for one word.
     """
     unit = 4 * copies
     load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
@@ -150,8 +151,10 @@ Inputs are the words, how far each is rotated right, so that its bit is the high
 
 @triton.constexpr_function
 def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """Return the first ``words`` (1 or 2) of an entry, from the copy of the thread's own banks; the input is where the first copy
-    begins."""
+    """Return PTX that reads the first ``words`` (1 or 2) of an entry, from the copy in the thread's own banks.
+
+    The input is the start of the first copy.
+    """
     own = (entry_bytes - 1).bit_length()
     load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
     return f"""{{
@@ -164,7 +167,10 @@ def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> s
 
 @triton.constexpr_function
 def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
-    """Return the first ``words`` pairs of an entry, ``stride`` bytes from the next one; the inputs are the words that have the pieces."""
+    """Return PTX that reads the first ``words`` pairs of an entry, with entries ``stride`` bytes apart.
+
+    The inputs are the words that contain the ``pieces``.
+    """
     own = 2 + words // 2
     copies = stride >> own
     text = f"mov.u32 place, %laneid; and.b32 place, place, {copies - 1}; shl.b32 place, place, {own};"
@@ -182,5 +188,5 @@ def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, p
 
 @triton.constexpr_function
 def registers(outputs: int, inputs: int) -> str:
-    """Return constraints of as many words."""
+    """Return the constraints for this many output and input words."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)

@@ -1,4 +1,4 @@
-"""Lookups in a table of binary16 by entry number, for rows of which a thread holds one: whole f16x2 registers, one or two per entry.
+"""Lookups in a binary16 table by entry number, for rows that one thread holds: whole f16x2 registers, one or two per entry.
 
 The table is in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
 """
@@ -19,7 +19,8 @@ from .table_assembly import lookup_of_entry
 
 @triton.constexpr_function
 def unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Units per entry of ``values`` binary16 in ``look_up_words``: bytes in a shared table, so that fields are shifted once, else 1."""
+    """Return the units per entry of ``values`` binary16 in ``look_up_words``: bytes in a shared table, so that fields are shifted once,
+    else 1."""
     return 2 * values * shared.copies if fast and shared.copies else 1
 
 
@@ -33,10 +34,9 @@ def look_up_words(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``, in a table of ``VALUES`` (2 or 4) binary16
-    each.
+    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``.
 
-    ``SHARED`` is the table's ``SharedTable``; ``place`` never leads beyond the entries.
+    Entries have ``VALUES`` (2 or 4) binary16. ``SHARED`` is the table's ``SharedTable``; ``place`` must not exceed the entries.
     """
     if FAST and SHARED.copies > 0:
         ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
@@ -54,7 +54,7 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values: half an entry is loaded, and there are twice as many copies."""
+    """Return the f16x2 of an entry of four equal values; half an entry is loaded, and there are twice as many copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
         found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)

@@ -28,8 +28,10 @@ def uses_assembly(device: torch.device) -> bool:
 
 
 def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], held: list[torch.Tensor]) -> list[int]:
-    """Return address, batch stride and head stride in bytes of each stream ``wanted``; one whose rows are not dense and aligned is
-    copied."""
+    """Return the address, batch stride and head stride in bytes of each stream ``wanted``.
+
+    A stream whose rows are not contiguous and aligned is copied.
+    """
     result: list[int] = []
     for stream in wanted:
         tensor = streams[stream.name]
@@ -43,7 +45,7 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
 
 
 def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
-    """Return the streams of ``tiles``, whose addresses and strides in ``rows`` begin at number ``first``."""
+    """Return the streams of ``tiles``, whose addresses and strides start at number ``first`` of ``rows``."""
     found = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number

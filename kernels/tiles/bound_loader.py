@@ -1,4 +1,4 @@
-"""A tile loader bound to the streams of one launch: everything about a side that the attention kernel is compiled for."""
+"""A tile loader bound to the streams of one launch: everything about a side for which the attention kernel is compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RowStream(NamedTuple):
-    """A stream as a program reads it: elements of ``bits``, a row of ``row_bytes`` for ``tokens`` tokens.
+    """A stream as a program reads it: elements of ``bits``, and rows of ``row_bytes`` for ``tokens`` tokens.
 
     ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
     """
@@ -26,9 +26,9 @@ class RowStream(NamedTuple):
 class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) over the streams of one launch.
 
-    ``widths`` are the columns of each tile, ``stream_widths`` what ``bitfields.load_column_fields`` takes.
-    ``whole``: the tokens of a warp's tile always are in one token group. There are ``tables`` of ``table_values`` each, one per sequence
-    and head in turn. ``columns`` are those of all tiles, and of the ``offset`` (``tiles.Tiles``) if there is one.
+    ``widths`` are the columns of each tile, ``stream_widths`` the argument of ``bitfields.load_column_fields``. ``whole``: the tokens of a
+    warp's tile are always in one token group. There are ``tables`` of ``table_values`` each, for sequences and heads in turn. ``columns``
+    counts those of all tiles, and of the ``offset`` (``tiles.Tiles``) if there is one.
     """
 
     load: Any
@@ -70,9 +70,9 @@ def bind(
     fast: bool,
     whole_means: bool = False,
 ) -> BoundLoader:
-    """Return the loader ``tiles`` over ``streams``. Without inline PTX (not ``fast``) tiles of bf16 are widened.
+    """Bind the loader ``tiles`` to ``streams``. Without inline PTX (not ``fast``) bf16 tiles are widened.
 
-    ``whole_means``: the tokens of a warp's tile always are in one page of means.
+    ``whole_means``: the tokens of a warp's tile are always in one page of means.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None

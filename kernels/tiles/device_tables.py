@@ -1,4 +1,4 @@
-"""The tables of a launch on its device: values that ``decode`` looks up, and the place of each table in shared memory."""
+"""The tables of a launch on its device: values that ``decode`` looks up, and the offset of each table in shared memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def of_sides(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the tables that ``split.attend_split`` declares and fills, both in global memory, and the place of each in shared memory.
+    """Return the tables that ``split.attend_split`` declares and fills, both in global memory, and the offset of each in shared memory.
 
-    Together they take at most ``budget`` bytes of it.
+    They use at most ``budget`` bytes of it in total.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
@@ -45,7 +45,7 @@ def of_sides(
 
 @lru_cache(maxsize=16)
 def numbers(device: str) -> torch.Tensor:
-    """0, 1, 2, … for ``bitfields.load_column_fields``, which needs none above the columns of a tile."""
+    """Return 0, 1, 2, … for ``bitfields.load_column_fields``, as many as a tile has columns."""
     return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 

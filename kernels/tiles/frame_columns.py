@@ -1,7 +1,7 @@
-"""The columns of a codec's tiles, and the matrices between their frame and the original one.
+"""Columns of a codec's tiles, and the matrices between their frame and the original one.
 
-A matrix contains the rotation and the order of columns of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one
-for all sequences and heads, or as many as the basis of a codec has.
+A matrix combines the rotation and the column order of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one for
+all sequences and heads, or as many as the codec's basis has.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``loader``, -1 for none, then the channel of its offset, if it has one."""
+    """Return the channel of each column of all tiles of ``loader``, -1 for none, then the channel of its offset, if any."""
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Return channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
+    """Return the number of channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
     tiles = loader(codec, False)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
@@ -52,9 +52,9 @@ def frame_dim(codec: Codec) -> int:
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the input of ``rotate_queries`` for ``frames``: codecs and, for each, the channel of every column, -1 for none.
 
-    Returns float32 ``[matrix, dim, column]``, what each channel of a query adds to each column of all frames, each frame padded to whole
-    blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames before.
-    Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
+    Returns float32 ``[matrix, dim, column]``, the contribution of each query channel to each column of all frames, each frame padded to
+    whole blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames
+    before. Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
     """
     parts, blocks = [], []
     before = 0
@@ -71,7 +71,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
 
 @lru_cache(maxsize=256)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
-    """float32 ``[matrix, column, dim]``: what each column of the sums in ``frames`` adds to each channel.
+    """Return the contribution of each column of the sums in ``frames`` to each channel, float32 ``[matrix, column, dim]``.
 
     Each frame is padded to whole ``block``s.
     """
@@ -84,14 +84,14 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
 
 
 def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Return True if sums of ``codec``, with these channels of columns, are in the original frame and its order."""
+    """Return True if sums of ``codec``, with these channels of columns, are already in the original frame and order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the signs of what each column of ``codec``'s loader adds to each channel, float32 ``[column, dim]``, and their size.
+    """Return the signs of each column's contribution to each channel in ``codec``'s loader, float32 ``[column, dim]``, and their size.
 
-    What is not 0 has one size in a Hadamard rotation, and in an order of channels.
+    All nonzero entries have the same size, for Hadamard rotations and for channel orders.
     """
     back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
@@ -99,13 +99,13 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 
 @lru_cache(maxsize=256)
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
-    """float32 ``[matrix, frame dim, dim]``: what each channel of sums in ``codec``'s frame adds to each channel of the original frame."""
+    """Return the contribution of each channel of ``codec``'s frame to each original channel, float32 ``[matrix, frame dim, dim]``."""
     with torch.inference_mode(False):
         return _originals_of(codec).contiguous().to(device)
 
 
 def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices: sequences and heads use them in turn."""
+    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices; sequences and heads use them in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 
@@ -126,7 +126,7 @@ def _coded_of(codec: Codec) -> torch.Tensor:
 
 
 def _originals_of(codec: Codec) -> torch.Tensor:
-    """Return the rows of the coded frame, float32 ``[matrix, frame dim, dim]``; of klt, in units of its tables, then the mean token."""
+    """Return the rows of the coded frame, float32 ``[matrix, frame dim, dim]``; for klt, in units of its tables, then the mean token."""
     if isinstance(codec, Klt):
         assert codec.source is not None
         source = codec.source.on(torch.device("cpu"))

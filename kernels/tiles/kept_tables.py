@@ -1,4 +1,4 @@
-"""The tables that a kernel keeps in shared memory: fetched first, and put there once they have arrived."""
+"""Tables that a kernel keeps in shared memory: fetched first, and stored there once they have arrived."""
 
 # Triton compiles no unpacking of tensors.
 # ruff: noqa: RUF005
@@ -15,7 +15,7 @@ from kvpack.kernels.tables.shared_table import declare, fetch, fill
 
 @triton.jit
 def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, WARPS: tl.constexpr) -> tl.tuple:
-    """Declare the shared memory of ``TABLES`` and fetch their entries, on their way to registers."""
+    """Declare the shared memory of ``TABLES`` and start fetching their entries into registers."""
     FILLS: tl.constexpr = TABLES.fills
     entries = ()
     if TABLES.nbytes:
@@ -32,7 +32,7 @@ def _fetched(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.t
 
 @triton.jit
 def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
-    """Put what ``begin_tables`` fetched into shared memory; ``tl.debug_barrier`` waits for it."""
+    """Store the entries fetched by ``begin_tables`` in shared memory; ``tl.debug_barrier`` waits for it."""
     FILLS: tl.constexpr = TABLES.fills
     for number in tl.static_range(len(FILLS)):
         _fill(entries[number], constant_at(FILLS, number))

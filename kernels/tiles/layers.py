@@ -1,4 +1,4 @@
-"""The interface of a layer for attention: the kernels use its codecs and plain tensors, not the classes that contain them."""
+"""The interface of a layer for attention: kernels use its codecs and plain tensors, not the classes that contain them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class PackedRun(Protocol):
     def streams(self) -> Mapping[str, torch.Tensor]: ...
 
     def rows(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+        """Return the streams of tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group."""
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Return tokens ``[start, stop)``; ``start`` is a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group."""
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        """Map sums ``[batch, kv_head, row, dim]`` of ``frame``'s values to the original frame."""
 
 
 class Side(Protocol):
@@ -58,7 +58,7 @@ class Side(Protocol):
 
 
 class Layer(Protocol):
-    """Both sides of a layer, of as many sequences, KV heads and tokens."""
+    """Both sides of a layer, with equal numbers of sequences, KV heads and tokens."""
 
     @property
     def k(self) -> Side | None: ...

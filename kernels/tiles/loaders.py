@@ -1,4 +1,4 @@
-"""The tile loader of a codec and its side-cars, None if there is none: it is decoded by torch before it is attended."""
+"""The tile loader of a codec and its side-cars; None if there is none, and torch decodes the values before attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """Return the loader of tiles that contain two tokens per row, which are as ``dual`` says; None if rows have another number of words."""
+    """Return the loader of tiles with two tokens per row, arranged by ``dual``; None if rows have another number of words."""
     if isinstance(codec, WithSideCars):
         found = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.

@@ -1,4 +1,4 @@
-"""The shape of a kernel's program: its warps, the tiles that they attend at once, and the programs per multiprocessor."""
+"""The shape of a kernel's program: its warps, the tiles that they process at once, and the programs per multiprocessor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CARRIED_BYTES = 96
 
 
 class LaunchShape(NamedTuple):
-    """Warps per program, tiles that a warp attends at once, their tokens, stages of tiles in flight, and programs per multiprocessor."""
+    """Warps per program, tiles per warp, tokens per tile, stages of tiles in flight, and programs per multiprocessor."""
 
     warps: int
     tiles: int
@@ -59,12 +59,11 @@ class LaunchShape(NamedTuple):
 
 
 def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
-    """Return the fastest shape measured on an H200 for tables of ``table_bytes`` and ``tokens`` per multiprocessor; ``aligned`` divides all
-    first rows.
+    """Return the fastest shape measured on an H200 for tables of ``table_bytes`` and ``tokens`` per multiprocessor.
 
-    Tried were one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and 96 to 255 registers;
-    for rows of which a thread holds one, whose loads lose by stages, one to four warps and 168 or more registers. Programs that are
-    no multiple of the four schedulers in warps are slower by half.
+    ``aligned`` divides all first rows. We tried one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and
+    96 to 255 registers; for rows that one thread holds, whose loads lose from stages, one to four warps and 168 or more registers. Programs
+    whose number of warps is not a multiple of the four schedulers are half as slow again.
     """
     if not fast:
         return LaunchShape(2, 1, 32, 1, 4)
@@ -106,7 +105,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:
-    """Return bytes of shared memory that the tables of both sides may take together."""
+    """Return the bytes of shared memory that the tables of both sides may use together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
     if len(tables) == 2 and MIN_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
@@ -115,10 +114,10 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 
 
 def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
-    """Return the constants of both sides, if they have outliers, and the bytes that the patches of all warps take.
+    """Return the outlier constants of both sides, if they have outliers, and the bytes for the patches of all warps.
 
-    A patch contains as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor; 0 if not
-    even one does: it is then made without.
+    A patch contains as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor. If not even
+    one fits, the number is 0 and no patch is used.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
@@ -133,6 +132,6 @@ def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tupl
 
 
 def _bytes(stream: Stream, aligned: int) -> int:
-    """Return bytes per token in a tile of 32 or more tokens, which contains one row for all tokens that share it, or one row per token."""
+    """Return the bytes per token in a tile of 32 or more tokens, which contains one row per token, or one for all tokens that share it."""
     shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

@@ -1,4 +1,4 @@
-"""The shared memory of a program, which differs between GPUs of one generation: shapes of tiles are chosen to fit it."""
+"""The shared memory of a program, which differs between GPUs of one generation; tile shapes are chosen to fit it."""
 
 from __future__ import annotations
 

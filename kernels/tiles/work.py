@@ -26,17 +26,17 @@ STREAM_INTEGERS = tl.constexpr(3)
 
 
 class Rows(NamedTuple):
-    """The packed rows of one side: pointers to the first row of this head in each stream, and the row of the first token."""
+    """The packed rows of one side: pointers to this head's first row in each stream, and the row of the first token."""
 
     streams: Any
     first: Any
 
 
 class Work(NamedTuple):
-    """The tokens of a program: ``count`` of them from token ``begin`` of the layer on.
+    """The tokens of a program: ``count`` tokens from token ``begin`` of the layer on.
 
-    Every query sees all of the first ``whole``, a multiple of what the program's warps attend at once. Row 0 of the keys is token
-    ``means`` from the first page of the launch's means on (``means.Means``).
+    Every query sees all of the first ``whole``, a multiple of the tokens that the program's warps process at once. Row 0 of the keys is
+    token ``means``, counted from the first page of the launch's means (``means.Means``).
     """
 
     begin: Any
@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
 @triton.jit
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
-    """Return the ``Work`` of a row, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides, for one sequence and KV head."""
+    """Load the ``Work`` of a row, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides, for one sequence and KV head."""
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     whole = tl.load(row + 2).to(tl.int32)
@@ -92,7 +92,7 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the work of a sequence of ``length`` tokens, whose first query is at ``position``, and the tokens before its window.
+    """Limit the work to a sequence of ``length`` tokens with its first query at ``position``; also return the tokens before its window.
 
     Both are in whole tiles of ``SPAN`` tokens, ``whole`` in ``TILES`` of them.
     """
@@ -105,10 +105,10 @@ def within_length(
 
 @triton.jit
 def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """Return the work counted from the first tile that every query sees, and the number of tokens before it that only some queries see.
+    """Count the work from the first tile that every query sees; also return the number of tokens before it that only some queries see.
 
-    Some query sees token ``first`` of the layer and none sees an earlier one; those of ``whole`` from token ``last`` on are seen by every
-    query. The tokens before are at negative places, in whole tiles of ``SPAN`` tokens; whole ones are attended ``TILES`` at once.
+    Some query sees token ``first`` of the layer and none sees an earlier one; every query sees the tokens of ``whole`` from token ``last``
+    on. The tokens before have negative positions, in whole tiles of ``SPAN`` tokens; whole ones are processed ``TILES`` at once.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
@@ -124,7 +124,7 @@ def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.
 
 @triton.jit
 def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
-    """Bring rows to the second-level cache: of ``TOKENS`` tokens, or as many as there are, ``BEYOND`` the work's token ``offset``."""
+    """Prefetch rows of up to ``TOKENS`` tokens, ``BEYOND`` the work's token ``offset``, into the L2 cache."""
     _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
     _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
 
@@ -142,7 +142,7 @@ def _prefetch_side(
 
 @triton.jit
 def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
-    """One operation of one thread, in whole pieces of 16 bytes: it was faster than lines that all threads ask for."""
+    """Prefetch with one operation of one thread, in 16-byte pieces, which was faster than lines requested by all threads."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
     tl.inline_asm_elementwise(
         """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
@@ -169,10 +169,10 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return ``TILES`` tiles of ``TOKENS`` tokens: what the codec's rows contain of each, and the signs next to it, if any.
+    """Load ``TILES`` tiles of ``TOKENS`` tokens: the codec's rows of each, and the signs next to them, if any.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the one whose row is ``first``; with ``MASKED``
-    those from ``end`` on are not loaded. If the side is dual, half as many tiles of twice as many tokens.
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the token of row ``first``; with ``MASKED``, tokens
+    from ``end`` on are not loaded. If the side is dual, there are half as many tiles of twice as many tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs

@@ -96,6 +96,7 @@ class Run:
 
     Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is the
     position of the first token. ``norms``, float32 ``[batch, kv_head, token]``, are the norms of the layer's keys in each head, if known.
+    ``whole()`` iterates over the values with the vectors of pages that ``blocks()`` lack; None if there are no such vectors.
     """
 
     shape: tuple[int, int, int, int]
@@ -103,6 +104,7 @@ class Run:
     blocks: Callable[[], Iterator[torch.Tensor]]
     position: int | None = None
     norms: torch.Tensor | None = None
+    whole: Callable[[], Iterator[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)

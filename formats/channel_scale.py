@@ -16,7 +16,7 @@ from .side_car import ValueMap, known_word
 from .value_blocks import first_place, value_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     from .base import Run
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 STREAM = "channel_scale"
 
-_ORDINARY, _ORDINARY_LESS_MEAN = 4.0, 3.0
-"""A channel up to this many times the median root mean square is not scaled: channels are more alike without the mean of their page."""
+_ORDINARY = 4.0
+"""A channel up to this many times the median root mean square is not scaled."""
+
+_ORDINARY_LESS_MEAN = 8.0
+"""The same without the means of pages: where keys vary by themselves, so do queries, and errors in large channels count more."""
 
 _LARGEST = 65504.0
 
@@ -35,6 +38,9 @@ BALANCED = "balanced"
 
 _LEAST = 2.0**-10
 """Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""
+
+_MOST_MEAN = 8.0
+"""A channel's mean square is taken to be at most this many times that of its rest: biases of keys say nothing about queries."""
 
 _SPAN = 16
 """Tokens whose root mean square is one sample."""
@@ -56,14 +62,12 @@ class ChannelScale(ValueMap):
     dtype: str
     paired: bool = field(default=True, compare=False)
     queries: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    ordinary: float = field(default=_ORDINARY, compare=False)
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("channel_scale", "", (*NORMS, BALANCED))
         if dtype != BALANCED:
-            ordinary = _ORDINARY_LESS_MEAN if options.given("mean") else _ORDINARY
-            return cls(dim, dtype, paired=side == "k", ordinary=ordinary) if dtype else None
+            return cls(dim, dtype, paired=side == "k") if dtype else None
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
@@ -91,30 +95,31 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, rms / (``ordinary`` median rms)), with the rms of each channel.
+        """Return a run's factors ``[batch, kv_head, 1, dim]``, at least 1: max(1, r / 4), where r is a channel's rms over the median rms.
 
         A channel's rms is that of the median of spans of 16 tokens, because an outlier in one token would scale the channel of all others.
-        Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        Without the means of pages, the factors are max(1, min(r, (r / 8)^3)), times those of ``_by_means``. Balanced factors are
+        proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
-        batch, heads, tokens, dim = run.shape
-        squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
-        start = 0
-        for block in run.blocks():
-            first, before = divmod(start, _SPAN)
-            start += block.shape[2]
-            spans = functional.pad(block, (0, 0, before, -start % _SPAN)).reshape(batch, heads, -1, _SPAN, dim)
-            squares[:, :, first : first + spans.shape[2]] += spans.to(torch.float64).square_().sum(3)
-        squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
+        squares = _squares(run, run.blocks)
         if self.queries is not None:
             return {STREAM: _balanced(squares.mean(2, keepdim=True) / _SPAN, self.queries).to(torch.float16)}
-        size = squares.median(2, keepdim=True).values.sqrt()
-        ordinary = self.ordinary * size.median(3, keepdim=True).values
+        squares = squares.median(2, keepdim=True).values
+        size = squares.sqrt()
+        median = size.median(3, keepdim=True).values
         # If half of the channels are zero, the size of an ordinary channel is unknown.
-        factor = torch.where(ordinary > 0, size / ordinary, 1.0).clamp(1.0, _LARGEST)
-        if self.paired and factor.shape[3] % 2 == 0:
-            low, high = factor.chunk(2, 3)
-            factor = torch.maximum(low, high).repeat(1, 1, 1, 2)
-        return {STREAM: factor.to(torch.float16 if self.dtype == "fp16" else torch.float32)}
+        ratio = torch.where(median > 0, size / median, 1.0)
+        if self.paired and self.dim % 2 == 0:
+            low, high = ratio.chunk(2, 3)
+            ratio = torch.maximum(low, high).repeat(1, 1, 1, 2)
+        if run.whole is None:
+            factor = (ratio / _ORDINARY).clamp_min(1.0)
+        else:
+            # Steep, so that few channels are scaled by less than their size.
+            factor = torch.minimum((ratio / _ORDINARY_LESS_MEAN) ** 3, ratio).clamp_min(1.0)
+            if self.dim % 2 == 0:
+                factor = factor * _by_means(squares, _squares(run, run.whole).median(2, keepdim=True).values)
+        return {STREAM: factor.clamp_max(_LARGEST).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return x / factors(streams)
@@ -133,6 +138,34 @@ class ChannelScale(ValueMap):
             if odd.any():
                 at = first_place(odd, first, factors.shape)
                 raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, channel scales are finite and above 0")
+
+
+def _squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
+    """Return the sums of squares of each channel over spans of 16 tokens of ``run``, float64 ``[batch, kv_head, span, dim]``.
+
+    The last span is scaled up to 16 tokens.
+    """
+    batch, heads, tokens, dim = run.shape
+    squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
+    start = 0
+    for block in blocks():
+        first, before = divmod(start, _SPAN)
+        start += block.shape[2]
+        spans = functional.pad(block, (0, 0, before, -start % _SPAN)).reshape(batch, heads, -1, _SPAN, dim)
+        squares[:, :, first : first + spans.shape[2]] += spans.to(torch.float64).square_().sum(3)
+    squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
+    return squares
+
+
+def _by_means(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return factors by the mean squares of keys without the means of their pages and with them, ``[batch, kv_head, 1, dim]`` each.
+
+    Queries are unknown, but in the two channels that RoPE rotates into each other they are about as large as whole keys. So factors
+    balanced by keys and queries are in proportion to (``rest`` / ``whole``)^(1/4). The smallest one is 1.
+    """
+    rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
+    share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MOST_MEAN, 1.0)
+    return (share / share.amin(3, keepdim=True)) ** 0.25
 
 
 def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

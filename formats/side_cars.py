@@ -245,6 +245,8 @@ class WithSideCars(Codec):
 
     def _less_vectors(self, run: Run) -> Run:
         """Subtract the page vectors from ``run``, because maps are measured on what the codec will encode."""
+        if self.page_vectors:
+            run = replace(run, whole=run.blocks)
         for vector in self.page_vectors:
             run = replace(run, blocks=partial(_mapped, vector.rest, run.blocks))
         return run

@@ -176,3 +176,17 @@ def test_the_error_of_a_token_is_below_its_energy(recipe: str) -> None:
             ratios = (found - exact).square().sum((1, 3)) / exact.square().sum((1, 3))
             assert ratios.max() < 2
             assert (ratios < 1).double().mean() >= 0.999
+
+
+def test_factors_by_means_lower_the_error_of_scores() -> None:
+    """Without a basis, they know queries only by the keys."""
+    keys = "k=scalar:b=3,norm=log8,mean=128{};v=raw;raw=4,0.6,4"
+    for k, v, q in layers():
+        errors = []
+        for scaled in ("", ",channel_scale=fp16"):
+            decoded, _ = kvpack.pack([(k, v)], keys.format(scaled))[0].unpack(torch.float32)
+            assert decoded is not None
+            scores = q @ (decoded - k).repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+            # A softmax does not see what all scores of a query have in common.
+            errors.append(scores.sub(scores.mean(3, keepdim=True)).square().mean().item())
+        assert errors[1] < 0.85 * errors[0]

@@ -56,10 +56,50 @@ def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
     x[..., 7] *= 100
     factors = create("scalar", 64, b="2", mean="128", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
     pair = [7, 39]
-    assert factors[pair].min() > 20
-    assert (factors == 1).sum() == 62
+    assert factors[pair].min() > 60
+    assert (factors[[5, 37]] == 1).all()
+    others = [channel for channel in range(64) if channel % 32 not in (5, 7)]
+    # The constant says nothing about queries beyond 8 times the rest.
+    torch.testing.assert_close(factors[others], torch.full((60,), 8**0.25, dtype=torch.float16), rtol=0.02, atol=0)
     alone = create("scalar", 64, b="2", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
     assert alone[5] > 20
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    """The factors of keys ``x`` with the mean of each page apart, float32 ``[batch, kv_head, 1, dim]``."""
+    return create("scalar", x.shape[3], b="2", mean="64", channel_scale="fp32").encode(x)["channel_scale"]
+
+
+@pytest.mark.parametrize("offset", [1.0, 2.0, 50.0])
+def test_channels_with_a_mean_are_coded_more_finely(offset: float) -> None:
+    """Queries are about as large as keys in a pair of RoPE: factors are the fourth root of what a mean leaves of the pair's square."""
+    x = torch.randn(1, 2, 4096, 32, generator=torch.Generator().manual_seed(4))
+    x[..., [3, 19]] += offset
+    found = scale(x)
+    assert found.min() == 1
+    share = max(1 / (1 + offset**2), 1 / 8)
+    others = [channel for channel in range(32) if channel % 16 != 3]
+    torch.testing.assert_close(found[..., others], torch.full((1, 2, 1, 30), share**-0.25), rtol=0.03, atol=0)
+    torch.testing.assert_close(found[..., 3], found[..., 19])
+
+
+@pytest.mark.parametrize("size", [4.0, 7.0, 10.0, 30.0, 1000.0])
+def test_channels_far_above_the_others_are_scaled_whether_or_not_queries_are_small(size: float) -> None:
+    x = torch.randn(1, 2, 1024, 64, generator=torch.Generator().manual_seed(4))
+    x[..., [3, 35]] *= size
+    factor = scale(x)[..., [3, 35]] / scale(x).median()
+    expected = max(1.0, min(size, (size / 8) ** 3))
+    torch.testing.assert_close(factor, torch.full_like(factor, expected), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64])
+def test_keys_that_are_all_alike_have_factors_of_one(tokens: int) -> None:
+    one = torch.randn(1, 2, 1, 32, generator=torch.Generator().manual_seed(4)).expand(-1, -1, tokens, -1)
+    for x in (one, one * 0, torch.cat([one[..., :16] * 0, one[..., 16:]], 3)):
+        found = scale(x.contiguous())
+        assert torch.isfinite(found).all()
+        assert (found >= 1).all()
+    assert (scale(one[:, :, :1].contiguous()) == 1).all()
 
 
 def test_raw_tokens_are_left_out_of_the_mean() -> None:

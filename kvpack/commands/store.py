@@ -386,7 +386,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     from .opened import Opened
 
-    check_output(arguments, arguments.output, arguments.key_file)
+    check_output(arguments, arguments.output, arguments.store, arguments.key_file)
     store = Opened(arguments)
     catalog = store.catalog()
     if store.silent(catalog.count):

@@ -304,6 +304,37 @@ def test_no_command_writes_over_its_input(
     assert out.is_symlink() == (link == "a symbolic link")
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["store", "export", "FOLDER", "00", "OUT"], "ab/entry"),
+        (["convert", "IN", "OUT", "kivi-2", "--basis", "FOLDER"], "good.kvbasis"),
+        (["generate", "IN", "--prompt", "a", "--model", "FOLDER", "--out", "OUT"], "model-00001-of-00002.safetensors"),
+        (["cache", "--prompt-file", "IN", "--model", "FOLDER", "--out", "OUT"], "config.json"),
+        (["tune", "--bits", "3", "--text", "IN", "--model", "FOLDER", "--out", "OUT"], "merges.txt"),
+        (["calibrate", "--text", "IN", "--model", "FOLDER", "--out", "OUT"], "tokenizer.model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+@pytest.mark.parametrize("linked", [False, True], ids=["", "through a link"])
+def test_no_command_writes_over_a_file_of_a_folder_that_it_reads(
+    words: list[str], name: str, linked: bool, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a store, a folder of bases or a model: what other programs need is lost as surely as the one named input."""
+    home = tmp_path / "folder"
+    precious = home / name
+    precious.parent.mkdir(parents=True)
+    precious.write_bytes(b"precious")
+    out = tmp_path / "link" if linked else precious
+    if linked:
+        out.symlink_to(precious)
+    names = {"IN": file, "FOLDER": home, "OUT": out}
+    assert run(*[str(names.get(word, word)) for word in words], "--force") == 2
+    expected = f"kvpack: {out}: is in the folder {home}, an input of this command; write to another path\n"
+    assert capsys.readouterr().err == expected
+    assert precious.read_bytes() == b"precious"
+
+
 @pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
 def test_a_command_replaces_a_file_only_by_force(
     words: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -7,11 +7,13 @@ import hashlib
 import json
 import types
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.lazy import numpy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +46,8 @@ def json_text(value: Any) -> str:
     return _JSON.encode(value)
 
 
+_NUMBERS = "biufc"
+"""Kinds of NumPy dtypes whose bytes are their values."""
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -69,6 +73,10 @@ def plain(where: str, value: Any, most: int | None = None) -> Any:
         return str(value)
     if isinstance(value, torch.Tensor):
         return tensor_digest(where, value, most)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS:
+        return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_128_hexdigest(numpy.ascontiguousarray(value).data)}"
+    if _is_structure(value):
+        return plain(where, vars(value), most)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):
@@ -84,6 +92,36 @@ def plain(where: str, value: Any, most: int | None = None) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return plain(where, value.item(), most)
     raise InvalidParameter(f"{where} is a {class_name(type(value))}, and kvpack cannot tell what it does: {BY_HAND}")
+
+
+def is_constant(value: Any) -> bool:
+    """Return True for a tensor, an array, a NumPy scalar, or a structure or container of constants and scalars."""
+    import torch
+
+    if isinstance(value, (torch.Tensor, numpy.generic)):
+        return True
+    if isinstance(value, numpy.ndarray):
+        return value.dtype.kind in _NUMBERS
+    if _is_structure(value):
+        return is_constant(vars(value))
+    if isinstance(value, (list, tuple)):
+        items: list[Any] = list(value)
+    elif isinstance(value, dict) and all(map(_is_scalar, value)):
+        items = list(value.values())
+    else:
+        return False
+    return all(_is_scalar(item) or is_constant(item) for item in items)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_structure(value: Any) -> bool:
+    if isinstance(value, types.SimpleNamespace):
+        return True
+    # Configurations have a text of their own.
+    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__") and not hasattr(value, "to_dict")
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> str:

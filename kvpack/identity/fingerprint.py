@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import SAMPLE, SCALARS, class_name, json_text, plain, sampled, tensor_digest, text_digest
+from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, plain, sampled, tensor_digest, text_digest
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ _INCIDENTAL_SETTINGS = {
 _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that change no key and no value."""
 SAMPLED_VALUES = 64
+_LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
+"""Packages whose private attributes are known to change no key and no value; those of other modules may be constants."""
+_OF_CALLS = ("cache", "state", "long_inv_freq")
+"""Words in the names of attributes in which calls leave values."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that define the state of a module."""
 _NOTED_LENGTH = "max_seq_len_cached"
@@ -203,7 +207,7 @@ def _settings(config: Any) -> Any:
 def _module(part: ModelPart) -> list[Any]:
     module = part.module
     where = part.name or "the model"
-    attributes = _attributes(where, vars(module))
+    attributes = _attributes(where, vars(module)) + _constants(where, module)
     parameters, buffers = (
         [(name, tensor) for name, tensor in sorted(tensors.items()) if tensor is not None] if tensors else ()
         for tensors in (module._parameters, module._buffers)
@@ -244,6 +248,34 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
         elif _is_plain(value):
             own.append([name, plain(where, value)])
     return own
+
+
+def _constants(where: str, module: torch.nn.Module) -> list[Any]:
+    """The attributes that hold tensors, arrays and structures, which are not registered as buffers, and a home-made module's private
+    floats. Modules that define their own state have them among the weights.
+    """
+    if not _has_usual_state(type(module)):
+        return []
+    found = vars(module)
+    is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
+    own = []
+    for name in _constants_among(tuple(found), is_home_made):
+        value = found[name]
+        kind = type(value)
+        # Private integers often count calls; _attributes has the public scalars.
+        if name.startswith("_") if kind is float else kind not in SCALARS and not _is_plain(value) and is_constant(value):
+            own.append([name, plain(f"{where}.{name}", value)])
+    return own
+
+
+@lru_cache(maxsize=4096)
+def _constants_among(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
+    """The names of attributes that may be constants, sorted; ``private`` ones too."""
+    import torch
+
+    usual = vars(torch.nn.Module()).keys()
+    kept = (name for name in names if name not in usual and _is_setting(name) and not any(word in name for word in _OF_CALLS))
+    return tuple(sorted(name for name in kept if private or not name.startswith("_")))
 
 
 @lru_cache(maxsize=4096)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -80,6 +83,58 @@ STATES = {
     "a nested configuration": lambda: with_setting("text_config", transformers.LlamaConfig(rms_norm_eps=1e-3)),
     "half of the parameters in another dtype": lambda: with_half_in_bfloat16(),
 }
+
+
+@dataclass
+class Factors:
+    first: Any
+
+
+class Scaled(nn.Module):
+    """A layer of the caller's own, times a factor that is not registered as a buffer."""
+
+    def __init__(self, inner: nn.Module, **attributes: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        vars(self).update(attributes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def scaled(**attributes: Any) -> Any:
+    model = small_llama()
+    layer = model.model.layers[1].mlp
+    layer.down_proj = Scaled(layer.down_proj, **attributes)
+    return model
+
+
+@pytest.mark.parametrize("name", ["factor", "_factor"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        float,
+        torch.tensor,
+        lambda value: torch.tensor([value, 1.0]),
+        numpy.float32,
+        lambda value: numpy.array([[value]]),
+        lambda value: {"first": torch.tensor(value)},
+        lambda value: [None, torch.tensor(value)],
+        lambda value: SimpleNamespace(first=value),
+        lambda value: Factors(numpy.array(value)),
+    ],
+    ids=["float", "tensor", "vector", "numpy scalar", "array", "map", "list", "namespace", "dataclass"],
+)
+def test_constants_that_a_module_has_not_registered_count(made: Callable[[float], Any], name: str) -> None:
+    one, same, other = (kvpack.Identity.of(scaled(**{name: made(value)}), "raw") for value in (1.5, 1.5, 2.5))
+    assert one == same
+    assert changed_fields(one, other) == {"config"}
+
+
+def test_what_a_module_notes_of_its_calls_does_not_count() -> None:
+    """Else a model would refuse the files that it wrote before a call."""
+    first = kvpack.Identity.of(scaled(_calls=0, cos_cached=torch.zeros(3), _last_state=0.5), "raw")
+    assert kvpack.Identity.of(scaled(_calls=7, cos_cached=torch.ones(5), _last_state=1.5), "raw") == first
 
 
 def with_half_in_bfloat16() -> Any:

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def about_kind(kind: str) -> str:
-    """Return the text of entries that are not chunks: pages, states or bases."""
+    """Return the index text of entries that are not chunks: pages, states or bases."""
     return json.dumps({"kind": kind})
 
 
 @lru_cache
 def about_chunk(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
-    """Return the text of chunks."""
+    """Return the index text of chunks."""
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
 
 
 def about_pieces(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text of an entry that this process has made of ``pieces``; None if these do not tell, as of an encrypted one."""
+    """Return the index text of an entry created by this process from ``pieces``; None if they do not show it, as when encrypted."""
     if begins_row(bytes(pieces[0][:FRONT_BYTES])):
         return about_kind("pages")
     if len(pieces) < 2:

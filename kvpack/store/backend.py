@@ -1,4 +1,4 @@
-"""The interface of a store's backend: bytes by key, any of which may vanish at any time."""
+"""The interface of a store's backend: bytes by key, any of which may disappear at any time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Lease(Protocol):
     """A lease, which a backend grants to one holder at a time."""
 
     def release(self) -> None:
-        """End the lease, if it has not ended by itself. Raises nothing."""
+        """End the lease unless it has already ended. Raises nothing."""
 
 
 class NoLease:
-    """The lease of a location that does not support leases: everybody has it."""
+    """The lease of a location that does not support leases: everyone has it."""
 
     def release(self) -> None:
         """Do nothing: there is no lease to release."""
@@ -35,7 +35,7 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry of a listing: its key, its bytes, and when it was last used, in nanoseconds since 1970 (0: unknown)."""
+    """One entry of a listing: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
 
     key: bytes
     size: int
@@ -44,7 +44,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Found:
-    """An entry from a backend: its bytes, still unchecked, and the tier that they came from (0: the fastest)."""
+    """An entry from a backend: its bytes, not yet checked, and the number of the tier that they came from (0: the fastest)."""
 
     data: Data
     tier: int
@@ -58,7 +58,7 @@ class Hold(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A pinned chain, its owner, and when it ends in seconds since 1970; those of earlier versions have no owner and no end."""
+    """A pinned chain, its owner, and when it ends in seconds since 1970; pins of earlier versions have neither owner nor end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -73,8 +73,8 @@ class Pin(NamedTuple):
 class Backend(Protocol):
     """Entries by key. No method raises for a fault of the system or the server: it counts the fault and reports a miss.
 
-    Keys come in the order of a chain, ancestors first. Anything larger than the limit for entries (forms.py) is never read
-    and counts as missing.
+    Keys are passed in the order of a chain, ancestors first. Anything larger than the limit for entries (entry_kind.py) is never read and
+    counts as missing.
     """
 
     @property
@@ -83,71 +83,71 @@ class Backend(Protocol):
 
     @property
     def parts(self) -> Sequence[Backend]:
-        """The backends of the tiers, the fastest first."""
+        """The backends of the tiers, fastest first."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading ``keys`` that are present as entries of the store's form."""
+        """Return how many of the leading ``keys`` are present as entries of the store's form."""
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """As ``present``, for each of ``keys``, which need not be a chain."""
+        """Return, for each of ``keys``, True if it is present. The keys need not be a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """Return the bytes of the entries of ``keys``, up to the first missing one."""
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``; keys need not follow one another.
+        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not be a chain.
 
-        A server sends at most one byte more than ``max_bytes`` of an entry, so that whoever checks its size refuses it.
+        A server sends at most one byte more than ``max_bytes`` of an entry, so that the size check refuses it.
         """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        """As ``get``, with the tier of each entry. The first of ``keys`` comes from a tier slower than ``beyond``."""
+        """Return the entries like ``get``, with their tiers. The first of ``keys`` must come from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """Record the use of a chain whose last entries were found and then checked, and copy these to tiers faster than their own."""
+        """Record the use of a chain whose last entries were found and checked, and copy them to faster tiers."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        """Return the bytes of one entry for inspection, or None; its use is not noted.
+        """Return the bytes of one entry for inspection, or None, without recording a use.
 
         With ``front`` only the bytes before the payload of a kvpack file must be correct.
         """
 
     def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        """Return ``peek`` of each key with ``front``."""
+        """Return the result of ``peek`` with ``front`` for each key."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return whether a readable entry exists now.
+        """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return True if a readable entry exists now.
 
-        Anything that is not an entry (``forms.Kind.JUNK``) is replaced; an entry that another store may read stays.
+        Anything that is not an entry (``entry_kind.Kind.JUNK``) is replaced; an entry that another store may be able to read stays.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """Return ``put`` of several entries of one chain, each after those before it: ``entries`` are their pieces by their place in
-        ``chain``.
+        """Store several entries of one chain in order, and return the result of ``put`` for each.
 
-        After an entry that is not stored no other is tried, so that a call waits for room once.
+        ``entries`` are their pieces, by position in ``chain``. After an entry that is not stored no other is tried, so that a call waits
+        for room once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        """Record that ``chain``, from its first chunk on, is in use."""
+        """Record that ``chain``, starting with its first chunk, is in use."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, the last first, and return the keys that existed."""
+        """Remove entries, last first, and return the keys that existed."""
 
     def discard(self, key: bytes, found: Found) -> None:
-        """Remove an entry whose bytes ``found`` are damaged, from the tier that it was in."""
+        """Remove an entry with damaged bytes ``found`` from the tier that it came from."""
 
     def list(self) -> Iterator[Stored]:
-        """Return every entry, in no order."""
+        """Yield every entry, in any order."""
 
     def size(self) -> tuple[int, int]:
-        """Return entries and their bytes."""
+        """Return the number of entries and their total bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns whether it is pinned now."""
+        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns True if it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same chain, by one owner or by all. Returns whether it was pinned."""
+        """Undo ``pin`` of the same chain, by one owner or by all. Returns True if it was pinned."""
 
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
@@ -156,16 +156,16 @@ class Backend(Protocol):
         """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Return the lease of ``key`` for at most ``seconds`` (leases.py); None while another has it.
+        """Acquire the lease of ``key`` for at most ``seconds`` (leases.py); return None while another holder has it.
 
-        Where there can be no lease, as after a fault, it is one that everybody gets.
+        If no lease is possible, for example after a fault, the result is a lease that everyone gets.
         """
 
     def collect(self) -> None:
         """Remove unfinished files, count again, and evict entries above the budget."""
 
     def close(self) -> None:
-        """Release connections; the entries stay."""
+        """Release connections; entries stay."""
 
 
 class OneTier:
@@ -177,36 +177,36 @@ class OneTier:
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        """Return ``Backend.find`` for a backend without a slower tier."""
+        """Implement ``Backend.find`` for a backend without a slower tier."""
         return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
     def present_each(self: Backend, keys: Sequence[bytes]) -> list[bool]:
-        """Return ``Backend.present_each``, one by one."""
+        """Implement ``Backend.present_each`` one key at a time."""
         return [self.present([key]) == 1 for key in keys]
 
     def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        """Return ``Backend.find_each``, one by one."""
+        """Implement ``Backend.find_each`` one key at a time."""
         found = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in found]
 
     def fronts(self: Backend, keys: Sequence[bytes]) -> list[Data | None]:
-        """Return ``Backend.fronts``, one by one."""
+        """Implement ``Backend.fronts`` one key at a time."""
         return [self.peek(key, front=True) for key in keys]
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
-        """Return ``Backend.put_all``, one by one."""
+        """Implement ``Backend.put_all`` one entry at a time."""
         stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
         count = sum(stored)
         return [number < count for number in range(len(entries))]
 
     def pinned(self: Backend) -> set[bytes]:
-        """Return ``Backend.pinned``, by the pins in effect."""
+        """Implement ``Backend.pinned`` with the pins in effect."""
         return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:
-        """Return ``Backend.take_lease`` for a backend that others cannot reach."""
+        """Implement ``Backend.take_lease`` for a backend that others cannot reach."""
         return NoLease()
 
     def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
-        """``Backend.accept`` for a backend without a faster tier."""
+        """Implement ``Backend.accept`` for a backend without a faster tier."""
         self.touch(keys, now_ns)

@@ -1,6 +1,6 @@
-"""The basis of a recipe as an entry of its store: put before the chunks that need it, and used like the first of every chain.
+"""The basis of a recipe as an entry of its store: written before the chunks that need it, and used like the first entry of every chain.
 
-So it is evicted after all of them, and the byte limit counts it (spec/store.md, Bases).
+So it is evicted after all of them and counts toward the byte limit (spec/store.md, Bases).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """Return the basis with SHA-256 ``digest`` that is the whole entry ``key``. Raises DigestMismatch, and as decrypting and ``Basis``
-    do."""
+    """Read the basis with SHA-256 ``digest`` from the bytes of the entry ``key``.
+
+    Raises DigestMismatch, and the errors of decryption and of ``Basis``.
+    """
     clear = decrypted_entry(key, data, cipher)
     # Compared with what the recipe names, not with the entry's key alone.
     found = check_basis(key, clear, cipher)
@@ -36,9 +38,10 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
 
 class StoredBasis:
-    """The basis with SHA-256 ``digest``, of the model ``model``, in a store; ``given`` is the caller's, ``digests`` are as of an identity.
+    """The basis with SHA-256 ``digest``, for the model ``model``, in a store.
 
-    ``keys`` begin every chain of chunks that need it. No method raises for a fault: it is counted, and a miss.
+    ``given`` is the caller's basis, if any; ``digests`` are those of an identity. ``keys`` come first in every chain of chunks that need
+    the basis. No method raises for a fault: faults are counted as misses.
     """
 
     def __init__(
@@ -61,17 +64,17 @@ class StoredBasis:
         self._whole: set[int] = set()
 
     def present(self) -> bool:
-        """Return True if it is in memory or, judged by its first bytes, in the store."""
+        """Return True if the basis is in memory or, judging by its first bytes, in the store."""
         return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
-        """Return the basis, read from the store once; None if it is neither given nor stored."""
+        """Return the basis, read from the store at most once; None if it is neither given nor stored."""
         if self._basis is None:
             self._basis = next((found for key in self.keys if (found := self._found(key)) is not None), None)
         return self._basis
 
     def missing(self, operation: str) -> None:
-        """Count that the basis is missing."""
+        """Count a missing basis."""
         self._counters.fault(
             operation,
             MissingBasis(
@@ -80,7 +83,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it, and return whether one has it now. A damaged one is replaced."""
+        """Store the basis in every tier that lacks it; return True if any tier has it now. A damaged one is replaced."""
         basis = self.get()
         if basis is None:
             self.missing("save")
@@ -108,7 +111,7 @@ class StoredBasis:
         return True
 
     def _reads(self, key: bytes, backend: Backend) -> bool:
-        """Return True if the entry in one tier is the basis, byte for byte; a damaged one is removed."""
+        """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
         for found in backend.find([key]):
             try:
                 check_basis(key, decrypted_entry(key, found.data, self._cipher), self._cipher)

@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures no request is sent for a while, so that a dead server costs one wait and not many."""
+"""A circuit breaker: after failures no request is sent for a while, so that a dead server costs one timeout instead of many."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REST_SECONDS = 5.0
 
 
 class Breaker:
-    """Counts consecutive failures. Safe to use from any thread."""
+    """Count consecutive failures. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -29,7 +29,7 @@ class Breaker:
         self._lock = Lock()
 
     def allows(self) -> bool:
-        """Return True if a request may be sent now. After a pause one caller may send one, and the others wait for its result."""
+        """Return True if a request may be sent now. After a pause one caller may send one; the others wait for its result."""
         with self._lock:
             if self._in_a_row < FAILURES:
                 return True
@@ -45,16 +45,16 @@ class Breaker:
             self._in_a_row = 0
 
     def failed(self) -> None:
-        """The server did not answer, or not in time."""
+        """Record that the server did not answer in time."""
         with self._lock:
             self._in_a_row += 1
             self._closed_until = time.monotonic() + REST_SECONDS
 
 
 class Guard:
-    """Sends requests to a server: ``errors`` are counted as faults, and so is every request during a pause.
+    """Sends requests to a server. ``errors`` are counted as faults, and so is every request during a pause.
 
-    ``refusals`` are the errors that a working server returns: they cause no pause.
+    ``refusals`` are errors that a working server returns; they cause no pause.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Guard:
         self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
 
     def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the server's answer, or ``otherwise``."""
+        """Return the server's answer, or ``otherwise`` after a fault."""
         if not self._breaker.allows():
             self._counters.fault(operation, Resting("the server did not answer, and requests to it are paused for a while"))
             return otherwise
@@ -83,7 +83,7 @@ class Guard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if a Rust extension panicked, usually out of memory: its error is not an Exception."""
+    """Return True if a Rust extension panicked, usually for lack of memory; its error is not an Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 

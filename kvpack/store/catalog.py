@@ -1,4 +1,4 @@
-"""The contents of a location from its entries' headers: prefixes, identities, bases, and errors of entries. Does not need torch."""
+"""Read the contents of a location from its entries' headers: prefixes, identities, bases, and errors of entries. Does not need torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StatesEntry:
 
 @dataclass(frozen=True)
 class BasisEntry:
-    """A basis in a store: its listing, its SHA-256, and the model that it is of."""
+    """A basis in a store: its listing, its SHA-256, and its model."""
 
     stored: Stored
     digest: bytes
@@ -70,13 +70,13 @@ class BasisEntry:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored prefix: the entries of its chain, first chunk first. ``whole`` unless ancestors are missing."""
+    """A stored prefix: the entries of its chain, first chunk first. It is ``whole`` unless ancestors are missing."""
 
     entries: tuple[Entry, ...]
 
     @property
     def key(self) -> bytes:
-        """The key of its last chunk."""
+        """Key of the last chunk."""
         return self.entries[-1].stored.key
 
     @property
@@ -94,9 +94,9 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries of chunks by key, the error of each unreadable one (Undecryptable if only its key is missing), and the rest.
+    """All readable entries of chunks by key, and the error of each unreadable one (Undecryptable if only its key is missing).
 
-    The rest are pages of engines, bases, and states, by the keys of the chunks that they follow.
+    The other fields are pages of engines, bases, and states by the keys of the chunks that they follow.
     """
 
     entries: Mapping[bytes, Entry]
@@ -107,7 +107,7 @@ class Catalog:
 
     @property
     def count(self) -> int:
-        """The number of entries listed, readable or not."""
+        """Number of entries listed, readable or not."""
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def needing(self, digest: bytes) -> int:
@@ -117,7 +117,7 @@ class Catalog:
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """The keys of the encrypted entries that no available key decrypts."""
+        """Keys of the encrypted entries that no available key decrypts."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
@@ -138,7 +138,7 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """Return ``prefix`` up to its last chunk followed by states, and these states; the whole prefix and None if there are none."""
+        """Return ``prefix`` up to its last chunk with states, and these states; the whole prefix and None if there are none."""
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
                 return Prefix(prefix.entries[:count]), states
@@ -167,9 +167,9 @@ def read_catalog(
     max_entry_bytes: int = MAX_ENTRY_BYTES,
     listed: Sequence[Stored] | None = None,
 ) -> Catalog:
-    """Read the header of every entry of up to ``max_entry_bytes``, or of those ``listed``; ``progress`` counts entries.
+    """Read the header of every entry of up to ``max_entry_bytes``, or of the ``listed`` ones; ``progress`` counts entries.
 
-    With ``cipher`` only entries that it decrypts are readable; unencrypted entries are not.
+    With ``cipher``, only entries that it decrypts are readable; unencrypted entries are not.
     """
     entries: dict[bytes, Entry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -209,9 +209,9 @@ def read_catalog(
 
 
 def restored_times(catalog: Catalog) -> dict[bytes, int]:
-    """Return corrected last-use times by key, such that no entry was used before one that needs it; only changed ones are listed.
+    """Return corrected last-use times by key, so that no entry was used before one that needs it; only changed ones are listed.
 
-    A chunk is needed by what follows it and by its states, a basis by the entries whose recipes name it.
+    A chunk is needed by the chunks and states that follow it, a basis by the entries whose recipes name it.
     """
     used = {key: entry.stored.used_ns for key, entry in catalog.entries.items()}
     listed = dict(used)
@@ -237,11 +237,11 @@ def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[Stored, KvpackError | None]]:
-    """Yield (entry, its error or None) for every entry: checks every byte, the rules of its codecs, and its key against its parent, its
-    ids and its other inputs.
+    """Yield (entry, its error or None) for every entry.
 
-    An encrypted entry that ``cipher`` does not decrypt has only its digest checked, and gives Undecryptable. With ``cipher`` an
-    unencrypted entry gives NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
+    This checks every byte, the rules of its codecs, and its key against its parent, its ids and its other inputs. An encrypted entry that
+    ``cipher`` does not decrypt has only its digest checked, and yields Undecryptable. With ``cipher`` an unencrypted entry yields
+    NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
     """
     listed = list(backend.list())
     for number, stored in enumerate(listed):
@@ -275,7 +275,7 @@ def verify(
 
 
 def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> Iterator[bytes]:
-    """Yield the key of every entry that is a row of ``namespace``, by the row's frame; entries that cannot be read are left out."""
+    """Yield the keys of all rows of ``namespace``, according to their frames; unreadable entries are skipped."""
     for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
         with suppress(_Gone, KvpackError, MemoryError):
             data = _clear(stored, front, cipher, max_entry_bytes)
@@ -284,7 +284,7 @@ def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *,
 
 
 def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
-    """Return the descriptions of all rows of ``namespace``, one for each shape of pages; entries that cannot be read are left out."""
+    """Return the descriptions of all rows of ``namespace``, one for each page shape; unreadable entries are skipped."""
     result: set[bytes] = set()
     for stored, front in fronts_of(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_Gone, KvpackError, MemoryError):
@@ -295,7 +295,7 @@ def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = 
 
 
 def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
-    """Yield the ``listed`` entries and their fronts (``Backend.fronts``), which a server is asked for many at a time.
+    """Yield the ``listed`` entries and their fronts (``Backend.fronts``), which are requested from a server many at a time.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
@@ -323,14 +323,14 @@ class _Gone(Exception):
 
 
 def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return an entry, decrypted."""
+    """Return a decrypted entry."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     within = 0 < stored.size <= max_entry_bytes
     return _clear(stored, backend.peek(stored.key) if within else None, cipher, max_entry_bytes)
 
 
 def _clear(stored: Stored, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return the bytes ``data`` of an entry, or its front, in the clear."""
+    """Return the bytes ``data`` of an entry, or its front, decrypted."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _Gone

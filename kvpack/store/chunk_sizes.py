@@ -1,4 +1,4 @@
-"""Entries of other chunk sizes at one location have other keys and are never found, so a lookup without a hit reports them."""
+"""Report entries with other chunk sizes at a location: their keys differ, so lookups never find them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TRIES = 3
 
 
 class OtherChunks:
-    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it has found some."""
+    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it finds some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
         self._left = TRIES
 
     def look(self, ids: bytes, inputs: bytes) -> None:
-        """Count, and log, that there are entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
+        """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
         sizes = [size for size in SIZES if size != self._chunk and size * ID_BYTES <= len(ids)]
         if not self._left or not sizes:
             return

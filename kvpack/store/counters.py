@@ -1,4 +1,4 @@
-"""The counters of a store: a dict for programs, and Prometheus' text format for monitoring."""
+"""The counters of a store: as a dict for programs, and in Prometheus' text format for monitoring."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ MAX_RECENT = 4096
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
-    Counters of a tier also add their faults to ``whole``, the counters of the store. ``tell(operation, error)`` is called for
-    the first fault of each kind (default: a warning in the log).
+    Counters of a tier also add their faults to ``whole``, the counters of the store. ``tell(operation, error)`` is called for the first
+    fault of each kind (default: log a warning).
     """
 
     def __init__(self, whole: Counters | None = None, tell: Callable[[str, BaseException], None] | None = None) -> None:
@@ -81,7 +81,7 @@ class Counters:
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
-        """Add the time of a ``with`` block, on the clock, to the histogram of ``operation``."""
+        """Add the wall-clock time of a ``with`` block to the histogram of ``operation``."""
         begun = time.perf_counter()
         try:
             yield
@@ -104,12 +104,12 @@ class Counters:
 
     @property
     def fault_count(self) -> int:
-        """The faults of all operations and reasons."""
+        """Number of faults of all operations and reasons."""
         with self._lock:
             return self._faults.total()
 
     def recent(self) -> list[tuple[str, float]]:
-        """Return the operations that were timed since the last call, at most ``MAX_RECENT``, and their seconds."""
+        """Return the operations timed since the last call, at most ``MAX_RECENT``, with their seconds."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
@@ -123,13 +123,16 @@ class Counters:
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the seconds of the operations that were timed, in Prometheus' text format."""
+        """Return the times of the timed operations as a histogram in Prometheus' text format."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
 
     def prometheus(self, gauges: Mapping[str, tuple[str, int]], tiers: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Prometheus' text format, version 0.0.4: ``gauges`` maps names to (meaning, value), and ``tiers`` are those of ``Tiers.stats``."""
+        """Return the counters in Prometheus' text format, version 0.0.4.
+
+        ``gauges`` maps names to (meaning, value), and ``tiers`` is the result of ``Tiers.stats``.
+        """
         lines = []
         counts = self.as_dict()
         faults = counts.pop("faults")
@@ -150,7 +153,7 @@ class Counters:
 
 
 def _of_tiers(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the counters and sizes of each tier, which the label tier numbers, the fastest 0."""
+    """Return the counters and sizes of each tier, with a label tier that is 0 for the fastest."""
     if not tiers:
         return []
     lines = []
@@ -169,7 +172,7 @@ def _of_tiers(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class Latency:
-    """A histogram of seconds: how many were at most each of ``SECONDS``."""
+    """A histogram of seconds: the number of times that were at most each of ``SECONDS``."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -190,7 +193,7 @@ class Latency:
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """Labels as Prometheus' text format has them between braces."""
+    """Format labels as Prometheus' text format has them between braces."""
     return ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
 
 
@@ -198,10 +201,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Metrics in Prometheus' text format, each with ``labels`` before its own.
-
-    Raises InvalidType and InvalidParameter for invalid labels.
-    """
+    """Put ``labels`` before the labels of each metric in Prometheus' text format."""
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:

@@ -1,8 +1,8 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
-folder.py defines the file layout. A file gets its name by rename once it is complete, and loses it by unlink; a process that has
-mapped the file keeps its mapping. An entry's modification time is the time of its last use; an ancestor's is always later than
-that of its descendants. Its access time is when it expires (expiry.py).
+folder.py defines the file layout. A file gets its name by rename once it is complete, and loses it by unlink; a process that has mapped the
+file keeps its mapping. An entry's modification time is the time of its last use; an ancestor's is always later than those of its
+descendants. An entry's access time is its expiry time (expiry.py).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _DESCRIBED_AT_ONCE = 2048
 class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
 
-    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` are the
-    seconds after which an entry that this store has put or used, and nobody since, expires. With ``looking`` opening sweeps nothing.
-    Files of this user are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises
-    InvalidParameter when users who are not trusted may write to the folder, or when the path cannot be a folder.
+    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` is the
+    number of seconds after which an entry expires unless it is put or used again. With ``looking``, opening sweeps nothing. This user's
+    files are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises InvalidParameter if
+    untrusted users may write to the folder, or if the path cannot be a folder.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Directory(OneTier):
 
     @property
     def trust(self) -> Trust:
-        """The users who may write to the folder."""
+        """Users who may write to the folder."""
         return self._folder.trust
 
     @property
@@ -203,7 +203,7 @@ class Directory(OneTier):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Record that a chain is in use whose files belong to other members of the trusted group: they get the current time and no end."""
+        """Record the use of a chain whose files belong to other trusted users: they get the current time and no expiry."""
         for key in reversed(chain):
             try:
                 os.utime(self._folder.path(key), follow_symlinks=False)
@@ -242,7 +242,7 @@ class Directory(OneTier):
         return entries, size
 
     def described(self) -> Sequence[tuple[str, int, int]] | None:
-        """Return (text, entries, bytes) of the entries that the index describes; None if there is no index that can be believed."""
+        """Return (text, entries, bytes) of the entries that the index describes; None without a trustworthy index."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
@@ -263,7 +263,7 @@ class Directory(OneTier):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, at least the disk space of the folder; 0 if nobody has counted it yet."""
+        """Return the largest budget in effect, at least the disk space of the folder; 0 if it has not been counted yet."""
         count = self._counted()
         return 0 if count is None else count.largest(count.total)
 
@@ -285,7 +285,7 @@ class Directory(OneTier):
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
-        """Let ``max_bytes`` be the budget of the next collection, and not a larger one of others who store here."""
+        """Use ``max_bytes`` as the budget of the next collection, even if other stores have a larger one."""
         try:
             self._usage.forget_budgets()
         except OSError as error:
@@ -308,20 +308,20 @@ class Directory(OneTier):
         self._index.close()
 
     def _restore(self) -> None:
-        """Correct last uses so that ancestors are used no earlier than their descendants, which a copy of the folder may have changed."""
+        """Correct last-use times that a copy of the folder may have changed, so that ancestors are used no earlier than descendants."""
         for key, used in restored_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
     def _expired(self, key: bytes, status: os.stat_result) -> bool:
-        """Return True if an entry has expired, and is not pinned. Raises OSError."""
+        """Return True if an entry has expired and is not pinned. Raises OSError."""
         if not has_expired(status):
             return False
         pinned = self._pins.keys()
         return key not in pinned
 
     def _renewed(self, path: str, used_ns: int) -> bool:
-        """Let an entry that has expired, and was not removed yet, be used again; False if it is gone. Raises OSError."""
+        """Renew an entry that has expired but was not removed yet; return False if it is gone. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -330,9 +330,9 @@ class Directory(OneTier):
         return True
 
     def _read(self, key: bytes, *, lazily: bool = False) -> Data:
-        """Return an entry's bytes: mapped if no other user can change them, ``lazily`` to read only a part, also of one that has expired.
+        """Return an entry's bytes, mapped if no other user can change them.
 
-        Raises OSError, LimitExceeded, and what mapping raises.
+        ``lazily`` reads only a part, also of an expired entry. Raises OSError, LimitExceeded, and the errors of mapping.
         """
         with self.trust.opened(self._folder.path(key)) as (descriptor, status):
             if not lazily and self._expired(key, status):
@@ -349,8 +349,10 @@ class Directory(OneTier):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file with an entry's name, judged by its front; None if there is none. Raises as reading does, and
-        OSError."""
+        """Return the kind of the file with an entry's name, judging by its front; None if there is none.
+
+        Raises OSError and the errors of reading.
+        """
         try:
             data = self._read(key, lazily=True)
         except FileNotFoundError:
@@ -380,7 +382,7 @@ class Directory(OneTier):
 
 
 class _Listed(NamedTuple):
-    """A folder's time of modification before it was listed, its entries and their bytes."""
+    """A folder's modification time before it was listed, its entries and their bytes."""
 
     changed_ns: int
     entries: int
@@ -388,14 +390,14 @@ class _Listed(NamedTuple):
 
 
 class Sizes:
-    """Counts the entries of ``folder``. An entry is made and removed by changing its folder, and is never written again."""
+    """Counts the entries of ``folder``. Creating or removing an entry changes its folder; entries are never rewritten."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._listed: dict[str, _Listed] = {}
 
     def total(self) -> tuple[int, int]:
-        """Return entries and their bytes."""
+        """Return the number of entries and their total bytes."""
         listed = [self._of(folder) for folder in ENTRY_FOLDERS]
         return sum(one.entries for one in listed), sum(one.size for one in listed)
 

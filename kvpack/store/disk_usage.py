@@ -1,8 +1,8 @@
 """The disk space of a folder, including files being written: one number in a file, changed under the file's lock.
 
-A writer takes bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number.
-A new count of the folder replaces the number. The file is a hint: if it is missing or invalid, or this machine has not counted
-the folder since it was started, the folder is counted again. Machines that share a folder share the number.
+A writer reserves bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number. A new count of
+the folder replaces the number. The file is a hint: if it is missing or invalid, or this machine has not counted the folder since it booted,
+the folder is counted again. Machines that share a folder share the number.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LIMIT_SECONDS = 7 * 86_400
 
 
 class Count(NamedTuple):
-    """``total`` bytes; ``taken`` is the sum of all bytes ever taken; ``generation`` changes with every count of the folder.
+    """``total`` bytes; ``taken`` is the sum of all bytes ever reserved; ``generation`` changes with every count of the folder.
 
-    ``limit`` is the largest budget of those who have put entries, in effect up to ``until`` in seconds since 1970. ``runs`` are those
-    of machines that have counted the folder, or have begun with it empty, since they were started. ``node`` is the inode of the folder,
-    which a copy does not have; 0 on a network.
+    ``limit`` is the largest budget of the current writers, in effect up to ``until`` in seconds since 1970. ``runs`` are the boots of
+    machines that have counted the folder, or started with it empty. ``node`` is the inode of the folder, which a copy does not share; 0 on
+    a network.
     """
 
     generation: bytes
@@ -55,7 +55,7 @@ class Count(NamedTuple):
     runs: tuple[bytes, ...] = ()
 
     def largest(self, budget: int) -> int:
-        """Return the larger of ``budget`` and the one in effect."""
+        """Return the larger of ``budget`` and the budget in effect."""
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> Count:
@@ -66,7 +66,7 @@ class Count(NamedTuple):
 
 
 class Usage:
-    """The count in the file ``path``. Methods raise OSError, and BlockingIOError if the lock could not be taken in time.
+    """The count in the file ``path``. Methods raise OSError, or BlockingIOError if the lock could not be acquired in time.
 
     ``own`` is called with the descriptor of a newly created file.
     """
@@ -81,9 +81,9 @@ class Usage:
             return None if descriptor is None else _read(descriptor, self._node())
 
     def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None], budget: int | None = None) -> Count | None:
-        """Add ``size``, and call ``taken`` while nobody else can count; return the new count, or None if there is none that ``fits``.
+        """Add ``size`` and call ``taken`` while nobody else can count; return the new count, or None if it does not pass ``fits``.
 
-        ``budget`` is that of the writer.
+        ``budget`` is the writer's budget.
         """
         with self._opened(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
@@ -102,7 +102,7 @@ class Usage:
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
     def replace(self, total: int, before: Count | None) -> None:
-        """Replace the count by ``total``, counted since the count was ``before``, plus the bytes taken since then."""
+        """Replace the count by ``total``, counted since the count was ``before``, plus the bytes reserved since then."""
         with self._opened(locked=True, make=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor, self._node())
@@ -115,20 +115,20 @@ class Usage:
             _write(descriptor, anew)
 
     def copied(self) -> bool:
-        """Return True if the folder may be a copy of another, so that the times of its entries are those of copying."""
+        """Return True if the folder may be a copy of another, so that the times of its entries are copying times."""
         with self._opened() as descriptor:
             known = None if descriptor is None else _read(descriptor, 0, any_run=True)
         return known is None or known.node not in (0, self._node())
 
     def _node(self) -> int:
-        """Return the inode of the folder; 0 on a network, where machines may see others. Raises OSError."""
+        """Return the inode of the folder; 0 on a network, where machines may see different ones. Raises OSError."""
         folder = os.path.dirname(self._path)
         if self._local is None:
             self._local = is_on_one_host(folder)
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Let nobody's budget be in effect until its owner puts the next entry."""
+        """Ignore all budgets until their owners put the next entry."""
         with self._opened(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -171,9 +171,9 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, here: int, *, any_run: bool = False) -> Count | None:
-    """Return the count in an open file; None if it belongs to an inode other than ``here``, or if this machine run has no part in it.
+    """Return the count in an open file; None if it belongs to an inode other than ``here`` or does not include this boot.
 
-    With ``any_run`` these will do.
+    With ``any_run``, counts from other boots are also returned.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
@@ -200,7 +200,7 @@ def _write(descriptor: int, count: Count) -> Count:
 
 @functools.cache
 def run_of_machine() -> bytes:
-    """Identifies this run of the machine: after a power loss a count may be older than the files that it counts."""
+    """Return an id of the current boot: after a power loss a count may be older than the files that it counts."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

@@ -34,7 +34,7 @@ _SPARE_BYTES = 15
 
 
 def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """Return the entry ``key`` decrypted by ``cipher``; without a cipher, an unencrypted entry unchanged.
+    """Decrypt the entry ``key`` with ``cipher``; without a cipher, return an unencrypted entry unchanged.
 
     Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.
     """
@@ -47,16 +47,12 @@ def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
 
 
 def shown(name: bytes) -> str:
-    """Return the id of a key for messages; its bytes may come from anyone."""
+    """Format the id of a key for messages; its bytes may come from anyone."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
 
 class Cipher:
-    """AES-GCM with the keys in ``keys`` by id, of 16, 24 or 32 bytes; the first one encrypts, all decrypt.
-
-    To rotate keys, put a new key first and keep the old ones for as long as their entries are needed.
-    Raises InvalidParameter for invalid keys, and MissingPackage without the package cryptography.
-    """
+    """AES-GCM with ``keys`` of 16, 24 or 32 bytes by id; the first one encrypts, all decrypt."""
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
@@ -81,16 +77,16 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """The ids of the available keys, as entries name them."""
+        """Ids of the available keys, as entries name them."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """Ids of the keys in order, first that of the key that encrypts."""
+        """Ids of the keys in order, starting with the one that encrypts."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Return the entry ``key`` encrypted with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
+        """Encrypt the entry ``key`` with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
             raise LimitExceeded(f"the entry has {size} bytes, the limit for encryption is {MAX_PLAIN_BYTES}")
@@ -143,7 +139,7 @@ class Cipher:
 
 
 def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
-    """Return the id of an encrypted entry's key and where its nonce begins; the digest checked here covers every byte."""
+    """Check the digest, which covers every byte, and return the id of an encrypted entry's key and where its nonce begins."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
         raise NotKvpack(f"{where}: is not encrypted, and a store with keys reads only encrypted entries")
@@ -160,7 +156,7 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
 
 
 def _id_bytes(name: Any) -> bytes:
-    """Return an id as entries name it. Raises InvalidParameter."""
+    """Return an id in the form that entries use. Raises InvalidParameter."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

@@ -1,4 +1,4 @@
-"""A chunk of a prefix to an entry's bytes and back: a kvpack file whose header names the chunk (spec/store.md, Entries)."""
+"""Convert a chunk of a prefix to an entry's bytes and back: a kvpack file whose header names the chunk (spec/store.md, Entries)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Named:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> Named:
-        """Return the parts of the feature. Raises InvalidHeader, naming ``where``, for a truncated feature."""
+        """Parse the feature. Raises InvalidHeader, naming ``where``, if it is truncated."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are not digests and token ids")
@@ -66,10 +66,7 @@ class Named:
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """Return the entry of one chunk, its header naming ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
-
-    Raises LimitExceeded.
-    """
+    """Return the entry of one chunk, with ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs`` in its header."""
     from kvpack.cache import files
 
     contents, arrays = files.stored(cache)
@@ -79,7 +76,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
 
 
 def payload_digest(contents: Contents, arrays: Mapping[str, numpy.ndarray]) -> bytes:
-    """Return the digest of the bytes of a file from its first payload tensor to its end."""
+    """Return the digest of a file's bytes from its first payload tensor to its end."""
     payload = xxhash.xxh3_128()
     end = 0
     for name in contents.layouts:
@@ -100,7 +97,8 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 class Reader:
     """Reads the entries of one identity: their headers must name ``model`` and ``recipe``.
 
-    An entry of more than ``max_bytes``, packed or as values of a layer, is refused, and one of another ``shape``, once that is known.
+    Entries of more than ``max_bytes``, packed or as values of a layer, are refused, and so are those of another ``shape``, once that is
+    known.
     """
 
     model: Mapping[str, str]
@@ -113,7 +111,7 @@ class Reader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Yield the caches of a chain's entries in order from chunk ``first`` on, as views of them, checked.
+        """Yield the caches of a chain's entries in order from chunk ``first`` on, as checked views of them.
 
         Raises the errors of ``container.open_bytes``, and InvalidHeader when an entry is not the chunk of its key.
         """
@@ -128,7 +126,7 @@ class Reader:
                 yield self._one(view, key, number, digest)
 
     def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:
-        """Return the payload's offset and digest, for an entry that matches a template."""
+        """Return the payload's offset and digest for an entry that matches a template."""
         template = self._template(view, number)
         return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
@@ -174,14 +172,14 @@ class Reader:
         return cache
 
     def learn(self, cache: Cache) -> None:
-        """Record the shape of ``cache``, which the model made; entries of another shape are refused from now on."""
+        """Record the shape of ``cache``, which the model produced; entries of another shape are refused from now on."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
             self.shape, self._templates = shape, {}
 
     def check_shape(self, file: container.File) -> None:
-        """Raise InvalidHeader for an entry of other layers, heads or head dims than the model's, as far as they are known."""
+        """Raise InvalidHeader for an entry with other layers, heads or head dims than the model, as far as these are known."""
         if self.shape is None:
             return
         found = shape_of(file)
@@ -197,10 +195,10 @@ class Reader:
 
 
 def open_entry(data: Data, key: bytes) -> container.File:
-    """Return the file that the entry ``key`` is. Raises as ``container.open_bytes``, and LimitExceeded for one that costs far more than its
-    bytes.
+    """Open the entry ``key`` as a file.
 
-    Others may have written it: a header of 8 MiB takes 400 MB once it is parsed.
+    Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that costs far more than its bytes. Others may have
+    written it: an 8 MiB header takes 400 MB once parsed.
     """
     return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_COST * len(data) + _FREE_BYTES)
 
@@ -218,11 +216,7 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> Named:
-    """Return the chunk that a file names, after checking its header; no tensor is read.
-
-    Raises InvalidHeader unless it is an entry with this start, model and recipe (None: any) of one chunk of one sequence, and LimitExceeded
-    for a layer whose values take more than ``max_bytes``.
-    """
+    """Check the header of a file, and return the chunk that it names; no tensor is read."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
         raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
@@ -237,8 +231,7 @@ def check_entry(
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
     """Raise InvalidHeader unless sides have ``tokens`` tokens of one sequence, as stores write them: anyone may have written the entry.
 
-    A small entry could otherwise decode to any size. Raises LimitExceeded for a layer whose values, 16 bits each, take more than
-    ``max_bytes``.
+    A small entry could otherwise decode to any size. Raises LimitExceeded for a layer whose 16-bit values take more than ``max_bytes``.
     """
     header = file.header
     for tensor in header.tensors:
@@ -270,13 +263,13 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
 
 
 def is_old(file: container.File) -> bool:
-    """Return True if a file is an entry whose key covers less of the identity than current keys."""
+    """Return True if a file is an entry whose key covers less of the identity than current keys do."""
     ignorable = file.header.ignorable
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 
 
 def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
-    """Raise LimitExceeded for a chunk of which a reader with the same limit would refuse a layer."""
+    """Raise LimitExceeded for a chunk with a layer that a reader with the same limit would refuse."""
     for number, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
@@ -284,11 +277,11 @@ def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
 
 
 def check_payload(named: bytes, digest: bytes, where: str) -> None:
-    """Raise DigestMismatch unless the digest of an entry's payload is the one that its header names."""
+    """Raise DigestMismatch unless the payload digest of an entry is the one in its header."""
     if named != digest:
         raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {named.hex()}")
 
 
 def _start_bytes(start: int) -> int:
-    """Return the number of bytes in which msgpack encodes a start."""
+    """Return the number of bytes that msgpack uses for a start."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

@@ -1,4 +1,4 @@
-"""The kind of an entry, determined from its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
+"""The kind of an entry, determined by its size and first bytes before it is read (spec/store.md, Entries and Encrypted entries)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """The kind of an entry, judged by its beginning and its size."""
+    """The kind of an entry, determined by its beginning and its size."""
 
     READABLE = enum.auto()
     """The beginning matches the entries of this store."""
@@ -64,7 +64,7 @@ PLAIN = Form()
 
 
 def check_size(where: str, size: int, max_bytes: int) -> None:
-    """Raise LimitExceeded for anything larger than the largest entry: it is not read."""
+    """Raise LimitExceeded for anything larger than the largest entry, which is not read."""
     if size > max_bytes:
         raise LimitExceeded(f"{where}: has {size} bytes, max_entry_bytes is {max_bytes}")
 
@@ -86,5 +86,5 @@ def key_id(beginning: bytes | memoryview) -> bytes | None:
 
 
 def sealed_bytes(name: bytes, size: int) -> int:
-    """Return the bytes of an entry of ``size`` bytes encrypted with the key of the id ``name``."""
+    """Return the size of an entry of ``size`` bytes after encryption with the key of id ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

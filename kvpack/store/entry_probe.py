@@ -1,4 +1,4 @@
-"""Check whether bytes are an entry by their front, before counting them as stored."""
+"""Check by the front of some bytes that they are an entry, before counting them as stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_KNOWN = 65_536
 def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[container.File], None] | None = None) -> None:
     """Raise the errors of reading unless the front of ``data``, decrypted with ``cipher`` if given, belongs to the entry ``key``.
 
-    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` checks the file of a chunk further.
+    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` adds checks for the file of a chunk.
     """
     clear = decrypted_entry(key, data, cipher)
     if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
@@ -47,7 +47,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:
-    """Return the kind of ``data``, all bytes of the entry ``key``, for a store of this form."""
+    """Return the kind of ``data``, all bytes of the entry ``key``, for a store with this form."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind
@@ -62,7 +62,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
 
 
 class Known:
-    """The keys of entries that were examined before and need no second look."""
+    """Keys of entries that were already examined and need no second look."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -71,7 +71,7 @@ class Known:
         return key in self._keys
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Remember ``keys``; beyond a limit the earliest are forgotten."""
+        """Remember ``keys``; beyond a limit the oldest ones are forgotten."""
         if len(self._keys) > _MAX_KNOWN:
             self._keys = set()
         self._keys.update(keys)

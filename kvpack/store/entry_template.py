@@ -1,8 +1,8 @@
-"""Read entries with the same layout fast: only the first one's header is parsed.
+"""Read entries with the same layout fast: only the first header is parsed.
 
-A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is made from an
-entry that was read and checked in full. Another entry matches it when every other byte before its payload is the same; then its
-tensors are where those of the first entry are.
+A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is built from an entry
+that was read and checked in full. Another entry matches it if every other byte before its payload is the same; its tensors then have the
+same offsets as in the first entry.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RAW = {POSITIONS, VALUES}
 
 @dataclass(frozen=True)
 class SidePlan:
-    """The part of one side that all entries matching a template share."""
+    """The part of a side that all entries matching a template share."""
 
     entry: SideEntry
     streams: tuple[Stream, ...]
@@ -56,7 +56,7 @@ class SidePlan:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """The bytes that entries have in common, and the places of their tensors."""
+    """The bytes that entries have in common, and the offsets of their tensors."""
 
     size: int
     text: bytes
@@ -71,7 +71,7 @@ class EntryTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """Return the template of a file that contains one run per side, as a chunk does, without filters; None for any other."""
+        """Build the template of a file with one run per side, as a chunk has, and without filters; None for any other."""
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None
@@ -121,7 +121,7 @@ class EntryTemplate:
         return header[self.feature_place]
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """Return the cache of a matching entry, as views of it."""
+        """Return the cache of a matching entry as views of it."""
         with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}
@@ -139,7 +139,7 @@ def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) ->
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """Return the place of the start in the header: it ends with the byte that another start of the same length changes."""
+    """Return the position of the start in the header, found by encoding another start of the same length."""
     other = header.start ^ 1
     last = int(_differing(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
     length = len(msgpack.packb(header.start))

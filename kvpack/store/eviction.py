@@ -1,4 +1,4 @@
-"""Keep a directory within its budget: least recently used entries go first, descendants before ancestors.
+"""Keep a directory within its budget: least recently used entries are evicted first, descendants before ancestors.
 
 Times also order a chain: an ancestor's last use is never earlier than its descendants' (directory.py).
 """
@@ -71,7 +71,7 @@ class Round(NamedTuple):
 
 
 class Reservation:
-    """The bytes of one entry, reserved before they are written; the entries of ``chain`` stay."""
+    """The bytes of one entry, reserved before they are written; the entries of ``chain`` are not evicted."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._kept = evictor, size, set(chain)
@@ -91,7 +91,7 @@ class Reservation:
 class Evictor:
     """Makes room in a directory. Any number of processes may request room; one at a time removes entries.
 
-    ``restore`` puts the times of entries in the order of their chains again, if a copy of the folder has lost it.
+    ``restore`` puts entry times back in chain order if copying the folder has changed them.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Evictor:
         self._futile_until = 0.0
 
     def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
-        """Reserve ``size`` bytes once they fit, removing none of ``kept``; ``taken`` makes the bytes visible to counts.
+        """Reserve ``size`` bytes once they fit, without removing any of ``kept``; ``taken`` makes the bytes visible to counts.
 
         Raises NoRoom and OSError.
         """
@@ -133,9 +133,9 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, kept: set[bytes], count: Count) -> None:
-        """Evict ahead of need, unless another process does; other processes continue with the remaining room without waiting.
+        """Evict ahead of need, unless another process is evicting; other processes continue with the remaining room.
 
-        ``count`` includes the ``size`` bytes just taken. Only an index makes a round cheap enough to begin early.
+        ``count`` includes the ``size`` bytes just reserved. Only an index makes a round cheap enough to start early.
         """
         if self._max_bytes is None:
             return
@@ -152,7 +152,7 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _gives_way(self, size: int) -> bool:
-        """Return True if a larger budget is in effect than this one, which ``size`` more bytes would exceed: others' entries stay."""
+        """Return True if a larger budget is in effect that ``size`` more bytes would exceed: others' entries stay."""
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
@@ -177,7 +177,7 @@ class Evictor:
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
-        """Sweep, count, and evict until ``size`` more bytes fit; None if another process is evicting.
+        """Sweep, count, and evict until ``size`` more bytes fit; return None if another process is evicting.
 
         With an index, the count is trusted unless ``again`` asks for a new one or it does not match the folder.
         """
@@ -219,7 +219,7 @@ class Evictor:
             return os.open(path, flags, 0o600)
 
     def _evict(self, size: int, kept: set[bytes], budget: int | None) -> tuple[Round, int, int]:
-        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also returns the bytes and the entries that stay."""
+        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also return the remaining bytes and entries."""
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
         pending, cost = self._pending(), self.folder.cost
         latest = time.time_ns() + FUTURE_NS
@@ -233,7 +233,7 @@ class Evictor:
         return Round(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
-        """Evict as ``_evict`` does, with the index and the count ``before``; return None if they do not match the folder."""
+        """Evict like ``_evict``, with the index and the count ``before``; return None if they do not match the folder."""
         # If others keep the index busy, its rows are a hint that is good enough: listing the folder would take longest of all.
         if not self._index.refresh() and not self._index.there:
             return None
@@ -275,10 +275,10 @@ class Evictor:
         most: int | None = None,
         before: Count | None = None,
     ) -> int:
-        """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, and ``beyond`` entries more; the bytes.
+        """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, plus ``beyond`` entries; return the bytes.
 
-        Those of ``kept`` stay, and so do the pinned ones; no more than ``most`` go. Each page is given back to the count ``before``, so
-        that others need not wait for the end.
+        Entries of ``kept`` and pinned ones stay; at most ``most`` are removed. Each page is subtracted from the count ``before`` at once,
+        so that others need not wait for the end.
         """
         kept = kept | self._pins.keys()
         going = islice(((key, size) for key, size in order if key not in kept), most)
@@ -291,7 +291,7 @@ class Evictor:
         return freed
 
     def _page(self, going: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """Return the next keys: as many entries as free the ``missing`` bytes, or one page."""
+        """Return the next keys: enough entries to free the ``missing`` bytes, or one page."""
         page: list[bytes] = []
         while missing > 0 and len(page) < _PAGE and (found := next(going, None)) is not None:
             page.append(found[0])
@@ -309,7 +309,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove unfinished files whose writer has ended: nobody has their lock or, without locks, they are old."""
+        """Remove unfinished files whose writer has ended: they are not locked or, without locks, they are old."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
@@ -325,7 +325,7 @@ class Evictor:
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """Return the keys and sizes of the entries, the least recently used first, and before all those whose last use is after ``latest_ns``.
+    """Yield keys and sizes of entries: first those whose last use is after ``latest_ns``, then the others, least recently used first.
 
     A use only makes a time later, so an entry whose file still has the time of its row precedes all that follow. Later times are recorded.
     """

@@ -1,7 +1,7 @@
-"""Entries of a folder that expire: an end for each entry, which needs no file of its own (spec/store.md, Expiry).
+"""Expiry of a folder's entries: an end for each entry, which needs no file of its own (spec/store.md, Expiry).
 
-An entry with an end has an access time that is later than its modification time, the last use, by a whole number of seconds. The
-difference is the ``ttl`` of the store that used the entry last.
+An entry with an end has an access time later than its modification time, the last use, by a whole number of seconds: the ``ttl`` of the
+store that last used it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 
 def pass_seconds(ttl: int) -> float:
-    """Return the interval, in seconds, of complete searches for expired entries."""
+    """Return the interval, in seconds, between complete searches for expired entries."""
     return min(max(ttl / 8, _SHORTEST_PASS), _LONGEST_PASS)
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """Return the access and the modification time of an entry that was used at ``used_ns``."""
+    """Return the access and modification times of an entry used at ``used_ns``."""
     return used_ns + (0 if ttl is None else min(ttl, MAX_TTL) * SECOND_NS), used_ns
 
 
 def has_expired(status: os.stat_result) -> bool:
-    """Return True if an entry has an end, and that has passed."""
+    """Return True if an entry has an end that has passed."""
     lasts = status.st_atime_ns - status.st_mtime_ns
     # A file system that keeps whole seconds only tells nothing of ends.
     return lasts > 0 and lasts % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
 
 
 class Expiry:
-    """Removes the expired entries of ``folder``, of whoever stored them, by ``delete``; pinned entries stay.
+    """Removes the expired entries of ``folder``, whoever stored them, by ``delete``; pinned entries stay.
 
-    ``step`` is called at every put, and does a little from time to time, unless ``ttl`` is None. No lock is held meanwhile.
+    ``step`` is called at every put, and occasionally does some work, unless ``ttl`` is None. It holds no lock.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """Look through some of the folders, if it is time to."""
+        """Search some of the folders if it is time to."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return
@@ -77,7 +77,7 @@ class Expiry:
             self._due = max(self._due, self._begun + pass_seconds(self._ttl))
 
     def all(self) -> None:
-        """Look through all folders, for stores without ``ttl`` too."""
+        """Search all folders, even for a store without ``ttl``."""
         for number in range(len(ENTRY_FOLDERS)):
             self._look(number)
 

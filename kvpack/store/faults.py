@@ -1,4 +1,4 @@
-"""The errors that mean an entry is damaged: such an entry is removed; any other unreadable entry stays."""
+"""Errors that mean an entry is damaged. Such an entry is removed; any other unreadable entry stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 def is_damage(error: BaseException) -> bool:
     """Return True if ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
 
-    A failure on the reader's side is not damage: out of memory or descriptors, a disk error, or a missing version, codec, key
-    or limit. Another reader may succeed.
+    A failure on the reader's side is not damage: lack of memory or descriptors, a disk error, or a missing version, codec, key or limit.
+    Another reader may succeed.
     """
     return isinstance(error, DAMAGE)

@@ -1,4 +1,4 @@
-"""Checks that a cache and a chunk size fit an identity; anything else can never be stored."""
+"""Check that a cache and a chunk size fit an identity; anything else could never be stored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` are the cache's own, or one per token if the cache does not know its own."""
+    """Raise InvalidParameter unless ``ids`` are the cache's own, or one per token for a cache without ids."""
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     both = min(len(ids), len(known))
     if known[:both] != ids[:both]:
@@ -83,7 +83,7 @@ def check_ids(cache: Cache, ids: bytes) -> None:
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """Return the states of ``cache`` at the ends of chunks that lie within ``packed`` tokens, by position.
+    """Return the states of ``cache`` at chunk ends within ``packed`` tokens, by position.
 
     Raises InvalidParameter if there are none although there is a whole chunk.
     """
@@ -101,7 +101,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache longer than ``longest``, beyond which the rotary frequencies change."""
+    """Raise InvalidParameter for a cache longer than ``longest``, where the rotary frequencies change."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
@@ -111,7 +111,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter if a chunk depends on more than token ids and ``digests`` has none for the first such chunk."""
+    """Raise InvalidParameter if a chunk depends on more than token ids and ``digests`` lacks the first such chunk."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
@@ -124,7 +124,7 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
 
 
 def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the inputs of a loaded cache of the token ``ids``: storing it again needs the same ``digests``."""
+    """Return the inputs of a loaded cache of the token ``ids``; storing it again needs the same ``digests``."""
     starts = [number * chunk for number in range(len(ids) // ID_BYTES // chunk) if digests[number]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -36,7 +36,7 @@ _LARGEST_BLOCK = 65_536
 def block_bytes(path: str) -> int:
     """Return the block size of the disk of a file below ``path``, which need not exist yet.
 
-    Machines that share a folder over a network count alike, whatever each of them mounts.
+    Machines that share a folder over a network use the same number, however each of them mounts it.
     """
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -47,7 +47,7 @@ def block_bytes(path: str) -> int:
 
 
 def taken_by(*paths: str) -> int:
-    """Return the disk space of these files and folders; missing ones need none."""
+    """Return the disk space of these files and folders; missing ones count as 0."""
     total = 0
     for path in paths:
         try:
@@ -97,7 +97,7 @@ class Folder:
 
     @cached_property
     def leaves(self) -> list[str]:
-        """The folders that entries are in."""
+        """Return the folders that contain entries."""
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def to_make(self, path: str) -> int:
@@ -134,13 +134,13 @@ class Folder:
             yield from self.entries(folder)
 
     def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Return (key, status) of every entry in one of ``ENTRY_FOLDERS``. Other files, for which ``path`` has no key, are ignored."""
+        """Yield (key, status) of every entry in one of ``ENTRY_FOLDERS``. Other files, for which ``path`` has no key, are ignored."""
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
 
     def entries_of(self, folder: int) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Return ``entries`` of the folder of the keys whose first byte is ``folder``."""
+        """Yield ``entries`` of the folder for keys whose first byte is ``folder``."""
         return self.entries(ENTRY_FOLDERS[folder])
 
     def names(self, folder: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The owners and the ends of pins, and the bytes of a pin, which are the same in folders, in object stores and on Redis."""
+"""Owners and ends of pins, and the bytes of a pin, which are the same in folders, in object stores and on Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DIGEST_BYTES = 8
 
 
 def hold_of(owner: Any, seconds: Any) -> Hold:
-    """Return a pin that ends in ``seconds`` seconds, for ``owner`` (None: this process). Raises InvalidParameter."""
+    """Create a hold for ``seconds`` seconds by ``owner`` (None: this process). Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = checked_owner(owner)
     if name is None:
@@ -47,7 +47,7 @@ def checked_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return the bytes that distinguish an owner's pin of a chain from the pins of other owners."""
+    """Return the bytes that distinguish an owner's pin of a chain from those of other owners."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
@@ -58,7 +58,7 @@ def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
 
 
 def read_hold(name: str, data: bytes) -> Pin:
-    """Return the pin in ``data``, in effect or not. Raises InvalidHeader."""
+    """Parse the pin in ``data``, in effect or not. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
@@ -69,13 +69,13 @@ def read_hold(name: str, data: bytes) -> Pin:
 
 
 def endless_pin(data: bytes) -> Pin | None:
-    """Return the pin in the bytes of an earlier version, which are its keys; None without a key."""
+    """Parse a pin of an earlier version, which consists of keys only; None without a key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 
 
 def split_keys(data: bytes) -> tuple[bytes, ...]:
-    """Return the whole keys in ``data``, one after the other."""
+    """Return the complete keys in ``data``, which are concatenated."""
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
 
 

@@ -1,8 +1,7 @@
-"""An SQLite index of a folder's entries. It is a hint, so that listing all entries costs only as much as has changed (spec/store.md,
-Folder).
+"""An SQLite index of a folder's entries: a hint that makes listing all entries cost only as much as has changed (spec/store.md, Folder).
 
-Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. A folder
-whose time is another was changed by somebody who knows no index, or by one who was killed: its entries are listed again.
+Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. If a folder has
+another time, someone without the index changed it, or was killed while changing it: its entries are listed again.
 """
 
 from __future__ import annotations
@@ -56,17 +55,14 @@ class Totals(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a folder held: its inode and when it was last changed, and the rest of the key, bytes and last use of entries by number."""
+    """The contents of a folder: its inode and change time, and for each entry number the rest of the key, bytes and last use."""
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
 
 
 class Index:
-    """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork.
-
-    No method raises for a fault of SQLite or the system: it returns None, and the caller lists the folder.
-    """
+    """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._path = folder, os.path.join(folder.root, INDEX[0])
@@ -78,7 +74,7 @@ class Index:
         self._known: dict[str, int] = {}
 
     def build(self) -> None:
-        """Make the index, unless there is one; a folder of another user, or on a network, gets none."""
+        """Create the index unless there is one; folders of other users and network folders get none."""
         if not self._folder.trust.private:
             return
         with contextlib.suppress(OSError):
@@ -112,7 +108,7 @@ class Index:
     def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
         """Call ``rename``, which gives an entry its name, and index the entry with its descriptive text, if known.
 
-        What ``rename`` raises is raised.
+        Exceptions of ``rename`` propagate.
         """
         done, number = False, None
 
@@ -133,7 +129,7 @@ class Index:
         once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Call ``unlink`` for each of ``keys``, which returns the size of a removed entry, and remove those entries from the index."""
+        """Call ``unlink``, which returns the size of a removed entry, for each of ``keys``, and remove those entries from the index."""
         removed: dict[bytes, int] = {}
         done = 0
         with self._guarded(), self._transaction() as connection:
@@ -167,7 +163,7 @@ class Index:
         return known
 
     def check_next(self) -> None:
-        """Compare the names of one folder, a different one at each call, with its rows: two changes at the same moment leave one time."""
+        """Compare the names of one folder, a different one at each call, with its rows: two changes at one moment leave the same time."""
         with self._guarded(), contextlib.suppress(OSError), self._transaction() as connection:
             if connection is None:
                 return
@@ -186,7 +182,7 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], before: int) -> list[Row]:
-        """Return ``count`` rows whose last use and number follow ``after``, the least recently used first, up to the time ``before``."""
+        """Return ``count`` rows whose last use and number follow ``after``, least recently used first, up to the time ``before``."""
         asked = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guarded():
             connection = self._opened()
@@ -201,7 +197,7 @@ class Index:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Store a number to remember, and return the previous one."""
+        """Store a number and return the previous one."""
         with self._guarded(), self._transaction() as connection:
             if connection is not None:
                 old = self._note(connection, name)
@@ -210,7 +206,7 @@ class Index:
         return None
 
     def abouts(self) -> list[tuple[str | None, int, int]] | None:
-        """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without a description."""
+        """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without one."""
         asked = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guarded():
             connection = self._opened()
@@ -240,7 +236,7 @@ class Index:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One thread at a time; a fault of SQLite ends the block, and what is no sound index is removed."""
+        """Enter one thread at a time; a fault of SQLite ends the block, and a corrupt index is removed."""
         with self._lock:
             try:
                 yield
@@ -258,7 +254,7 @@ class Index:
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _opened(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """Return the connection to the file that now has the index's name. Raises sqlite3.Error."""
+        """Return the connection to the file that currently has the index's name. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
@@ -300,7 +296,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Context of a write transaction; None if the lock could not be acquired in time. Raises sqlite3.Error."""
+        """Enter a write transaction; yields None if the lock could not be acquired in time. Raises sqlite3.Error."""
         connection = self._opened(new=new)
         if connection is not None:
             try:
@@ -320,7 +316,7 @@ class Index:
 
     @contextlib.contextmanager
     def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Context that changes a folder and its rows; the folder stays indexed if it matched the index before."""
+        """Enter a change of a folder and its rows; the folder stays indexed if it matched the index before."""
         known = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = known == self._state(folder)
         yield
@@ -353,7 +349,7 @@ class Index:
         return Listing(state, {_number(key): (key[_FIRST_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
 
     def _list(self, connection: sqlite3.Connection, folder: int, listing: Listing) -> None:
-        """Make a folder's rows those of its entries; rows that are right are not written. Raises OSError and sqlite3.Error."""
+        """Make a folder's rows match its entries; correct rows are not written. Raises OSError and sqlite3.Error."""
         there = listing.entries
         asked = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
         rows = {number: tuple(row) for number, *row in connection.execute(asked, _numbers_of(folder))}
@@ -402,12 +398,12 @@ def key_of(number: int, rest: bytes) -> bytes:
 
 
 def _run() -> int:
-    """Return this machine run as an SQLite integer."""
+    """Return this boot as an SQLite integer."""
     return int.from_bytes(run_of_machine(), "big", signed=True)
 
 
 def _number(key: bytes) -> int:
-    """Return the number of a key's row: SQLite's integers are signed."""
+    """Return the number of a key's row, which fits SQLite's signed integers."""
     return int.from_bytes(key[:_FIRST_BYTES], "big") - 2**63
 
 

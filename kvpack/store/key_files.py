@@ -1,4 +1,4 @@
-"""The keys of encrypted entries in a file, one per line: its id, then its hexadecimal digits."""
+"""Read the keys of encrypted entries from a file, one per line: its id, then its hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_BYTES = 2**20
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return the keys in a file of lines "ID HEXADECIMAL-DIGITS", the one that encrypts first; # begins a comment.
+    """Return the keys in a file of lines "ID HEXADECIMAL-DIGITS", starting with the one that encrypts; # begins a comment.
 
-    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may read, an invalid line
-    and a repeated id.
+    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may read, an invalid line and a
+    repeated id.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)

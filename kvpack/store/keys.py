@@ -1,5 +1,8 @@
-"""The names of entries: of chunks, SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys); of pages, of
-their namespace, the engine's key and their description (spec/row.md, Entries); of bases, the SHA-256 of their file (spec/store.md, Bases).
+"""The names of entries.
+
+The name of a chunk is SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys). The name of a page covers
+its namespace, the engine's key and the description (spec/row.md, Entries). The name of a basis is the SHA-256 of its file (spec/store.md,
+Bases).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _MAX_ID = 2**32 - 1
 
 
 def token_bytes(token_ids: Any) -> bytes:
-    """Return token ids, a list or an array ``[token]`` or ``[1, token]`` of integers, as they are hashed and stored.
+    """Convert token ids, a list or an array ``[token]`` or ``[1, token]`` of integers, to the bytes that are hashed and stored.
 
     Raises InvalidParameter for anything else, and for an id below 0 or above 2^32 - 1.
     """
@@ -69,11 +72,7 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """Return the digest of every whole chunk of ``ids``, empty if its token ids determine the chunk.
-
-    ``inputs`` has one digest per chunk, and optionally one for the tokens after the last whole chunk. Raises InvalidParameter for
-    another number of digests, and for anything except bytes, at most 64.
-    """
+    """Return one digest for every whole chunk of ``ids``; empty if its token ids determine the chunk."""
     tokens = len(ids) // ID_BYTES
     whole, begun = tokens // chunk, -(-tokens // chunk)
     if inputs is None:
@@ -120,7 +119,7 @@ def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``, the one to write first."""
+    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``; the first is the one to write."""
     if cipher is None:
         return [digest]
     # One entry for each encryption key: one that is no longer at hand must not take the place of a readable one.
@@ -128,8 +127,9 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """Return the SHA-256 of a basis that is the whole decrypted entry ``key``. Raises DigestMismatch if the key belongs to another
-    basis.
+    """Return the SHA-256 of a basis that is the whole decrypted entry ``key``.
+
+    Raises DigestMismatch if the key belongs to another basis.
     """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
@@ -138,15 +138,12 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """Return the name of the entry with the row of ``namespace`` and ``key``, 32 bytes each: pages of other shapes have other names."""
+    """Return the name of the entry with the row of ``namespace`` and ``key``, 32 bytes each; pages of other shapes have other names."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check a row that is the whole entry ``name``.
-
-    Raises NotKvpack, UnsupportedVersion, Truncated, DigestMismatch and InvalidHeader.
-    """
+    """Check a row that is the whole entry ``name``."""
     where = f"entry {name.hex()}"
     row = memoryview(data)
     frame = check_row(row, where)

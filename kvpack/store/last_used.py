@@ -1,8 +1,8 @@
 """The last uses of an object store's entries, for stores whose objects have no time that a reader may set.
 
-Every user notes the chains that it uses and periodically puts a record of them next to the entries: keys, the least recently
-used first, and so every entry before its ancestors. The store's own clock dates a record. An evicting writer reads all records
-and merges them (spec/store.md, Object stores). The name of a record says after how many seconds its entries expire.
+Every user records the chains that it uses, and periodically puts a record of them next to the entries: keys, least recently used first, so
+that every entry comes before its ancestors. The store's own clock dates a record. An evicting writer reads all records and merges them
+(spec/store.md, Object stores). The name of a record contains the number of seconds after which its entries expire.
 """
 
 from __future__ import annotations
@@ -68,21 +68,22 @@ class Uses:
             return bool(self._noted) and (waited or len(self._noted) >= _MAX_NOTED)
 
     def noted(self) -> set[bytes]:
-        """Return the keys that are in no record yet."""
+        """Return the keys that are not in any record yet."""
         with self._lock:
             return {*self._noted}
 
     def take(self) -> bytes:
-        """Return the record of the noted uses, which are then forgotten; empty if there are none."""
+        """Return the record of the noted uses, and forget them; empty if there are none."""
         with self._lock:
             noted, self._noted = self._noted, {}
         return b"".join(noted)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
-    """Return a new name for a record of uses after which entries expire in ``ttl`` seconds.
+    """Create a name for a record of uses after which entries expire in ``ttl`` seconds.
 
-    Of two records of a user with the same time, the later one sorts later. One that merges others is named by the time of its last use.
+    Of two records of a user with the same time, the later one sorts later. A record that merges others is named by the time of its last
+    use.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
     merged = "" if merged_ns is None else "-merged"
@@ -90,7 +91,7 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
 
 
 def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
-    """Return the keys of all records with their last uses, the least recently used first.
+    """Return the keys of all records with their last uses, least recently used first.
 
     ``records`` are (time of its put, name, record); a record with an incomplete last key counts up to that key.
     """
@@ -109,7 +110,7 @@ def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
 
 
 def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
-    """Return merged records by name, equivalent to ``last``, least recently used first: one for all uses of about the same age."""
+    """Merge records by name, equivalent to ``last``, least recently used first: one record for all uses of about the same age."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -118,9 +119,9 @@ def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, Use], now_ns: int) -> list[bytes]:
-    """Return the keys of ``entries`` (key, time of its put), in the order of eviction: leaves before their ancestors.
+    """Return the keys of ``entries`` (key, time of its put) in the order of eviction, leaves before their ancestors.
 
-    An entry that no record names is from a writer that died, or that has yet to record it. Such entries go the newest first,
+    An entry that no record names comes from a writer that died, or that has yet to record it. Such entries are ordered newest first,
     because a chain is put from its first chunk on: those of dead writers before recorded entries, the others after.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)

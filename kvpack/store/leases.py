@@ -1,7 +1,7 @@
 """Leases: if several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
-A lease is named by the key of the first chunk that is missing. It ends when its holder saves the prefix or is closed, and at the latest
-after the seconds that the store was given, so a holder that is dead, or never saves, delays others by no more than that.
+A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, and at the latest after the
+number of seconds given to the store, so a holder that is dead, or never saves, delays others by no more than that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAUSES = (0.005, 0.1)
 
 
 class Leases:
-    """The leases that one store holds, of ``seconds`` each. Safe to use from any thread, and empty in a forked child."""
+    """The leases held by one store, of ``seconds`` each. Safe to use from any thread, and empty in a forked child."""
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
@@ -44,7 +44,7 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Return the result of ``load`` for ``keys`` once nobody else computes the next key; this store then has that key's lease."""
+        """Return the result of ``load`` for ``keys`` once nobody else computes the next key; this store then holds that key's lease."""
         deadline = time.monotonic() + self._seconds
         waited = False
         cache = load()
@@ -71,7 +71,7 @@ class Leases:
         return cache
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """End the leases of ``keys``, which are stored now or will not be, and those that have ended by themselves."""
+        """End the leases of ``keys``, which are stored now or will not be, and those that have expired."""
         gone = set(keys)
         now = time.monotonic()
         with self._lock:
@@ -96,7 +96,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _taken(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Return the lease of ``key``, None if another holder has it until ``deadline``; and the number of requests for it."""
+        """Acquire the lease of ``key``; None if another holder keeps it until ``deadline``. Also return the number of requests for it."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -122,7 +122,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """Return the lease of ``key`` in a folder; None if another has had it for less than ``seconds``. Raises OSError and KvpackError."""
+    """Acquire the lease of ``key`` in a folder; None if another has held it for less than ``seconds``. Raises OSError and KvpackError."""
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

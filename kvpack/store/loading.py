@@ -1,6 +1,6 @@
-"""Loading a prefix: entries are decrypted, checked and joined; if a check refuses an entry, the next tier is tried.
+"""Load a prefix: entries are decrypted, checked and joined; if a check refuses an entry, the next tier is tried.
 
-Only checked entries are noted as used and copied to faster tiers.
+Only checked entries are recorded as used and copied to faster tiers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
 
 
 class Loader:
-    """Loads chains of one identity's keys, as far as ``windows`` reach; ``before`` are keys that are used with the first of every chain."""
+    """Loads chains of one identity's keys, as far as ``windows`` reach; ``before`` are keys that precede the first of every chain."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Loader:
     def load(self, keys: Sequence[bytes], after: tuple[bytes, Found] | None = None) -> Cache | None:
         """Return the cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
 
-        ``after`` is an entry of the states that follow the chain, which is used with all of it.
+        ``after`` is an entry with the states that follow the chain; its use is recorded with the chain.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
@@ -84,7 +84,7 @@ class Loader:
         return None
 
     def _chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[Found]]:
-        """Return the caches of the chunks of a chain from chunk ``first`` on, up to the first one without a good entry, and the entries."""
+        """Return the caches and the entries of a chain from chunk ``first`` on, up to the first chunk without a valid entry."""
         chunks: list[Cache] = []
         found: list[Found] = []
         beyond = -1
@@ -102,8 +102,10 @@ class Loader:
         return chunks, found
 
     def states(self, chunk: bytes, position: int) -> tuple[States, Found] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without a good
-        one."""
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry.
+
+        Returns None without a valid one.
+        """
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
@@ -115,7 +117,7 @@ class Loader:
         return None
 
     def opens_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return, for each key of a chunk, whether the states after it are stored here, and can be read by their front."""
+        """Return, for each chunk key, True if the states after it are stored here and, judging by their front, readable."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
         result = [there and key in self._known for key, there in zip(keys, present, strict=True)]
@@ -129,7 +131,10 @@ class Loader:
         return result
 
     def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Return True if the existing entries of chunks ``numbers`` can be read here. A front is read once; a damaged entry is removed."""
+        """Return, for each of the existing entries of chunks ``numbers``, True if it can be read here.
+
+        A front is read once; a damaged entry is removed.
+        """
         result = [key in self._known for key in keys]
         asked = [at for at, key in enumerate(keys) if not result[at] and key not in self._doubted]
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
@@ -180,7 +185,7 @@ class Loader:
         return chunks, refused
 
     def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
-        """Return the cache of ``chunks``; chunks that do not continue the previous one are dropped."""
+        """Join ``chunks`` to one cache; chunks that do not continue the previous one are dropped."""
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None
@@ -207,7 +212,7 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, found: Found, error: Exception) -> bool:
-    """Count a bad entry as a miss, and return whether it is damaged.
+    """Count a bad entry as a miss; return True if it is damaged.
 
     A damaged entry is removed to make way for a good one; others may be able to read the rest.
     """

@@ -34,10 +34,10 @@ _OF_TIERS = {"write_back"}
 
 
 def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
-    """Return the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, else a folder.
+    """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
-    A list of locations and Tiers gives one backend of all tiers. ``form`` is the form of entries. With ``looking`` opening it changes
-    nothing there. Raises InvalidParameter for an option that the location does not have or an invalid one and for a URL of an unknown
+    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the form of entries. With ``looking``, opening changes
+    nothing there. Raises InvalidParameter for an option that is invalid or that the location does not support and for a URL of an unknown
     kind, and the errors of the backend.
     """
     given = options.given()
@@ -50,7 +50,7 @@ def open_backend(location: Any, counters: Counters, form: Form, options: Locatio
 
 
 def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead: str = "") -> None:
-    """Raise InvalidParameter for an option that ``kind`` does not have."""
+    """Raise InvalidParameter for an option that ``kind`` does not support."""
     if unknown := set(given) - known:
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{instead}")
 
@@ -69,14 +69,14 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 
 
 def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
-    """Return the backend at an existing location, as ``open_backend`` opens it. Raises MissingFile for a missing folder."""
+    """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
         raise MissingFile(f"{location}: is not a folder")
     return open_backend(location, counters, form, options, looking=looking)
 
 
 class Kind(NamedTuple):
-    """A kind of location: its URLs' schemes, the options of its backend, and the function that opens the backend."""
+    """A kind of location: its URL schemes, the options of its backend, and the function that opens the backend."""
 
     name: str
     options: set[str]

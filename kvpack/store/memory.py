@@ -1,4 +1,4 @@
-"""The memory backend: entries in the memory of one process, the fastest tier of several."""
+"""The memory backend: entries in the memory of one process, as the fastest tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Memory(OneTier):
-    """Entries of at most ``max_bytes`` in total; the least recently used go first, descendants before ancestors."""
+    """Entries of at most ``max_bytes`` in total; the least recently used are evicted first, descendants before ancestors."""
 
     private = True
 
@@ -118,7 +118,7 @@ class Memory(OneTier):
         """Do nothing: entries stay as long as the store is in use."""
 
     def _in_effect(self) -> Sequence[Pin]:
-        """Return the pins that have not ended; the others are forgotten."""
+        """Return the pins that have not ended, and forget the others."""
         self._pins = {name: pin for name, pin in self._pins.items() if in_effect(pin)}
         return [*self._pins.values()]
 

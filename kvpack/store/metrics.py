@@ -19,14 +19,14 @@ class Measured(Protocol):
 
 
 class Collector:
-    """The collector that prometheus_client calls at each scrape: it returns the metrics of every added store, with its labels."""
+    """The collector that prometheus_client calls at each scrape; it returns the metrics of every added store, with its labels."""
 
     def __init__(self) -> None:
         self._stores: list[tuple[Measured, dict[str, str]]] = []
         self._lock = Lock()
 
     def add(self, store: Measured, labels: Mapping[str, str] | None = None) -> None:
-        """Collect the metrics of ``store`` with ``labels``, which tell it from the other stores."""
+        """Collect the metrics of ``store`` with ``labels``, which distinguish it from the other stores."""
         with self._lock:
             self._stores.append((store, dict(labels or {})))
 
@@ -50,10 +50,10 @@ class Collector:
 
 
 def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
-    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``; return an object to
-    unregister.
+    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
-    ``add`` of what is returned takes further stores, whose ``labels`` differ. Raises MissingPackage without prometheus_client.
+    Returns the collector, to unregister it or to ``add`` further stores, whose ``labels`` must differ. Raises MissingPackage without
+    prometheus_client.
     """
     try:
         from prometheus_client import REGISTRY
@@ -67,7 +67,7 @@ def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str,
 
 @lru_cache(maxsize=1)
 def shared_collector() -> Collector | None:
-    """Return the collector of an engine's process, in prometheus_client's own registry; None without prometheus_client."""
+    """Return the collector of an engine's process in prometheus_client's own registry; None without prometheus_client."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:

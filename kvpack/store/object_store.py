@@ -66,10 +66,10 @@ Entries = list[tuple[bytes, int, int]]
 class ObjectStore(OneTier):
     """Entries in an object store, by its URL or as an object of ``obstore.store``.
 
-    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others
-    are taken from the environment, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every
-    writer counts again each minute; ``ttl`` the seconds after which an entry that this store has put or used, and nobody since, expires;
-    ``timeout`` the most seconds per request. Raises the errors of ``Objects``.
+    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others are taken from the environment,
+    such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer counts again each minute. ``ttl`` is the
+    number of seconds after which an entry expires unless it is put or used again. ``timeout`` is the maximum number of seconds per request.
+    Raises the errors of ``Objects``.
     """
 
     private = False
@@ -157,7 +157,7 @@ class ObjectStore(OneTier):
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Put an entry whose bytes are reserved; return whether a readable one exists now."""
+        """Put an entry whose bytes are reserved; return True if a readable one exists now."""
         name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.ask("put", lambda: self._objects.put_new(name, data), None)
         there = Kind.READABLE
@@ -222,7 +222,7 @@ class ObjectStore(OneTier):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """Return the pins in effect, None if the store does not answer; ``sweep`` removes those that have ended."""
+        """Return the pins in effect, or None if the store does not answer; ``sweep`` removes expired pins."""
         result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -260,7 +260,7 @@ class ObjectStore(OneTier):
         return NoLease() if new is None else _ObjectLease(self, name, token)
 
     def collect(self) -> None:
-        """Remove what has expired, count the entries, evict those above the budget, and merge the records of uses."""
+        """Remove expired entries, count the rest, evict those above the budget, and merge the records of uses."""
         self._record_uses()
         self._remove_expired(now=True)
         with self._lock:
@@ -268,16 +268,16 @@ class ObjectStore(OneTier):
         self._merge_records()
 
     def close(self) -> None:
-        """Record the noted uses."""
+        """Write the record of noted uses."""
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object with an entry's name, by its beginning and its size; None if there is none, or no answer."""
+        """Return the kind of the object with an entry's name, by its beginning and size; None if there is none, or no answer."""
         found = self._guard.ask("match", lambda: self._objects.look(name), None)
         return None if found is None else self._form.kind(*found)
 
     def _reserved(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and count them; return how many of them fit, from the first on."""
+        """Make room for entries of ``sizes`` and count them; return how many of them, from the first on, fit."""
         fitting = next((number for number, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -339,7 +339,7 @@ class ObjectStore(OneTier):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge the records of about the same age, without entries that are gone."""
+        """Merge the records of about the same age, without entries that no longer exist."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -357,8 +357,10 @@ class ObjectStore(OneTier):
         return keys[: next((number for number, key in enumerate(keys) if key in expired), len(keys))]
 
     def _look_for_expired(self, *, now: bool = False) -> set[bytes]:
-        """Return the keys of entries that have expired, as they were a short time ago, or ``now``; otherwise none for a store without
-        ``ttl``."""
+        """Return the keys of expired entries, as of a short time ago, or ``now``.
+
+        For a store without ``ttl``, returns none unless ``now``.
+        """
         with self._expiry_lock:
             late = self._looked is None or time.monotonic() - self._looked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
@@ -407,9 +409,9 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """Return the records listed, empty if there is no answer or no room.
+        """Return the listed records; empty if there is no answer or no room.
 
-        The smallest come first: others may have put records, and a large one must not hide a pin.
+        The smallest are read first: others may have put records, and a large one must not hide a pin.
         """
         nothing: Data = b""
         room = MAX_RECORDS_BYTES
@@ -440,7 +442,7 @@ class ObjectStore(OneTier):
 
 
 class _ObjectLease:
-    """An object with a token of its holder."""
+    """An object that contains a token of its holder."""
 
     def __init__(self, store: ObjectStore, name: str, token: bytes) -> None:
         self._store, self._name, self._token = store, name, token

@@ -32,10 +32,10 @@ _FRONT_BYTES = 64 * 1024
 
 
 class Objects:
-    """The objects at ``location``, a URL or an object of ``obstore.store``; an object of more than ``max_bytes`` is never fetched.
+    """The objects at ``location``, a URL or an object of ``obstore.store``; objects above ``max_bytes`` are never fetched.
 
-    Methods raise one of ``errors``; among these, ``refusals`` are the answers of a working server. The constructor raises
-    InvalidParameter for an invalid URL or invalid ``storage_options``, and KvpackError without the package obstore.
+    Methods raise one of ``errors``; among these, ``refusals`` are the answers of a working server. The constructor raises InvalidParameter
+    for an invalid URL or invalid ``storage_options``, and MissingPackage without the package obstore.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -74,7 +74,7 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """Return an object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the limit for all)."""
+        """Return an object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the general limit)."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
@@ -95,7 +95,7 @@ class Objects:
         return None if found is None else found[0]
 
     def read_front(self, name: str) -> Data | None:
-        """As ``read``, but with zeros for all bytes after the header of a kvpack file."""
+        """Return an object's bytes like ``read``, with zeros for all bytes after the header of a kvpack file."""
         found = self._beginning(name, _FRONT_BYTES)
         if found is None:
             return None
@@ -110,7 +110,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def look(self, name: str) -> tuple[bytes, int] | None:
-        """Return the first bytes of an object, which show its form, and its size; None if there is none."""
+        """Return the first bytes of an object, which show its form, and its size; None if it does not exist."""
         found = self._beginning(name, FRONT_BYTES)
         return None if found is None else found[:2]
 
@@ -131,7 +131,7 @@ class Objects:
             raise
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Put an object unless one exists; return whether it was put."""
+        """Put an object unless one exists; return True if it was put."""
         self._check_process()
         try:
             self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
@@ -146,7 +146,7 @@ class Objects:
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object; False if the store reports that there was none, which S3 does not."""
+        """Remove an object; return False if the store reports that it did not exist, which S3 does not."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -155,7 +155,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch the bytes of an object from ``start`` to the end of ``data``; False if it has changed meanwhile."""
+        """Fetch the bytes of an object from ``start`` to the end of ``data``; return False if it has changed meanwhile."""
         same = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:

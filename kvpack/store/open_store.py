@@ -1,4 +1,4 @@
-"""Opening of chunk stores and page stores: the backend, the cipher of its entries, and how far their values are trusted."""
+"""Open chunk stores and page stores: the backend, the cipher of its entries, and how far their values are trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Opened(NamedTuple):
-    """``check_values``: whether the rules of the codecs are checked on every load, and not digests alone."""
+    """``check_values`` is True if every load checks the rules of the codecs in addition to digests."""
 
     backend: Backend
     cipher: Cipher | None
@@ -26,10 +26,10 @@ class Opened(NamedTuple):
 
 
 def opened(location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, looking: bool = False) -> Opened:
-    """Open ``location`` for entries of ``identity``; with ``looking`` opening it changes nothing there.
+    """Open ``location`` for entries of ``identity``; with ``looking``, opening changes nothing there.
 
-    Values are checked where users other than this one may write unencrypted entries, unless ``check_values`` says otherwise.
-    Raises InvalidParameter, and the errors of the backend.
+    Values are checked if other users may write unencrypted entries, unless ``check_values`` says otherwise. Raises InvalidParameter, and
+    the errors of the backend.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
     form = Form(options.max_entry_bytes, None if cipher is None else cipher.key_ids)

@@ -1,4 +1,4 @@
-"""PageStore: an engine's pages by the engine's own keys, as rows, in every kind of location that a store has."""
+"""PageStore: an engine's pages by the engine's own keys, stored as rows in any kind of location that a store supports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LOADED_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted put or get: ``results`` has for each of ``keys`` whether its page was stored or loaded, None until it is done."""
+    """A submitted put or get: ``results`` has, for each of ``keys``, True if its page was stored or loaded; None until it is done."""
 
     number: int
     kind: Literal["put", "get"]
@@ -63,7 +63,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """The place of a page: a slot of an engine's memory."""
+    """The location of a page: a slot of an engine's memory."""
 
     pages: PageBuffer
     slot: int
@@ -126,7 +126,7 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections. Entries stay, and this store accepts no further calls."""
+        """Wait for the submitted jobs, end the threads, and release connections. Entries stay; this store accepts no more calls."""
         # Jobs that were submitted are done first.
         self.drain()
         self._closed = True
@@ -140,13 +140,12 @@ class PageStore:
         return self._backend.present_each(self._names(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
-        """Store the pages in ``slots`` under ``keys``, and return for each whether it is stored now.
+        """Store the pages in ``slots`` under ``keys``; return, for each, True if it is stored now.
 
-        ``pages`` are an engine's memory, or a list with that of each key where pages are in separate memory. ``ancestors`` are the keys
-        of the pages before the first of ``keys``, which continue one another: an ancestor is evicted after its descendants. A page that
-        is there already is kept; one that cannot be encoded is counted and left out. After one that finds no room no other is tried.
-        Rows of up to 64 pages, of 64 MiB if these are more than one, are in memory at a time, and go to a server in one request.
-        Raises the errors of ``PageCodec.encode_into``.
+        ``pages`` are an engine's memory, or a list with the memory of each key. ``ancestors`` are the keys of the pages before the first of
+        ``keys``, which continue one another: an ancestor is evicted after its descendants. Existing pages are kept; a page that cannot be
+        encoded is counted and skipped. After a page that finds no room, no other is tried. Rows of up to 64 pages (and, for more than one,
+        64 MiB) are in memory at a time and are sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
         """
         keys, slots = self._checked(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
@@ -178,7 +177,7 @@ class PageStore:
     def _encoded(
         self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Return the pieces of the entries of pages, without those that cannot be encoded, which are counted."""
+        """Return the pieces of the entries of pages; those that cannot be encoded are counted and left out."""
         rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _by_memory(numbers, parts):
@@ -196,10 +195,10 @@ class PageStore:
         return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
-        """Load the pages of ``keys`` into ``slots``, and return for each whether it was loaded; other slots are left as they were.
+        """Load the pages of ``keys`` into ``slots``; return, for each, True if it was loaded. Other slots are left unchanged.
 
-        ``pages`` are as for ``put``. Where keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in
-        memory at a time. Raises the errors of ``PageCodec.decode_into``.
+        ``pages`` are as for ``put``. If keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in memory at
+        a time. Raises the errors of ``PageCodec.decode_into``.
         """
         keys, slots = self._checked(keys, slots)
         parts = self._parts(pages, slots, len(keys), written=True)
@@ -226,14 +225,14 @@ class PageStore:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``, and return how many there were. Raises InvalidParameter."""
+        """Remove the entries of ``keys``; return how many there were. Raises InvalidParameter."""
         return self._removed(self._names(keys))
 
     def clear(self) -> int:
-        """Remove every page of the identity, of any geometry, and return how many there were.
+        """Remove every page of the identity, of any geometry; return how many there were.
 
-        Every entry's beginning is read. Submitted jobs are waited for; what other threads and processes store meanwhile may stay.
-        Raises WriteFailed if the location keeps some of the pages.
+        The beginning of every entry is read. Submitted jobs are finished first; pages stored by other threads and processes meanwhile may
+        stay. Raises WriteFailed if the location keeps some of the pages.
         """
         self._check_open()
         self.drain()
@@ -247,16 +246,16 @@ class PageStore:
         return removed
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
-        """Begin ``put`` in a thread of the store: the slots must not change until the job is done. Raises InvalidParameter."""
+        """Start ``put`` in a thread of the store; the slots must not change until the job is done. Raises InvalidParameter."""
         older = tuple(_keys(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Begin ``get_into`` in a thread of the store that only loads, so that no put delays it. Raises InvalidParameter."""
+        """Start ``get_into`` in a thread of the store that only loads, so that no put delays it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
-        """Return the submitted jobs that are done and were not returned before. Waits for nothing."""
+        """Return the submitted jobs that are done and were not returned before, without waiting."""
         with self._lock:
             done = [job for job in self._running.values() if job.done]
             for job in done:
@@ -264,7 +263,7 @@ class PageStore:
         return done
 
     def drain(self) -> None:
-        """Wait until every submitted job is done: no slot is read or written after that."""
+        """Wait until every submitted job is done; no slot is read or written after that."""
         with self._lock:
             jobs = list(self._running.values())
         for job in jobs:
@@ -272,17 +271,17 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened, those of ``Store`` with pages as chunks."""
+        """Return the counters since the store was opened, as in ``Store`` with pages as chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location, and the ``tiers`` of a store of several."""
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location, and for several tiers the ``tiers``."""
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """Return ``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, which are the ratio.
+        """Return ``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, whose ratio is the compression.
 
         Every metric has ``labels`` (default: the identity's model).
         """
@@ -297,7 +296,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def recent(self) -> list[tuple[str, float]]:
-        """Return the loads and saves since the last call, as ("load" or "save", seconds): for histograms of an engine's own."""
+        """Return the loads and saves since the last call as ("load" or "save", seconds), for an engine's own histograms."""
         return self._counters.recent()
 
     def _removed(self, names: list[bytes]) -> int:
@@ -314,7 +313,7 @@ class PageStore:
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages ``numbers``, from ever slower tiers where an entry is damaged."""
+        """Load the pages ``numbers``, from slower and slower tiers if an entry is damaged."""
         beyond = dict.fromkeys(numbers, -1)
         good: dict[int, Found] = {}
         while beyond:
@@ -338,7 +337,7 @@ class PageStore:
             self._backend.accept([names[number] for number in whole], [good[number] for number in whole], now)
 
     def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
-        """Put the row of an entry into ``rows``, or count why there is none."""
+        """Put the row of an entry into ``rows``, or count the reason for failing."""
         try:
             row = decrypted_entry(names[number], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -349,7 +348,7 @@ class PageStore:
 
     @property
     def _largest(self) -> int:
-        """Maximum number of bytes of a page's entry."""
+        """Return the maximum size of a page's entry in bytes."""
         size = self.codec.nbytes if self._cipher is None else sealed_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 
@@ -358,7 +357,7 @@ class PageStore:
         return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
 
     def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Return the place of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
+        """Return the location of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys")
@@ -398,7 +397,7 @@ class PageStore:
 
     @property
     def _running(self) -> dict[int, Job]:
-        """The jobs of this process: no thread of a forked child ends those of its parent."""
+        """Return the jobs of this process; no thread of a forked child ends those of its parent."""
         return self._submitted.setdefault(os.getpid(), {})
 
     def _check_open(self) -> None:
@@ -406,7 +405,7 @@ class PageStore:
             raise InvalidParameter(f"the store at {self.location} is closed: open another PageStore")
 
     def _checked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """Return both as lists of the same length. Raises InvalidParameter, also for a store that is closed."""
+        """Return both as lists of the same length. Raises InvalidParameter, also for a closed store."""
         self._check_open()
         keys, slots = _keys(keys), items(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
@@ -419,7 +418,7 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
 
 
 def _by_memory(numbers: Sequence[int], parts: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Consecutive pages in the same memory."""
+    """Yield consecutive pages in the same memory."""
     for _, group in groupby(numbers, lambda number: id(parts[number].pages)):
         same = [*group]
         yield parts[same[0]].pages, same

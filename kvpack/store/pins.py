@@ -1,6 +1,6 @@
-"""The pinned chains of a folder: one file per chain and owner, named by both, contains all its keys and up to when they are pinned.
+"""The pinned chains of a folder: one file per chain and owner, named by both, contains its keys and the end of the pin.
 
-Pins of earlier versions have no owner and no end; they are in a folder of their own and stay in effect.
+Pins of earlier versions have no owner and no end; they are in a separate folder and stay in effect.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MAX_BYTES = 2**20 * KEY_BYTES
 
 
 class Pins:
-    """The pins of ``folder``, for every process. Errors of the system are counted, except in ``all``, which raises OSError."""
+    """The pins of ``folder``, shared by all processes. System errors are counted, except in ``all``, which raises OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
-        """Pin a chain for an owner, and return whether it is pinned now."""
+        """Pin a chain for an owner; return True if it is pinned now."""
         pieces = [memoryview(hold_bytes(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
@@ -47,7 +47,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Unpin a chain, of one owner or of all, and return whether it was pinned."""
+        """Unpin a chain, of one owner or of all; return True if it was pinned."""
         try:
             found = [path for pin, path in self._found(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in found:
@@ -81,7 +81,7 @@ class Pins:
                 self._counters.fault("sweep", error)
 
     def _found(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
-        """Return the pins in effect whose names have a ``beginning``."""
+        """Yield the pins in effect whose names start with ``beginning``."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(beginning) else None
@@ -94,7 +94,7 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, told: bool = False) -> Pin | None:
-        """Return the pin in a file, whether or not it is in effect; None for a file that is missing or is not a pin of the owner.
+        """Return the pin in a file, whether or not it is in effect; None for a file that is missing or not a pin of the owner.
 
         A file that is not a pin is counted as a fault, unless it is in ``told``.
         """

@@ -36,7 +36,7 @@ class PrefixStates:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest prefix of a stored chain whose states are stored, too."""
+        """Return the keys of the longest prefix of a stored chain that has stored states."""
         for stop in range(len(keys), 0, -_AT_ONCE):
             start = max(0, stop - _AT_ONCE)
             found = self._backend.present_each([states_key(key) for key in keys[start:stop]])
@@ -45,7 +45,7 @@ class PrefixStates:
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix of a chain that has states, which it ends with; None if there is none."""
+        """Return the cache of the longest stored prefix of a chain with states at its end; None if there is none."""
         from kvpack.cache.states import with_states
 
         while keys := self.usable(keys[: self._backend.present(keys)]):
@@ -66,10 +66,7 @@ class PrefixStates:
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], first: int, now_ns: int) -> int:
-        """Store ``states``, by position, after the chunks of a stored chain, and return the last position that has them now.
-
-        The chunks begin at ``chain[first]``.
-        """
+        """Store ``states``, by position, after the chunks of a stored chain; return the last position that has them now."""
         ends = {position: first + position // self._reader.chunk for position in sorted(states)}
         ends = {position: end for position, end in ends.items() if end <= len(chain)}
         opens = self._loader.opens_states([chain[end - 1] for end in ends.values()])
@@ -83,7 +80,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store the states after the last chunk of ``chain``; return whether they are stored now."""
+        """Store the states after the last chunk of ``chain``; return True if they are stored now."""
         key = states_key(chain[-1])
         try:
             pieces = state_entries.to_pieces(states, chain[-1], position, self._reader.model, self._reader.recipe)

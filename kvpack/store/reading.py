@@ -1,4 +1,4 @@
-"""Read a folder's files once, into private memory, which a writer's later changes do not reach."""
+"""Read a folder's files once into private memory, out of reach of a writer's later changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_beginning(descriptor: int, most: int) -> bytes:
 
 
 def regular_files(folder: str, counters: Counters) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (name, status) of every regular file in a folder; errors of the system are counted."""
+    """Yield (name, status) of every regular file in a folder; system errors are counted."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Remove entries of older layouts, whose keys cover less of the identity, so that no store looks for them, and bases out of use."""
+"""Remove entries of older layouts, whose keys cover less of the identity so that no store looks for them, and unused bases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRACE_NS = 3600 * 10**9
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove the entries with an intact header of an older layout, and their pins, and bases that no entry has needed for an hour.
+    """Remove intact entries of older layouts, their pins, and bases that no entry has needed for an hour.
 
     All other entries stay: those of a newer layout, unreadable ones, those larger than ``max_entry_bytes``, and encrypted ones that
     ``cipher`` does not decrypt.
@@ -62,7 +62,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
 
 
 def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
-    """Return the kind of an entry to look at, "old" or "basis"; "" for any other."""
+    """Return the kind of an entry to inspect, "old" or "basis"; "" for any other."""
     try:
         data = decrypted_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
@@ -74,7 +74,7 @@ def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
 
 
 def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, max_entry_bytes: int) -> list[Stored]:
-    """Return the ``bases`` that no entry needs and nobody has used for an hour; none if an entry is unreadable."""
+    """Return the ``bases`` that no entry needs and that have not been used for an hour; none if an entry is unreadable."""
     limit = time.time_ns() - GRACE_NS
     idle = {
         stored.key: digest for stored in bases if 0 < stored.used_ns < limit and (digest := _digest(backend, stored, cipher)) is not None

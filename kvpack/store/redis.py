@@ -62,9 +62,9 @@ _SPARE_BYTES = 2**20
 class Redis(OneTier):
     """Entries on the server at ``url`` (redis://, rediss:// or unix://).
 
-    ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, ``timeout`` the most
-    seconds per request, and one more for each MiB of the answer. Raises InvalidParameter for an invalid URL and for a server of
-    another protocol, and KvpackError without the package redis.
+    ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, and ``timeout`` the maximum
+    seconds per request, plus one for each MiB of the answer. Raises InvalidParameter for an invalid URL and for a server with another
+    protocol, and MissingPackage without the package redis.
     """
 
     private = False
@@ -226,7 +226,7 @@ class Redis(OneTier):
         return NoLease() if answer is _NO_ANSWER else _RedisLease(self._client, key, token) if answer else None
 
     def collect(self) -> None:
-        """Count the entries by the server's names, and evict entries above the budget."""
+        """Count the entries by the server's names, and evict those above the budget."""
         if self._count.collect() and self._max_bytes is not None:
             self._make_room((), ())
 
@@ -234,7 +234,7 @@ class Redis(OneTier):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, bytes]) -> dict[int, bool]:
-        """Return True if each entry of one request is stored; ``entries`` are by their place in ``chain``."""
+        """Return, for each entry of one request, True if it is stored; ``entries`` are keyed by their position in ``chain``."""
         done = {place: False for place, entry in entries.items() if len(entry) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(done))
         replaced: set[int] = set()
@@ -275,8 +275,9 @@ class Redis(OneTier):
         return {place: done.get(place, False) for place in entries}
 
     def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if the script's reply means that the entry is stored; None to try again, ``replaced`` to replace the existing
-        entry.
+        """Return True if the script's reply means that the entry is stored, or None to try again.
+
+        ``replaced`` collects entries to replace.
         """
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
@@ -287,7 +288,7 @@ class Redis(OneTier):
         return kind is Kind.READABLE
 
     def _groups(self, places: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Return the entries of each call of the script, which waits for nobody and makes all wait for it."""
+        """Return the entries of each call of the script, which blocks all other clients while it runs."""
         sizes = {place: len(entries[place]) for place in places}
         return [
             [*same]
@@ -312,7 +313,7 @@ class Redis(OneTier):
         return answers
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until as many entries of ``sizes`` fit as can; return whether they do."""
+        """Evict page by page until as many entries of ``sizes`` fit as can; return True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -335,7 +336,7 @@ class Redis(OneTier):
         self._counters.add("evicted_bytes", freed)
 
     def _takes(self, key: bytes, size: int) -> bool:
-        """Return True if there is an entry, within the limit for entries."""
+        """Return True if there is an entry within the size limit."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
         except LimitExceeded as error:
@@ -352,8 +353,9 @@ class Redis(OneTier):
         return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
     def _looked(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
-        """Return the size and the first ``count`` bytes of each entry; 0 and no bytes for keys that are missing, not strings, or
-        unanswered.
+        """Return the size and the first ``count`` bytes of each entry.
+
+        Keys that are missing, not strings, or unanswered have size 0 and no bytes.
         """
         found: list[tuple[int, bytes]] = []
         for part in _parts(keys, _KEYS_AT_ONCE):
@@ -372,7 +374,7 @@ class Redis(OneTier):
         return [*found, *[(0, b"")] * (len(keys) - len(found))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries up to the first whose size has changed; never more than ``sizes`` are fetched."""
+        """Return the bytes of entries up to the first whose size has changed; never fetches more than ``sizes``."""
         ranges = [
             (number, begin, min(begin + _BYTES_AT_ONCE, size))
             for number, size in enumerate(sizes)
@@ -404,7 +406,7 @@ class Redis(OneTier):
 
 
 class _RedisLease:
-    """A key with a token of its holder, which expires by itself."""
+    """A key with a token of its holder, which expires on its own."""
 
     def __init__(self, client: Client, key: bytes, token: bytes) -> None:
         self._client, self._key, self._token = client, key, token
@@ -425,7 +427,7 @@ def _parts(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[int]]:
-    """Yield the keys of ``sizes`` in batches of at most ``count``, and of ``total`` bytes unless one alone has more."""
+    """Yield the keys of ``sizes`` in batches of at most ``count`` keys and ``total`` bytes; a larger entry gets its own batch."""
     batch: list[int] = []
     left = total
     for key, size in sizes.items():
@@ -439,8 +441,9 @@ def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[
 
 
 def _with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return an entry of ``size`` bytes that begins with ``parts``, up to ``end``; zeros follow, which need no memory until they
-    are read.
+    """Return an entry of ``size`` bytes that begins with ``parts``, up to ``end``.
+
+    Zeros follow, which take no memory until they are read.
     """
     if not end or sum(map(len, parts)) < end:
         return None

@@ -1,6 +1,6 @@
 """Checks of server replies: a server that is not Redis, or that somebody has modified, may reply with anything.
 
-Each check returns the answer. Raises NotRedis, which counts as a server that does not answer.
+Each check returns the reply. It raises NotRedis, which counts as a server that does not answer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class NotRedis(Exception):
 
 
 def integer(answer: Any) -> int:
-    """Check an integer from 0 to 2^53."""
+    """Check that the reply is an integer from 0 to 2^53."""
     if type(answer) is not int or not 0 <= answer <= _LARGEST:
         raise _wrong(answer, "an integer from 0 to 2^53")
     return answer
 
 
 def integers(count: int) -> Callable[[Any], list[int]]:
-    """Check ``count`` integers."""
+    """Return a check for ``count`` integers."""
     return lambda answer: [integer(one) for one in _listed(answer, f"{count} integers", count)]
 
 
 def data(most: int) -> Callable[[Any], bytes]:
-    """Check at most ``most`` bytes."""
+    """Return a check for at most ``most`` bytes."""
 
     def check(answer: Any) -> bytes:
         if type(answer) is not bytes or len(answer) > most:
@@ -46,7 +46,7 @@ def data(most: int) -> Callable[[Any], bytes]:
 
 
 def data_list(answer: Any) -> list[bytes]:
-    """Check a list of bytes."""
+    """Check that the reply is a list of bytes."""
     result = _listed(answer, "a list of bytes")
     for one in result:
         if type(one) is not bytes:
@@ -55,7 +55,7 @@ def data_list(answer: Any) -> list[bytes]:
 
 
 def member_list(answer: Any) -> list[bytes]:
-    """Check a list of keys."""
+    """Check that the reply is a list of keys."""
     result = data_list(answer)
     if any(len(key) != KEY_BYTES for key in result):
         raise _wrong(answer, f"keys of {KEY_BYTES} bytes")
@@ -63,7 +63,7 @@ def member_list(answer: Any) -> list[bytes]:
 
 
 def sizes_and_uses(answer: Any) -> list[float]:
-    """Sizes and times of use in turn; a time is a number as text, or empty for none, which is 0."""
+    """Check alternating sizes and last uses; a use is a number as text, or empty for none, which becomes 0."""
     found = _listed(answer, "sizes and times")
     if len(found) % 2:
         raise _wrong(answer, "sizes and times in turn")
@@ -72,19 +72,19 @@ def sizes_and_uses(answer: Any) -> list[float]:
 
 
 def numbers(answer: Any) -> list[int]:
-    """Check a reply of two integers, or of -1 only."""
+    """Check that the reply is two integers, or only -1."""
     return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
 
 
 def progress(answer: Any) -> int:
-    """Check a reply of 0, 1 or -1."""
+    """Check that the reply is 0, 1 or -1."""
     if type(answer) is not int or not -1 <= answer <= 1:
         raise _wrong(answer, "0, 1 or -1")
     return answer
 
 
 def page(answer: Any) -> tuple[bytes, int]:
-    """Return the cursor of a scan, as text, and a number."""
+    """Check the reply of a scan; return its cursor, as text, and a number."""
     found = _listed(answer, "a cursor and a number", 2)
     if type(found[0]) is not bytes or not found[0].isdigit() or len(found[0]) > _CURSOR_DIGITS:
         raise _wrong(answer, "a cursor")
@@ -104,7 +104,10 @@ def score(answer: Any) -> bool:
 
 
 def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return the reply of the script that puts entries: -1 only, or evicted entries and bytes, a message, and a result for each entry."""
+    """Return a check for the reply of the script that puts entries.
+
+    The reply is only -1, or evicted entries and bytes, a message, and a result for each entry.
+    """
 
     def result(one: Any) -> Any:
         if type(one) is list:
@@ -123,7 +126,7 @@ def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def scanned(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
-    """Return the next cursor after ``cursor``, and names."""
+    """Check the reply of a scan; return the next cursor after ``cursor``, and names."""
     if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
         raise _wrong(answer, "a cursor and names")
     if answer[0] == cursor != 0:

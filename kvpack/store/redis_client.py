@@ -1,5 +1,6 @@
-"""A client of a Redis server: requests of many commands, scripts by their digests, a check of each answer, and limits on its bytes and its
-time, even if the server reads only a byte now and then.
+"""A client of a Redis server: pipelined requests, scripts by digest, a check of each reply, and limits on its bytes and time.
+
+The limits hold even if the server sends only a byte now and then.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_erro
 
 class Client:
     """A client of the server at ``url``. Replies have at most ``max_bytes``; ``timeout`` is the number of seconds for a request.
-    ``uses_ttl`` means that entries expire; servers with some policies evict these first.
 
-    No method raises for a fault of the server: it is counted. The constructor raises InvalidParameter for an invalid URL and for a
-    server of another protocol, and MissingPackage without the package redis.
+    ``uses_ttl`` means that entries expire; servers with some policies evict these first. No method raises for a fault of the server: it is
+    counted. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage without
+    the package redis.
     """
 
     def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
@@ -91,25 +92,24 @@ class Client:
         self._greet(uses_ttl)
 
     def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], otherwise: Any = None) -> Any:
-        """Return the checked answer to one command, or ``otherwise``."""
+        """Return the checked reply to one command, or ``otherwise`` after a fault."""
         return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), otherwise)
 
     def ask_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """Return the server's answers to one request, None for a refused command, such as one for a key of another type; [] without an
-        answer.
+        """Return the server's replies to one request; [] without an answer.
 
-        Each command comes after the check of its answer.
+        A reply is None for a refused command, such as one for a key of another type. Each command is preceded by the check of its reply.
         """
         return self._counted(operation, self._answers(operation, commands))
 
     def call(self, script: str, *arguments: Any, check: Callable[[Any], Any] | None = None) -> Any:
-        """Return the checked answer of one script; None for a fault."""
+        """Return the checked reply of one script; None after a fault."""
         return next(iter(self.call_all(script, script, [arguments], check)), None)
 
     def call_all(
         self, operation: str, script: str, calls: Sequence[Sequence[Any]], check: Callable[[Any], Any] | None = None
     ) -> Sequence[Any]:
-        """As ``ask_all``, for several calls of one script in one request, or two if the server does not have the script yet."""
+        """Run several calls of one script like ``ask_all``, in one request, or in two if the server does not have the script yet."""
         checked = check or _ANSWERS[script]
         commands: list[Command] = [(checked, "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for arguments in calls]
         answers = list(self._answers(operation, commands))
@@ -140,7 +140,7 @@ class Client:
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def _greet(self, uses_ttl: bool) -> None:
-        """Load the scripts, and warn of a server that evicts by itself. A server that does not answer now may do so later.
+        """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may do so later.
 
         Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
         """
@@ -175,10 +175,11 @@ class Client:
 
 
 def limited(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return ``connection``, a class of redis-py, with limits on the time of requests and on the size of replies, ``max_bytes``."""
+    """Return a subclass of ``connection``, a class of redis-py, that limits the time of requests and the size of replies to ``max_bytes``.
+    """
 
     class Limited(connection):  # type: ignore[misc]
-        """A connection that counts from each request on."""
+        """A connection that measures from each request on."""
 
         def _connect(self) -> Any:
             self._exchange = _Exchange(super()._connect(), self.socket_timeout, max_bytes)
@@ -195,7 +196,7 @@ def limited(connection: type[Any], max_bytes: int) -> type[Any]:
 class _Exchange:
     """A socket that gives up if a request and its reply take more than ``seconds``, or if the reply has more than ``max_bytes``.
 
-    Each MiB that has gone or come allows a second more.
+    Each MiB sent or received adds a second.
     """
 
     def __init__(self, socket: Any, seconds: float | None, max_bytes: int) -> None:
@@ -203,12 +204,12 @@ class _Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """Note that a request is about to be sent."""
+        """Note the start of a request."""
         self._begun, self._sent, self._taken = time.monotonic(), 0, 0
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """As for a socket, which would apply the timeout to each part of a request. Raises TimeoutError."""
+        """Send like a socket, which would apply the timeout to each part of a request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
             self._limit(f"a request, of which {self._sent} bytes are sent,")
@@ -217,7 +218,7 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """As for a socket. Raises TimeoutError, and OSError for too many bytes."""
+        """Receive like a socket. Raises TimeoutError, and OSError for too many bytes."""
         # Without a timeout the client looks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
             self._limit(f"an answer of {self._taken} bytes so far")
@@ -228,7 +229,7 @@ class _Exchange:
         return data
 
     def _limit(self, what: str) -> None:
-        """Let the next call of the socket wait for what is left of the time. Raises TimeoutError."""
+        """Limit the socket's next call to the remaining time. Raises TimeoutError."""
         if self._seconds is not None:
             left = self._begun + self._seconds + (self._sent + self._taken) / BYTES_A_SECOND - time.monotonic()
             if left <= 0:
@@ -236,7 +237,7 @@ class _Exchange:
             self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """As for a socket. Raises the errors of ``recv``."""
+        """Receive into ``buffer`` like a socket. Raises the errors of ``recv``."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

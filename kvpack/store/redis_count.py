@@ -1,7 +1,7 @@
-"""Counting the entries of a Redis server in pages: no call takes long, and other clients can put, load and evict in between.
+"""Count the entries of a Redis server in pages: no call takes long, and other clients can put, load and evict in between.
 
 The server keeps the state of a count, which all writers share: the keys counted so far, their sum, and the cursor. Every script that
-changes an entry changes the sum of those that are counted, so that the sum is exact when the last page is counted.
+changes a counted entry also changes the sum, so that the sum is exact when the last page is counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DONE, _UNSOUND = 1, -1
 
 
 class Count:
-    """The count of the server of ``client``, of which one thread of this process counts at a time. Safe to use from any thread."""
+    """The count of the server of ``client``, which one thread of this process updates at a time. Safe to use from any thread."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client, self._counters = client, counters
@@ -46,9 +46,9 @@ class Count:
         self._phase, self._cursor = 0, _BEGIN
 
     def ready(self) -> bool:
-        """Return True if the sum was counted since this store was opened, or shortly before, which the first put waits for.
+        """Return True if the sum has been counted since, or shortly before, this store was opened. The first put waits for that.
 
-        Later counts go on page by page.
+        Later counts continue page by page.
         """
         with self._lock:
             if self._summed is None:
@@ -62,14 +62,17 @@ class Count:
         return True
 
     def again(self) -> bool:
-        """Sum the sizes again if they were not summed just now; return whether they were."""
+        """Sum the sizes again unless they were just summed; return True if they were summed again."""
         with self._lock:
             if self._summed is not None and time.monotonic() - self._summed < AGAIN_SECONDS:
                 return False
             return self._sum(time.monotonic() + WAIT_SECONDS)
 
     def recount(self) -> bool:
-        """Count all entries by the server's names; False if it does not answer or has too many names for the time, and then go on later."""
+        """Count all entries by the server's names.
+
+        Returns False if it does not answer or has too many names for the time; the count then continues later.
+        """
         with self._lock:
             return self._recount(time.monotonic() + WAIT_SECONDS)
 

@@ -1,6 +1,6 @@
-"""Choice of entries to remove from a store: by model, recipe, age or tenant, from the headers of the entries.
+"""Choose entries to remove from a store by model, recipe, age or tenant, based on their headers.
 
-Entries do not name their tenant: those of one are found by the roots of their chains, which the tenant is hashed into.
+Entries do not name their tenant: they are found by the roots of their chains, whose hashes include the tenant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """Entries of this ``model``, this canonical ``recipe`` and this ``tenant`` that were last used before ``used_before_ns``; None: any."""
+    """Entries of this ``model``, canonical ``recipe`` and ``tenant`` that were last used before ``used_before_ns``; None matches any."""
 
     model: str | None = None
     recipe: str | None = None
@@ -29,7 +29,7 @@ class Choice:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is by age only, pages of engines."""
+        """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is only by age, pages of engines."""
         chains = None if self.tenant is None else _of_tenant(catalog, self.tenant)
         chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
@@ -46,7 +46,7 @@ class Choice:
 
 
 def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """Return the keys of the chunks whose chains begin at one of ``roots``, without a gap."""
+    """Return the keys of the chunks whose chains start at one of ``roots`` without a gap."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.named.parent].append(key)
@@ -60,12 +60,12 @@ def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the parents of first chunks of ``identity``, without states and with them."""
+    """Return the parents of the first chunks of ``identity``, without states and with them."""
     return identity.digest, states_key(identity.digest)
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove entries, descendants of one another in any order, and return how many there were; pinned ones only if ``pinned``."""
+    """Remove entries, in any order of descent, and return how many there were; pinned ones only if ``pinned``."""
     kept = backend.pinned()
     going = set(keys)
     if pinned:

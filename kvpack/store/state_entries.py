@@ -1,4 +1,4 @@
-"""The states after a chunk to an entry's bytes and back: a kvpack file that contains no tokens (spec/store.md, States)."""
+"""Convert the states after a chunk to an entry's bytes and back: a kvpack file without tokens (spec/store.md, States)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NamedStates:
 
     @classmethod
     def of(cls, file: container.File) -> NamedStates:
-        """Return the states in an open file. Raises InvalidHeader unless it has the states of one sequence, no sides, and its own key."""
+        """Parse the states in an open file. Raises InvalidHeader unless it has the states of one sequence, no sides, and its own key."""
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
         if len(feature) != 2 * KEY_BYTES + DIGEST_BYTES:
@@ -55,15 +55,12 @@ class NamedStates:
 
 
 def is_states(file: container.File) -> bool:
-    """Return True if an open entry contains states, by its header."""
+    """Return True if an open entry contains states, judging by its header."""
     return FEATURE in file.header.ignorable
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the entry of the states of a model's layers after the chunk with the key ``chunk``, which ends at ``position``.
-
-    Raises LimitExceeded.
-    """
+    """Return the entry with the states of a model's layers after the chunk with key ``chunk``, which ends at ``position``."""
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -76,9 +73,9 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 
 
 def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
-    """Return the states in the entry ``data``, checked, as views of it.
+    """Return the checked states in the entry ``data``, as views of it.
 
-    Raises the errors of ``container.open_bytes``, and InvalidHeader when they are not those after the chunk.
+    Raises the errors of ``container.open_bytes``, and InvalidHeader if they are not the states after the chunk.
     """
     from kvpack.cache import files
     from kvpack.cache.states import states_of

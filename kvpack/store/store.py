@@ -1,4 +1,4 @@
-"""Store: packed prefixes that processes share, cut into chunks of tokens; each chunk is one entry."""
+"""Store: packed prefixes that processes share, split into chunks of tokens; each chunk is one entry."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ class Store:
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
 
     def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Return the length in tokens of the longest stored prefix, without loading it: a multiple of ``chunk``.
+        """Return the length in tokens of the longest stored prefix, a multiple of ``chunk``, without loading it.
 
-        Of a model that keeps states, it is the longest one whose states are stored, too.
-        ``token_ids`` is a list or an array ``[token]`` or ``[1, token]`` of integers, as for every method. Raises InvalidParameter.
+        For a model that keeps states, it is the longest prefix with stored states. ``token_ids`` is a list or an array ``[token]`` or ``[1,
+        token]`` of integers, as for every method. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
@@ -170,9 +170,9 @@ class Store:
     ) -> tuple[int, Cache | None]:
         """Return the longest stored prefix: its length in tokens and its cache, or (0, None).
 
-        Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token
-        to continue from: pass all ids except the last. A layer with a sliding window (``Identity.windows``) gets only the chunks that the
-        window reaches, and layers that keep states get those after the prefix's last token. Raises InvalidParameter.
+        Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token to continue
+        from: pass all ids except the last. For a layer with a sliding window (``Identity.windows``), only the chunks within the window are
+        loaded; for layers that keep states, those after the prefix's last token. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -242,7 +242,7 @@ class Store:
                 self._leases.release(asked)
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
-        """Store the chunks of ``ids``, whole ones, and the ``states`` after some, and return the number of tokens now stored."""
+        """Store the whole chunks of ``ids`` and the ``states`` after some of them; return the number of tokens now stored."""
         if states:
             from kvpack.cache.cache import without_states
 
@@ -295,7 +295,7 @@ class Store:
             yield batch
 
     def _pieces(self, cache: Cache, number: int, link: Link) -> list[memoryview] | None:
-        """Return the entry of one chunk; None, counted, if it cannot be encoded."""
+        """Return the entry of one chunk; count the fault and return None if it cannot be encoded."""
         key, parent, part, digest = link
         try:
             chunk = self._named(cache[:, number * self.chunk : (number + 1) * self.chunk])
@@ -313,7 +313,7 @@ class Store:
     def pin(
         self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS
     ) -> int:
-        """Keep the longest stored prefix from eviction, in every process; return its length in tokens.
+        """Protect the longest stored prefix from eviction, in every process; return its length in tokens.
 
         The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
         the process) and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
@@ -325,14 +325,14 @@ class Store:
         return len(found) * self.chunk if found and self._backend.pin([*before, *self._with_states(found)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, by ``owner`` or by all, and return whether it was pinned. Raises InvalidParameter."""
+        """Undo ``pin`` of the same prefix, by ``owner`` or by all; return True if it was pinned. Raises InvalidParameter."""
         keys, owner = self.keys(token_ids, inputs=inputs), checked_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of a prefix's entries: those of its chunks, and that of the states after them if the model has states."""
+        """Return the keys of a prefix's entries: those of its chunks, plus the states after them if the model has states."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
@@ -356,7 +356,8 @@ class Store:
     def clear(self) -> int:
         """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
 
-        Every entry's header is read. Chunks whose ancestors are gone are found neither by it nor by ``load``; they are evicted in time.
+        The header of every entry is read. Chunks whose ancestors are gone are found neither by this method nor by ``load``; they are
+        evicted in time.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chains_from(catalog, [self._root])
@@ -364,13 +365,13 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the basis of the recipe: the one given, else the store's; None if the recipe needs none or neither has it."""
+        """Return the basis of the recipe, as given or from the store; None if the recipe needs none or neither has it."""
         return None if self._stored is None else self._stored.get()
 
     def collect(self) -> None:
         """Remove files of dead writers, entries of older layouts, and bases that no entry has needed for an hour.
 
-        Then count the rest again, and evict entries above the budget.
+        Then count the remaining entries again, and evict those above the budget.
         """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
@@ -382,8 +383,8 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
-        They are counted by listing it; of a directory, only the folders that changed since this store last counted are listed.
-        A store of several tiers also has ``tiers``, a list of the same for each tier.
+        These are counted by listing the location; in a directory, only the folders that changed since this store last counted are listed. A
+        store of several tiers also has ``tiers``, a list with the same for each tier.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
@@ -406,7 +407,7 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _readable(self, keys: Sequence[bytes]) -> bool:
-        """Return True if the first entry exists and its basis is available, which is read from the store if needed."""
+        """Return True if the first entry exists and its basis is available, reading it from the store if needed."""
         if self._stored is None or self._reader.basis is not None:
             return True
         if not self._backend.present(keys[:1]):
@@ -417,11 +418,11 @@ class Store:
         return self._reader.basis is not None
 
     def _determined(self, ids: bytes) -> bool:
-        """Return True if ``ids`` and one more token have the same frequencies as every shorter sequence."""
+        """Return True if ``ids`` plus one token have the same frequencies as every shorter sequence."""
         return self._longest is None or len(ids) // ID_BYTES < self._longest
 
     def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """Return a copy on ``device``; None if the device has no room."""
+        """Copy the cache to ``device``; None if the device has no room."""
         import torch
 
         try:

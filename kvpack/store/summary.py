@@ -33,7 +33,7 @@ class Summary:
 
     @property
     def count(self) -> int:
-        """The number of entries, readable or not."""
+        """Number of entries, readable or not."""
         counts = [*self.chunks.values(), *self.kinds.values()]
         return self.unreadable + sum(count["entries"] for count in counts)
 
@@ -53,7 +53,7 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """Return the numbers of ``read_catalog``, and its arguments."""
+    """Compute the totals of ``read_catalog``, with the same arguments."""
     summary = Summary()
     # What an index holds does not depend on keys and limits.
     indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES
@@ -70,7 +70,7 @@ def summarize(
 
 
 def describe_new(backend: Backend) -> None:
-    """Read the headers of the entries of a folder that its index does not describe yet, and note what they are."""
+    """Read the headers of entries that a folder's index does not describe yet, and store their descriptions."""
     if isinstance(backend, Directory) and backend.described() is not None:
         _describe(backend, None)
 

@@ -1,8 +1,8 @@
-"""Several tiers as one backend, the fastest first, such as memory, a folder and a server.
+"""Several tiers as one backend, fastest first, such as memory, a folder and a server.
 
-An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry goes to all tiers before
-``save`` returns (write-through), or to the first tier, and to the others in the background (write-back). Each tier evicts by
-its own budget.
+An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is written to all tiers before
+``save`` returns (write-through), or to the first tier, and to the others in the background (write-back). Each tier evicts by its own
+budget.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTED = 4096
 
 
 class Tiers:
-    """``tiers`` are pairs (backend, its counters), the fastest first; ``counters`` are those of the whole store."""
+    """``tiers`` are pairs (backend, its counters), fastest first; ``counters`` are those of the whole store."""
 
     def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
         self._backends = [backend for backend, _ in tiers]
@@ -183,7 +183,7 @@ class Tiers:
             backend.close()
 
     def stats(self) -> TierStats:
-        """Counters, entries and bytes of every tier, the fastest first."""
+        """Return counters, entries and bytes of every tier, fastest first."""
         sizes = [backend.size() for backend in self._backends]
         return [
             {**counts.as_dict(), "entries": entries, "bytes": size}
@@ -191,7 +191,7 @@ class Tiers:
         ]
 
     def histograms(self) -> str:
-        """Return the seconds of the loads from every tier, and of the saves to it, in Prometheus' text format."""
+        """Return the times of loads from and saves to every tier, in Prometheus' text format."""
         name = "kvpack_store_tier_seconds"
         lines = [f"# HELP {name} Seconds of a call of a tier, by operation.", f"# TYPE {name} histogram"]
         for tier, counts in enumerate(self._tier_counters):
@@ -212,7 +212,7 @@ class Tiers:
     def _put_in(
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
-        """For each entry whether any of ``backends`` has stored it."""
+        """Return, for each entry, True if any of ``backends`` has stored it."""
         answers = []
         for backend in backends if entries else ():
             with self._timed(backend, "save"):
@@ -224,8 +224,8 @@ class Tiers:
     ) -> Iterator[tuple[int, Any]]:
         """Yield (tier, reply) while a tier has the next of ``keys``; ``count`` returns the number of keys in a reply.
 
-        The fastest tier is asked first each time, and no tier twice for a key that it lacks; for the first key only tiers slower
-        than ``beyond``.
+        The fastest tier is asked first each time, and no tier twice for a key that it lacks. For the first key, only tiers slower than
+        ``beyond`` are asked.
         """
         found = 0
         ended: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
@@ -262,5 +262,5 @@ def told(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, i
 
 
 def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
-    """Call every backend, and return whether any call returned True."""
+    """Call every backend; return True if any call returned True."""
     return True in [ask(backend) for backend in backends]

@@ -1,4 +1,4 @@
-"""Export and import of one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
+"""Export and import one prefix as a single kvpack file (spec/store.md, Exported prefixes)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CHUNK_BYTES = 4
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported prefix: every ``chunk`` tokens have one of the digests ``inputs``, if there are any; the identity has their basis."""
+    """An exported prefix and its identity, which has the basis. ``inputs``, if any, are the digests of each ``chunk`` tokens."""
 
     identity: Identity
     ids: list[int]
@@ -56,11 +56,11 @@ def export_prefix(
     basis: Basis | None = None,
     states: StatesEntry | None = None,
 ) -> int:
-    """Write a prefix to ``path`` as one kvpack file with its token ids, in the clear, and return the file's bytes.
+    """Write a prefix to ``path`` as one unencrypted kvpack file with its token ids; return the size in bytes.
 
-    ``states`` is the entry of the states after its last chunk, for a model that keeps states.
-    The file names the ``basis`` that its entries need, and does not hold it. Raises InvalidParameter for a prefix whose beginning is
-    missing, WriteFailed, and the errors of reading its entries.
+    ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file names the ``basis`` that its entries
+    need but does not contain it. Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading
+    its entries.
     """
     from kvpack.cache import files
     from kvpack.cache.cache import concat
@@ -106,7 +106,7 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
-    """Return the prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
+    """Read the prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter without ids,
     MissingFile, MissingBasis, and the errors of loading a file.

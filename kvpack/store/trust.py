@@ -1,7 +1,7 @@
-"""Checks that only a folder's owner, this user or another, can have written its files (spec/store.md, Trust).
+"""Check that only a folder's owner, this user or another, can have written its files (spec/store.md, Trust).
 
-Folders and files of any other user, or writable by group or others, are not used, unless the caller trusts the members of a group.
-Files that another user may change are read as copies, which cannot change between their check and their use.
+Folders and files of any other user, or writable by group or others, are not used unless the caller trusts the members of a group. Files
+that another user may change are read as copies, which cannot change between check and use.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Untrusted(PermissionError):
 
 
 class NotAnEntry(OSError):
-    """A folder, a link, a FIFO or a device in place of a file."""
+    """A folder, a link, a FIFO or a device instead of a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is no regular file")
 
 
 class Trust:
-    """The ``owner`` of the folder ``root``: this user if there is not a folder yet.
+    """The ``owner`` of the folder ``root``: this user if the folder does not exist yet.
 
-    ``trusted_group`` is the number or the name of a group whose members may write there, and are trusted as the owner is. Raises
-    InvalidParameter if ``root`` cannot be a store: others may write to it, it is not a folder, or it cannot be reached; and if this
-    user is not in the trusted group.
+    ``trusted_group`` is the number or name of a group whose members may write there, and are trusted like the owner. Raises
+    InvalidParameter if ``root`` cannot be a store (others may write to it, it is not a folder, or it cannot be reached) or if this user is
+    not in the trusted group.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -94,7 +94,7 @@ class Trust:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """The descriptor and the status of a regular file below the root, open for reading. Raises OSError and Untrusted."""
+        """Open a regular file below the root for reading; yield its descriptor and status. Raises OSError and Untrusted."""
         try:
             descriptor = self._open(path)
         except OSError as error:
@@ -121,7 +121,7 @@ class Trust:
         return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted unless only those who are trusted may write a folder below the root, and every folder between. Raises OSError."""
+        """Raise Untrusted unless only trusted users may write to a folder below the root, and to every folder between. Raises OSError."""
         # A checked folder can be replaced only by the owner of the folder above it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
@@ -132,9 +132,9 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def own(self, descriptor: int) -> None:
-        """Return a file or folder that this user has just made to the store's owner, and to the trusted group if there is one.
+        """Give a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
 
-        Raises Untrusted if it belongs to somebody who is not trusted, and OSError.
+        Raises Untrusted if it belongs to an untrusted user, and OSError.
         """
         if self.trusted is None and (self._user != 0 or self.owner == 0):
             return
@@ -151,7 +151,7 @@ class Trust:
             os.fchmod(descriptor, _GROUP_FOLDER if folder else _GROUP_FILE)
 
     def make_folder(self, folder: str, *, durable: bool) -> None:
-        """Make a folder and those above it if they are missing. Raises OSError, and Untrusted as ``check_folder``."""
+        """Create a folder and its missing parents. Raises OSError, and Untrusted as ``check_folder`` does."""
         parent = os.path.dirname(folder)
         if not os.path.isdir(folder):
             if not os.path.isdir(parent):
@@ -182,12 +182,12 @@ class Trust:
             raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")
 
     def _refused(self, status: os.stat_result) -> int:
-        """Return the mode bits that allow writing by somebody who is not trusted."""
+        """Return the mode bits that would let an untrusted user write."""
         return stat.S_IWOTH if self.trusted is not None and status.st_gid == self.trusted else OTHERS_WRITE
 
 
 def _group_number(group: int | str) -> int:
-    """Return the number of a group that this process is in. Raises InvalidParameter."""
+    """Return the number of a group of this process. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):
         try:

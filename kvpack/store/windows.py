@@ -1,4 +1,4 @@
-"""The part of a prefix that sliding windows reach: layers load no older chunks, and chunks that a layer has dropped are not saved."""
+"""The part of a prefix within sliding windows: layers load no older chunks, and chunks that a layer has dropped are not saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Windows:
         return min(self._first(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def reached(self, cache: Cache) -> Cache:
-        """Return ``cache`` with the chunks of each layer that its window reaches after the last token."""
+        """Return ``cache`` with only the chunks of each layer that are within its window after the last token."""
         # A chain that begins with a later chunk is a prefix whose layers have skipped the others.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -44,9 +44,9 @@ class Windows:
 
 
 def check_held(cache: Cache, stored: int) -> None:
-    """Check that every layer still contains the tokens that follow the first ``stored``, which are stored already.
+    """Check that every layer still contains the tokens after the first ``stored``, which are already stored.
 
-    Raises InvalidParameter if nothing is stored; if only later chunks are missing, they may have been evicted, and a KvpackWarning is
+    Raises InvalidParameter if nothing is stored. If only later chunks are missing, they may have been evicted, and a KvpackWarning is
     issued.
     """
     for number, layer in enumerate(cache):

@@ -1,4 +1,4 @@
-"""A bounded queue of entries that slower tiers get in the background: a lost entry costs a miss there."""
+"""A bounded queue of entries to write to slower tiers in the background; losing one costs a miss there."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FLUSH_SECONDS = 30.0
 
 
 class WriteBack:
-    """Calls ``write(chain, entry, now_ns)`` in a thread of its own, in the order of ``add``. Safe to use from any thread.
+    """Calls ``write(chain, entry, now_ns)`` in its own thread, in the order of ``add``. Safe to use from any thread.
 
-    After a fork the child begins with an empty queue: the parent writes the queued entries.
+    After a fork the child begins with an empty queue; the parent writes the queued entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -53,7 +53,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Write none of ``keys`` from now on: drop queued ones, and wait for one that is being written."""
+        """Stop writing ``keys``: drop queued ones, and wait for one that is being written."""
         self._begin_in_child()
         gone = set(keys)
         with self._changed:
@@ -64,7 +64,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Write the queued entries, for ``FLUSH_SECONDS`` at most; the rest is dropped and counted."""
+        """Write the queued entries for at most ``FLUSH_SECONDS``; the rest is dropped and counted."""
         self._begin_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._changed:

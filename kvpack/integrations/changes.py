@@ -1,4 +1,4 @@
-"""The counts that a store has added since an engine last asked for them; engines' counters take differences."""
+"""Store counters as differences since an engine last read them, because engines' counters are incremented."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """The counters of ``store`` since the last call of ``take``."""
+    """Increments of the counters of ``store`` since the last call of ``take``."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._before: Counter[tuple[str, ...]] = Counter()
 
     def take(self) -> Counter[tuple[str, ...]]:
-        """Return the differences, by (name,), and by ("faults", operation, reason)."""
+        """Return the increments, keyed by (name,) and by ("faults", operation, reason)."""
         now: Counter[tuple[str, ...]] = Counter()
         for name, count in self._store.counters().items():
             if isinstance(count, dict):

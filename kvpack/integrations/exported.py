@@ -1,4 +1,4 @@
-"""Conversions that all writers of other libraries' caches need: values in a dtype, and the sliding windows of layers."""
+"""Conversions for writers of other libraries' caches: values in a dtype, and the sliding windows of layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
-    """Return values ``[batch, kv_head, token, dim]`` on the CPU, in the dtype that they are stored in, or rounded to ``dtype``.
+    """Return values ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
 
-    Raises InvalidParameter if a dtype is needed and if there is no such dtype, and OutOfRange where it makes a value infinite.
+    Raises InvalidParameter if a dtype is needed or unknown, and OutOfRange if it would make a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
@@ -38,7 +38,7 @@ def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.T
 
 
 def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
-    """Return the sliding windows, in tokens, by the numbers of layers. Raises InvalidParameter."""
+    """Return the sliding windows, in tokens, by layer number. Raises InvalidParameter."""
     found = dict(windows or {})
     for number, window in found.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:

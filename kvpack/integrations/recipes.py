@@ -1,4 +1,4 @@
-"""Checks that the adapters of serving engines make of a recipe and its basis."""
+"""Checks of a recipe and its basis by the adapters of serving engines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
-    """Return the recipe, whose text names the SHA-256 of its ``basis``, a file on the machine of this process.
+    """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name; None if the engine names it with each object, and the caller checks it then.
-
-    Raises MissingBasis for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model and
-    for one that the recipe does not need.
+    ``model`` is the engine's name; None if the engine names the model with each object, and the caller checks it then. Raises MissingBasis
+    for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model or one that the recipe
+    does not need.
     """
     found = parse_recipe(recipe)
     if basis is None:
@@ -37,7 +36,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
 
 
 def check_layers(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe that gives some layers other codecs than the rest, as one with a basis does."""
+    """Raise InvalidParameter for a recipe with different codecs for different layers, such as one with a basis."""
     check_no_layers_named(recipe, why)
     if parse_recipe(recipe).needs_basis:
         raise InvalidParameter(
@@ -53,8 +52,9 @@ def check_no_layers_named(recipe: str, why: str) -> None:
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe that gives layers different codecs unless ``names``, such as "model.layers.3.self_attn", count
-    the layers in order.
+    """Raise InvalidParameter for a recipe with different codecs per layer, unless ``names`` count the layers in order.
+
+    A name is, for example, "model.layers.3.self_attn".
     """
     numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
     if numbers != [[number] for number in range(len(names))]:

@@ -1,4 +1,4 @@
-"""The versions of transformers that kvpack works with."""
+"""The versions of transformers that kvpack supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
 def installed() -> Any:
-    """Return the module transformers. Raises MissingPackage if it is not installed, or too old."""
+    """Return the module transformers. Raises MissingPackage if it is not installed or is too old."""
     try:
         import transformers
     except ImportError:

@@ -1,4 +1,4 @@
-"""Caches from llama.cpp's sequence state files, and the files from those caches."""
+"""Read caches from llama.cpp's sequence state files, and write them back."""
 
 from __future__ import annotations
 
@@ -57,19 +57,21 @@ def import_slot(
     model: ModelArgument | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Return the sequence state in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its token ids are the cache's
-    inputs.
+    """Read the sequence state in the file ``path`` and pack it with ``recipe``; ``raw`` keeps every bit.
 
-    ``kv_heads`` is the number of KV heads, one for all layers or one per layer: the file records only all channels together. ``windows``
-    has the sliding window of every layer that has one, in tokens, by the layer's number among those with a cache of their own. ``latents``
-    means that the model has multi-head latent attention, and its cache keys alone, of one head. Keys stay as llama.cpp has them, after its
-    rotary embedding and in its order of channels, so the cache's ``model`` marks it as llama.cpp's; the argument ``model``, as for
-    ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that ``export_slot`` needs. Blocks of q8_0, q5_0 and
-    q4_0 are kept bit for bit, with the recipe ``raw`` alone: llama.cpp may have rotated them, and the file does not say whether. No codec
-    holds those of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last one, which opaque.py describes.
+    Its token ids become the cache's inputs. ``kv_heads`` is the number of KV heads, one for all layers or one per layer, because the file
+    records only the total number of channels. ``windows`` has the sliding window of every layer that has one, in tokens, by the layer's
+    number among those with their own cache. ``latents`` means that the model has multi-head latent attention, whose cache consists of keys
+    of one head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order, so the cache's ``model`` marks it
+    as llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that
+    ``export_slot`` needs.
 
-    Raises MissingFile; InvalidParameter for other files and versions, and for what kvpack does not hold exactly: positions that are not
-    consecutive, several sequences, images, recurrent states; and the errors of ``kvpack.pack``.
+    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and only with the recipe ``raw``: llama.cpp may have rotated them, and the file does
+    not say whether. No codec can represent blocks of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last
+    one, described in opaque.py.
+
+    Raises MissingFile; InvalidParameter for other files and versions, and for contents that kvpack cannot store exactly (positions that are
+    not consecutive, several sequences, images, recurrent states); and the errors of ``kvpack.pack``.
     """
     where = path_text(path)
     fields = model_fields(model)
@@ -127,13 +129,12 @@ def export_slot(
 ) -> int:
     """Write ``cache``, which came from llama.cpp, as a sequence state and return the file's size in bytes.
 
-    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; blocks that came quantized go back as they came, and
-    then there is no ``dtype`` to choose. llama.cpp loads the file in a context of the same
-    model whose cache has the same types, ``transposed`` (values are so without flash attention) and ``streams`` (one, or as many as
-    sequences where the cache is not unified); without them, those of the imported file are written. ``progress`` counts layers.
-    Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the layer, for what such a file does not hold:
-    layers without keys or values, states, batches, windows that lack tokens, and token ids that are not all known; OutOfRange where
-    ``dtype`` makes a value infinite; WriteFailed.
+    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; quantized blocks are written unchanged, and then
+    ``dtype`` cannot be chosen. llama.cpp loads the file in a context of the same model whose cache has the same types, ``transposed``
+    (values are, without flash attention) and ``streams`` (one, or one per sequence if the cache is not unified); the defaults are those of
+    the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the
+    layer, for contents that such a file cannot represent: layers without keys or values, states, batches, windows with missing tokens, and
+    unknown token ids; OutOfRange if ``dtype`` would make a value infinite; WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)
@@ -228,7 +229,7 @@ def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
 
 
 def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
-    """Return the cells in the order of their positions, None if they are in it. Raises InvalidParameter unless those are consecutive."""
+    """Return the cells in the order of their positions, or None if they are in it. Raises InvalidParameter unless those are consecutive."""
     expected = np.arange(first, first + len(positions))
     if np.array_equal(positions, expected):
         return None
@@ -243,8 +244,10 @@ def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None
 
 
 def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str:
-    """Return the recipe that stores quantized keys or values as they are. Raises InvalidParameter for another one, and for layers that
-    differ."""
+    """Return the recipe that stores quantized keys or values unchanged.
+
+    Raises InvalidParameter for another recipe, and if layers differ.
+    """
     check_raw(where, stored[0], recipe)
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
@@ -255,7 +258,10 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the types that keys and values go back to, where llama.cpp had them quantized. Raises InvalidParameter for another dtype."""
+    """Return the types to which keys and values are written back if llama.cpp had quantized them.
+
+    Raises InvalidParameter for another dtype.
+    """
     said = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
     keys, _, values = said.partition(_KINDS)
     if not {keys, values} & QUANTIZED.keys():
@@ -268,7 +274,7 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
 
 
 def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
-    """Return a side's newest tokens as llama.cpp has them. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
+    """Return a side's newest tokens in llama.cpp's layout. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
@@ -300,7 +306,7 @@ def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int
 
 
 def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
-    """Return values ``[kv_head, token, dim]`` as llama.cpp has them."""
+    """Return values ``[kv_head, token, dim]`` in llama.cpp's layout."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
     block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
@@ -314,7 +320,7 @@ def _setting(name: str, value: object, least: int, most: int) -> int:
 
 
 def _ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or none."""
+    """Return the token ids of all tokens, or empty bytes."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -351,7 +357,7 @@ def _most(tokens: int, window: int | None) -> int:
 
 
 def _check_kept(number: int, kept: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless ``kept`` of the newest tokens are all, or all that the next one attends in ``window``."""
+    """Raise InvalidParameter unless ``kept`` tokens are all tokens, or all that the next one attends to within ``window``."""
     if kept < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} reaches back {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {kept} of {tokens} tokens, {needed}")

@@ -1,11 +1,11 @@
-"""Slots in a quantized type that no codec of kvpack holds: their blocks are kept byte for byte, as states of their layers.
+"""Slots in a quantized type without a kvpack codec: their blocks are kept byte for byte, as states of their layers.
 
-A block of q4_1 and q5_1 is d * code + m, m being the block's least value in binary16; the codec group would have the center
-m + (2^bits - 1) / 2 * d, which needs more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
+A block of q4_1 and q5_1 is d * code + m, where m is the block's least value in binary16; the codec group would need the center m + (2^bits
+- 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
-Every layer then has a state for its keys and one for its values, uint8 ``[1, token, byte]``, of tokens by position, named as
-``k.q4_1`` by their type; types that kvpack otherwise holds are kept so next to them. Layer 0 has the state ``token_ids``, where the ids are
-known. States are of one moment, so such a cache is whole or nothing: no prefix of it can be taken.
+Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens by position, named by their type,
+such as ``k.q4_1``; types that kvpack otherwise supports are stored in the same way next to them. Layer 0 has the state ``token_ids`` if the
+ids are known. States belong to one position, so such a cache cannot be cut: no prefix of it can be used.
 
 Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.
 """
@@ -39,7 +39,7 @@ def is_opaque(file: StateFile) -> bool:
 
 
 def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
-    """Raise InvalidParameter for any recipe except raw, for keys or values of the quantized ``kinds``."""
+    """Raise InvalidParameter for any recipe except raw if keys or values have quantized ``kinds``."""
     if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
             f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the recipe raw, "
@@ -50,8 +50,10 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """Return a layer's ``cells`` as states, in ``order``; ``transposed`` values are turned back. Raises MissingFile and
-    InvalidParameter."""
+    """Return a layer's ``cells`` as states, in ``order``; ``transposed`` values are transposed back.
+
+    Raises MissingFile and InvalidParameter.
+    """
     states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
     if values is not None:
         states[f"v.{values.dtype}"] = _rows(reader, values, order, cells, turned=transposed)
@@ -61,7 +63,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if all of ``cache`` consists of ``opaque_layer``. Raises InvalidParameter for a part, and for a ``dtype`` of blocks."""
+    """Return True if all of ``cache`` consists of ``opaque_layer``. Raises InvalidParameter for a part of one, or if ``dtype`` is given."""
     found = [_named(layer).keys() >= {"k"} for layer in cache]
     if any(found) and not all(found):
         raise InvalidParameter(
@@ -76,7 +78,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
 
 
 def opaque_ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or none. Raises InvalidParameter for those of other tokens."""
+    """Return the token ids of all tokens, or empty bytes. Raises InvalidParameter for ids of other tokens."""
     state = cache[0].states.get(IDS)
     if state is None:
         return b""
@@ -89,7 +91,10 @@ def opaque_ids(cache: Cache) -> bytes:
 
 
 def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
-    """Return the cells of layer ``number``, and its keys and values as llama.cpp has them. Raises InvalidParameter, naming the layer."""
+    """Return the cells of layer ``number``, and its keys and values in llama.cpp's layout.
+
+    Raises InvalidParameter, naming the layer.
+    """
     named, found = _named(layer), []
     if (
         layer.sides
@@ -116,7 +121,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
 
 def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the type and the rows of keys and of values, of a layer with such states."""
+    """Return the type and the rows of keys and of values for a layer with such states."""
     found = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")

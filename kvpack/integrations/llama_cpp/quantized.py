@@ -1,9 +1,7 @@
 """Blocks of ggml's q8_0, q5_0 and q4_0, bit for bit: a block is 32 channels of a cell, as codes and one binary16 number d.
 
 A value is d * (code - 2^(bits - 1)). The codec group represents it exactly, with a scale of 2 d, a center of -d and a token scale of 1/2:
-(code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), m being (2^bits - 1) / 2. So the file can also be decoded to values.
-
-Source: ggml-quants.c of llama.cpp 0c1e57098, ``dequantize_row_q8_0``, ``dequantize_row_q5_0`` and ``dequantize_row_q4_0``.
+(code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), where m is (2^bits - 1) / 2. So the file can also be decoded to values.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _LARGEST = 32752.0
 
 
 def recipe_of(kind: str, sides: str) -> str:
-    """Return the clause that stores ``kind``."""
+    """Return the recipe clause that stores ``kind``."""
     return f"{sides}=group:b={QUANTIZED[kind].bits},g={BLOCK},axis=channel,token_scale=fp16"
 
 
@@ -81,8 +79,8 @@ class Quantized:
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """Return the blocks of a side of ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter for another
-    side."""
+    """Return the blocks of a side made by ``Quantized.side``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter otherwise.
+    """
     found = QUANTIZED[kind]
     codec, pages = side.codec, side.merged().runs
     if isinstance(codec, Group) and len(pages) == 1 and not side.tail.shape[2]:
@@ -105,7 +103,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return codes ``[..., channel]`` from 0 on, of the bytes of blocks after d."""
+    """Return codes ``[..., channel]`` counted from 0, from the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]

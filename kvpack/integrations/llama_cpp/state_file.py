@@ -40,7 +40,7 @@ BLOCK = 32
 
 
 class Kind(NamedTuple):
-    """A quantized type: ggml's ``number`` of it, the ``size`` of a block in bytes, and the ``bits`` of a code."""
+    """A quantized type: its ``number`` in ggml, the ``size`` of a block in bytes, and the ``bits`` of a code."""
 
     number: int
     size: int
@@ -77,7 +77,7 @@ class CellBlock(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """The bytes of a cell."""
+        """Bytes of a cell."""
         if self.dtype in BLOCKS:
             return self.channels // BLOCK * BLOCKS[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
@@ -95,7 +95,7 @@ class Section(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """``ids`` are 4 bytes each, in the form ``ids_form``."""
+    """A parsed file; ``ids`` are 4 bytes each, in the form ``ids_form``."""
 
     ids: bytes
     ids_form: str
@@ -103,7 +103,7 @@ class StateFile(NamedTuple):
 
 
 class Reader:
-    """A file open for reading, whose parts are taken one after another. Raises MissingFile."""
+    """A file open for reading whose parts are read in order. Raises MissingFile."""
 
     def __init__(self, where: str) -> None:
         self.where, self.at = where, 0
@@ -118,7 +118,7 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """Bytes that nothing was taken from."""
+        """Number of bytes not read yet."""
         return self.size - self.at
 
     def skip(self, count: int, what: str) -> int:
@@ -129,14 +129,14 @@ class Reader:
         return begin
 
     def take(self, count: int, what: str) -> bytearray:
-        """Return the next ``count`` bytes. Raises the errors of ``skip``."""
+        """Read the next ``count`` bytes. Raises the errors of ``skip``."""
         begin = self.skip(count, what)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
     def numbers(self, layout: str, what: str) -> tuple[int, ...]:
-        """Return the next numbers of a struct layout. Raises the errors of ``skip``."""
+        """Read the next numbers of a struct layout. Raises the errors of ``skip``."""
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), what))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -158,10 +158,9 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
 
 
 def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
-    """Return the contents and offsets of the file. Raises InvalidParameter unless it consists of ``sections`` sections of keys and
-    values.
+    """Parse the file. Raises InvalidParameter unless it consists of ``sections`` sections of keys and values.
 
-    Sections of latents have keys alone.
+    Sections of latents have only keys.
     """
     _check_front(reader)
     ids, form = _ids(reader)
@@ -276,7 +275,7 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """Return a file of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
+    """Return the bytes of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])

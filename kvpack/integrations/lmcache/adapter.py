@@ -1,4 +1,4 @@
-"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore, in which objects are stored, checked and lost independently."""
+"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore that stores, checks and loses objects independently."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOOKED_AT = 4
 class Accounts:
     """Reports stored and deleted objects to the listeners of ``adapter``, each once, with the same size.
 
-    ``there`` returns for each object whether it is stored, and True if that is unknown. Safe to use from any thread.
+    ``there`` returns, for each object, True if it is stored or if that is unknown. Safe to use from any thread.
     """
 
     def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
@@ -54,7 +54,7 @@ class Accounts:
         self._lock = RLock()
 
     def stored(self, sizes: Mapping[Any, int]) -> None:
-        """Report objects that were not there before; an object that was already reported changes nothing."""
+        """Report objects that were not stored before; objects already reported are ignored."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._told}
             self._told |= new
@@ -93,11 +93,11 @@ _ADAPTERS = count()
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """Objects of LMCache as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
+    """Stores LMCache's objects as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` say how objects are packed, and ``others`` that objects
-    that are not keys and values, such as recurrent states, are kept byte for byte; ``threads`` tasks run at a time; ``max_bytes`` and
-    ``encryption_key_file`` are those of a store, which evicts by itself. Raises InvalidParameter.
+    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed; ``others`` keeps objects
+    that are not keys and values, such as recurrent states, byte for byte. ``threads`` tasks run at a time; ``max_bytes`` and
+    ``encryption_key_file`` are those of a store, which evicts on its own. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -146,7 +146,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to store objects. Existing ones are kept; a refused object does not affect the others."""
+        """Start storing objects. Existing ones are kept; a refused object does not affect the others."""
         return self._submit("store", lambda: self._stored(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -155,7 +155,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Begin to look for objects, which nothing locks: one that is evicted before it is loaded is a miss."""
+        """Start looking up objects, without locking: one that is evicted before it is loaded is a miss."""
         return self._submit("lookup", lambda: self._found(keys, group_layout_descs), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -165,21 +165,24 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Do nothing: no object was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to load objects; a damaged or refused one does not affect the others."""
+        """Start loading objects; a damaged or refused one does not affect the others."""
         return self._submit("load", lambda: self._loaded(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
         return self._popped("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Remove objects of every layout, including those that other processes, or this one before a restart, stored."""
+        """Remove objects of every layout, including those stored by other processes or before a restart."""
         names = [key_bytes(key) for key in keys]
         if sum(store.delete(names) for store in self._opened()) < len(names):
             self._delete_unopened(names)
         self._accounts.deleted(keys)
 
     def _delete_unopened(self, names: list[bytes]) -> None:
-        """Remove objects of the layouts that the location holds. LMCache's keys name none, so all entries are looked at, now and then."""
+        """Remove objects of layouts at the location that are not open here.
+
+        LMCache's keys do not name the layout, so all entries are inspected from time to time.
+        """
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         backend, cipher, _ = opened(self._location, self._identity, self._refused, options, looking=True)
         try:
@@ -195,8 +198,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             backend.close()
 
     def report_status(self) -> dict[str, Any]:
-        """Return the counters of the stores, one for each shape of objects, and the objects that none of them took, by operation and
-        reason."""
+        """Return the counters of the stores, one per object shape, and the refused objects by operation and reason."""
         counters = [store.counters() for store in self._opened()]
         refused = self._refused.as_dict()["faults"]
         return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters, "refused": refused}
@@ -237,7 +239,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return list(self._stores.values())
 
     def _there(self, keys: list[Any]) -> list[bool]:
-        """Return True if each object is stored, in any layout, or a store could not tell."""
+        """Return, for each object, True if it is stored in any layout, or if a store could not answer."""
         found = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._opened():
@@ -249,12 +251,12 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return found
 
     def _check_location(self) -> None:
-        """Raise InvalidParameter, and the errors of a backend, for a location that cannot be a store's; there is no object yet."""
+        """Raise InvalidParameter, and a backend's errors, for an unusable location, before there is an object."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
-        """Return the store of objects of one layout. Raises InvalidParameter."""
+        """Return the store for objects of one layout. Raises InvalidParameter."""
         identity = self._identity
         try:
             geometry = geometry_of(shape, dtype, self._head_dim, self._kv_dtype, self._fused)
@@ -330,8 +332,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     ) -> list[bool]:
         """Return the result of ``work`` for each object. All objects of a store are in one call, each continuing those before it.
 
-        ``page_of`` gives an object's store and page by its number. An object for which it gives nothing is missing; one that raises is
-        refused alone, for LMCache has objects of several layouts in a task.
+        ``page_of`` returns the store and page of an object number, or None for a missing object. An object for which it raises is refused
+        without affecting others, because a task of LMCache may contain objects of several layouts.
         """
         done = [False] * len(keys)
         refused: list[Exception] = []

@@ -1,7 +1,7 @@
-"""LMCache's objects as pages, and its keys as bytes.
+"""Convert LMCache's objects to pages, and its keys to bytes.
 
-An object is ``[2, layer, token, head * dim]``, or *fused*: ``[1, layer, token, head * 2 * dim]``, also without the 1, as engines have it
-that keep a head's key and value next to each other, as vLLM 0.28 does. Latents have the shape of the fused ones.
+An object is ``[2, layer, token, head * dim]``, or *fused*: ``[1, layer, token, head * 2 * dim]``, possibly without the 1, from engines that
+store a head's key and value next to each other, such as vLLM 0.28. Latents have the shape of fused objects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CHUNK_TOKENS = 256
 
 
 def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
-    """Return the recipe with its ``basis``, if it needs one. Objects with as many layers as the basis must have all layers of the model, in
-    order.
+    """Return the recipe with its ``basis``, if it needs one.
 
-    Raises InvalidParameter for a recipe that names layers, what ``recipe_with_basis`` raises, and what ``PageCodec`` raises for the
-    recipe and ``head_dim``, before there is an object: one by one LMCache would only miss them.
+    Objects with as many layers as the basis must have all layers of the model, in order. Raises InvalidParameter for a recipe that names
+    layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before there is an
+    object, because LMCache would only count misses.
     """
     check_no_layers_named(recipe, "LMCache's objects do not tell which layers of the model they hold")
     found = recipe_with_basis(recipe, basis, None)
@@ -42,7 +42,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter if the recipe's basis is that of another model than ``key`` names."""
+    """Raise InvalidParameter if the recipe's basis belongs to another model than the one that ``key`` names."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 
@@ -56,10 +56,10 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 
 
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
-    """Return the geometry of one object. Raises InvalidParameter for one that is not keys and values.
+    """Return the geometry of one object. Raises InvalidParameter for an object that is not keys and values.
 
-    ``kv_dtype`` is the engine's name of its cache's dtype, without which bytes of different floats look the same; ``fused`` means that
-    objects of one plane hold keys and values.
+    ``kv_dtype`` is the engine's name for its cache dtype, without which different 8-bit floats look the same. ``fused`` means that objects
+    with one plane contain keys and values.
     """
     split = len(shape) == 4 and shape[0] == 2
     one_plane = len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
@@ -77,7 +77,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
 
 
 def others_of(options: Mapping[str, Any]) -> bool:
-    """Return True if objects that are not keys and values are kept: the option ``others``. Raises InvalidParameter unless it is "raw"."""
+    """Return the option ``others``: True if objects that are not keys and values are kept. Raises InvalidParameter unless it is "raw"."""
     others = options.get("others")
     if others not in (None, "raw"):
         raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
@@ -85,7 +85,7 @@ def others_of(options: Mapping[str, Any]) -> bool:
 
 
 def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
-    """Return the geometry of an object that is kept byte for byte, and kvpack's name of its dtype. Raises InvalidParameter."""
+    """Return the geometry of an object kept byte for byte, and kvpack's name for its dtype. Raises InvalidParameter."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
@@ -106,7 +106,7 @@ def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
 
 
 def key_bytes(key: Any) -> bytes:
-    """Return everything that LMCache's key of an object names."""
+    """Return everything that LMCache's key of an object names, as bytes."""
     fields = (
         key.chunk_hash,
         key.model_name.encode(),

@@ -1,7 +1,7 @@
-"""mlx-lm's prompt cache files: read as caches, and written from caches where that loses nothing.
+"""mlx-lm's prompt cache files: read as caches, and written from caches if nothing is lost.
 
-A file is what ``mlx_lm.models.cache.save_prompt_cache`` writes: safetensors with an array for every part of every layer's state, and
-metadata that names the class of each layer. mlx-lm 0.32 stores counts as arrays; the form before it, as text in the metadata. Both
+``mlx_lm.models.cache.save_prompt_cache`` writes these files: safetensors with an array for every part of every layer's state, and metadata
+that names the class of each layer. mlx-lm 0.32 stores counts as arrays; earlier versions stored them as text in the metadata. Both forms
 are read, and the newer one is written. mlx itself is not needed.
 """
 
@@ -55,12 +55,12 @@ def import_prompt_cache(
     *,
     progress: Progress | None = None,
 ) -> Cache:
-    """Return the prompt cache in the file ``path``, packed with ``recipe``; ``raw`` keeps every bit. Its metadata is the cache's.
+    """Read the prompt cache in the file ``path`` and pack it with ``recipe``; ``raw`` keeps every bit.
 
-    A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no model: the caller knows it.
-    ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm
-    does not write, and for a layer of which keys and values of consecutive tokens are not all: quantized ones, those of a window that
-    keeps tokens before it, and states; and the errors of ``kvpack.pack``.
+    Its metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no
+    model; the caller must know it. ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm does not write,
+    and for layers that are not the complete keys and values of consecutive tokens (quantized ones, a window that keeps earlier tokens,
+    states); and the errors of ``kvpack.pack``.
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _checked(where, names, metadata))
@@ -81,12 +81,12 @@ def export_prompt_cache(
 ) -> int:
     """Write ``cache`` as a prompt cache of mlx-lm and return the file's size in bytes; ``path`` ends in .safetensors.
 
-    Values are written in the dtype that they are stored in; where that is not one of bf16, fp16 and fp32, or another is wanted, ``dtype``
-    names it, and values are rounded to it. ``windows`` has the sliding window of every layer that has one, in tokens, by the layer's
-    number: such a layer becomes a ``RotatingKVCache``, and every other one a ``KVCache``, which keeps all tokens. Texts and numbers of
-    ``cache.metadata`` are kept as texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's
-    classes cannot represent: one that does not begin at position 0, layers without keys or values, states, and a window that lacks tokens;
-    OutOfRange where ``dtype`` makes a value infinite; WriteFailed.
+    Values are written in their stored dtype. If that is not one of bf16, fp16 and fp32, or another one is wanted, pass it as ``dtype``;
+    values are then rounded. ``windows`` has the sliding window of every layer that has one, in tokens, by layer number: such a layer
+    becomes a ``RotatingKVCache``, and every other one a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are
+    kept as texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent
+    (one that does not start at position 0, layers without keys or values, states, a window with missing tokens); OutOfRange if ``dtype``
+    would make a value infinite; WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):
@@ -121,7 +121,7 @@ def export_prompt_cache(
 
 
 def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
-    """Return the metadata's meaning. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
+    """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
     newer = metadata.get("2.0") == ""
     of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(of_classes)}
@@ -143,7 +143,7 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return keys and values ``[batch, kv_head, token, dim]`` in the order of their tokens, and how many tokens were before them."""
+    """Return keys and values ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where}: contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
@@ -202,7 +202,7 @@ def _number(where: str, text: str) -> int:
 def _stored_layer(
     number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
-    """Return the class that contains a layer, its arrays, and its counts in the order of the class's state."""
+    """Return the class for a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:
         raise InvalidParameter(f"{held} in a window of {window}, but mlx-lm's counts are at most {_MAX_COUNT}: export fewer tokens")

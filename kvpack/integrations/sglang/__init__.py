@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def name_class(factory: Any, backend_name: str, storage_config: Any, *arguments: Any, **options: Any) -> None:
-    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, if the operator has not."""
+    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, unless the operator has."""
     settings = storage_config.extra_config
     if backend_name == "dynamic" and isinstance(settings, dict) and settings.get("backend_name") == "kvpack":
         for name, value in CLASS.items():

@@ -1,4 +1,4 @@
-"""KvpackHiCache: HiCache's storage over a PageStore; pages are packed from and to SGLang's host pool, where they are."""
+"""KvpackHiCache: HiCache storage over a PageStore; pages are packed directly from and to SGLang's host pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """Return the metrics of this process by name; none without prometheus_client."""
+    """Return the metrics of this process by name; empty without prometheus_client."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -96,12 +96,12 @@ _DRAFT_SETTINGS = (
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Pages of host pools under SGLang's own hashes, which cover tokens and salt, and an identity that covers all else.
+    """Pages of host pools under SGLang's own hashes, which cover tokens and salt, and an identity that covers everything else.
 
-    The pool's geometry is read when SGLang registers it. Options come in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
+    The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
     ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
-    if the model is not a folder.
-    Calls come from threads of SGLang's cache controller and may wait. Raises InvalidParameter, which fails the attach.
+    if the model is not a folder. Threads of SGLang's cache controller call it and may block. Raises InvalidParameter, which fails the
+    attach.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -123,7 +123,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Open the store for the pages of a further pool: sliding windows are packed, and all others are kept byte for byte."""
+        """Open the store for another pool: sliding windows are packed, other pools are kept byte for byte."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
         if host_pool is self.mem_pool_host:
@@ -135,7 +135,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Return the longest prefix whose pages every pool has as far as it needs them. Raises InvalidParameter for an unknown policy."""
+        """Return the longest prefix whose pages every pool has, as far as it needs them. Raises InvalidParameter for an unknown policy."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         pages = self.batch_exists(keys)
@@ -159,7 +159,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools: for each its keys' success."""
+        """Load pages of several pools; return, for each pool, the success of its keys."""
         return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -174,7 +174,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return the number of leading keys that are stored."""
+        """Return how many of the leading keys are stored."""
         return sum(takewhile(bool, self.store.present(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -196,7 +196,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _copying()
 
     def get_stats(self) -> Any:
-        """Return the pages and GB/s of each call, for SGLang's collector of storage metrics; kvpack's own counters are reported too."""
+        """Return the pages and GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         found = StorageMetrics()
@@ -211,7 +211,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return found
 
     def clear(self) -> None:
-        """Remove what this rank has stored for every pool: SGLang's endpoint reports success, whatever a backend does.
+        """Remove everything that this rank has stored, for every pool. SGLang's endpoint reports success whatever a backend does.
 
         Raises WriteFailed if the location keeps some of it.
         """
@@ -248,7 +248,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """One host pool over its store: ``pages`` are its memory, None if its own flat pages are kept byte for byte."""
+    """One host pool over its store: ``pages`` are its memory, or None if its own flat pages are kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
@@ -266,7 +266,7 @@ class Pool:
             return self._set(keys, host_indices, ancestors)
 
     def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the loads and the saves since the last call, at most ``MAX_RECENT``: pages, and GB/s of the pool's bytes."""
+        """Return the loads and the saves since the last call, at most ``MAX_RECENT`` each, as pages and GB/s of pool bytes."""
         found = []
         for calls in self._calls.values():
             found.append([calls.popleft() for _ in range(len(calls))])
@@ -310,7 +310,7 @@ class Pool:
 
 
 def buffer_of(pool: Any) -> PageBuffer:
-    """Return the pages of SGLang's host pool as slots, in each of its layouts. Raises InvalidParameter for another."""
+    """Return the pages of SGLang's host pool as slots, for each of its layouts. Raises InvalidParameter for any other."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has the dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -331,7 +331,7 @@ def buffer_of(pool: Any) -> PageBuffer:
 
 
 def _check_whole(pool: Any, geometry: PageGeometry) -> None:
-    """Raise InvalidParameter for a pool that keeps more than keys and values, such as scales."""
+    """Raise InvalidParameter for a pool that stores more than keys and values, such as scales."""
     kept = pool.get_size_per_token() * pool.page_size
     if kept != geometry.raw_bytes:
         raise InvalidParameter(
@@ -341,8 +341,9 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
 
 
 def _settings(pool: Any, name: str) -> list[str]:
-    """Return the settings of SGLang that affect the pages of the pool ``name``. Raises InvalidParameter if a needed setting is not
-    known.
+    """Return the SGLang settings that affect the pages of the pool ``name``.
+
+    Raises InvalidParameter if a needed setting is not known.
     """
     from sglang.srt.runtime_context import get_server_args
 
@@ -366,7 +367,7 @@ def _settings(pool: Any, name: str) -> list[str]:
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:
-    """Return ``[page, head, token, channel]`` of each layer."""
+    """Return one view ``[page, head, token, channel]`` per layer."""
     match layout:
         case "layer_first":
             return [x[n].view(pages, tokens, *x.shape[2:]).transpose(1, 2) for n in range(layers)]
@@ -380,8 +381,10 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 
 
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
-    """Return the identity of pages: everything besides tokens and salt. All arrangements of a pool of values have the same rows, so the
-    layout is not part of it; ``arranged`` pages are the bytes of flat ones, in the layout's order.
+    """Return the identity of pages: everything besides tokens and salt.
+
+    All layouts of a value pool have the same rows, so the layout is not part of it; ``arranged`` pages are the bytes of flat ones, in the
+    layout's order.
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
     if tag is not None:
@@ -414,7 +417,7 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _name(value: Any) -> str:
-    """Return the text of a name of SGLang's, which may be an enumeration's."""
+    """Return an SGLang name as text; it may be an enumeration member."""
     return str(getattr(value, "value", value))
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments that begin a KvpackCache: each message says what to write instead."""
+"""Checks of the arguments of a KvpackCache; each message says what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType
 
 
 def check_flags(*, keep_all: bool, **options: bool | None) -> None:
-    """Raise InvalidParameter unless ``keep_all`` is a flag, and each option is a flag or None."""
+    """Raise InvalidParameter unless ``keep_all`` is a bool, and each option is a bool or None."""
     check_flag(keep_all, "keep_all")
     for name, flag in options.items():
         if flag is not None:
@@ -22,7 +22,7 @@ def check_flags(*, keep_all: bool, **options: bool | None) -> None:
 
 
 def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
-    """Return the recipe of an empty cache. Raises InvalidType, InvalidParameter."""
+    """Return the recipe of an empty cache. Raises InvalidType and InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
         raise InvalidType("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:
@@ -38,7 +38,7 @@ def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
 
 
 def check_cache(cache: Any, model: Any) -> None:
-    """Raise InvalidType for anything but a packed cache, and a model or None."""
+    """Raise InvalidType unless ``cache`` is a packed cache and ``model`` is a model or None."""
     if cache is None:
         raise InvalidType(
             "the cache is None, which Store.load returns if nothing is stored: write KvpackCache(model, recipe), which begins an empty one"

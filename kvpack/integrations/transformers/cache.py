@@ -1,4 +1,4 @@
-"""KvpackCache: a transformers cache over a packed one."""
+"""KvpackCache: a transformers cache over a packed cache."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Return a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
+        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
 
-        Without a model, attention "kvpack" is set by the caller (``model.set_attn_implementation("kvpack")``), and nothing is recorded.
-        The options, and what is raised, are those of the class.
+        Without a model, the caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options
+        and errors are those of the class.
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
@@ -238,11 +238,10 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Return the cache in the file at ``path``, on ``device`` (the model's, if it is None), to be continued by ``model``.
+        """Load the cache in the file at ``path`` to ``device`` (default: the model's), to be continued by ``model``.
 
         ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are those of ``kvpack.load``; the other
-        options are those of ``of``, which checks layers, shapes and identity.
-        Raises what ``kvpack.load`` and ``of`` raise.
+        options are those of ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
         """
         check_model_of_file(path, model)
         loaded = load(
@@ -268,9 +267,9 @@ class KvpackCache(PassCalls):
     def packed(self) -> Cache:
         """Packed cache with every token appended so far: the argument of ``kvpack.save``.
 
-        Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. All weights are read, which takes about as
-        long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a model
-        generates: it waits for the end of a forward pass.
+        Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. Reading it reads all weights, which takes
+        about as long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a
+        model generates: it waits for the end of a forward pass.
         """
         with self.passes.lock.taken():
             if self.live.tokens:
@@ -311,11 +310,11 @@ class KvpackCache(PassCalls):
         return model.generate(ids, **cache_names.over(model, self), **options)
 
     def release(self) -> None:
-        """Stop recording forward passes, and set the attention that the model had, unless another cache needs either."""
+        """Stop recording forward passes and restore the model's attention, unless another cache needs either."""
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:
-        """Let sliding-window layers keep all tokens from ``crop`` to ``crop``, as assisted decoding needs them. Raises InvalidParameter."""
+        """Keep all tokens of sliding-window layers between calls of ``crop``, for assisted decoding. Raises InvalidParameter."""
         if self._model is not None and self._model.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, and transformers crops two-part caches only if both are DynamicCaches: use those "
@@ -356,9 +355,9 @@ class KvpackCache(PassCalls):
         return tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds, InvalidParameter.
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds and InvalidParameter.
 
-        Layers that keep states go back to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
+        Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
         tokens_to_remove = integer(tokens_to_remove, "the number of tokens to remove")
@@ -410,7 +409,7 @@ class KvpackCache(PassCalls):
         self.batch_repeat_interleave(rows // held)
 
     def begin_again(self, name: str) -> None:
-        """Drop all tokens for the model ``name``, which computes them again, with a KvpackWarning if there are any."""
+        """Drop all tokens because the model ``name`` computes them again; issue a KvpackWarning if there are any."""
         if tokens := self.passes.record.tokens:
             text = f"{name} computes all tokens again, as its RoPE has other frequencies from here on: {tokens} in the cache are dropped"
             warnings.warn(text, KvpackWarning, stacklevel=4)
@@ -418,7 +417,7 @@ class KvpackCache(PassCalls):
 
 
 def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Recipe, **options: Any) -> KvpackCache:
-    """Return an empty cache of the recipe ``contents``, or one that continues the packed cache ``contents``."""
+    """Create an empty cache if ``contents`` is a recipe, or one that continues the packed cache ``contents``."""
     if isinstance(contents, Cache):
         return KvpackCache.of(contents, model, **options)
     options.pop("prompt", None)

@@ -15,7 +15,10 @@ _SECONDS = 1.0
 
 
 class CacheLock:
-    """A lock that a thread acquires once, and that can be acquired again if a thread ended without releasing it, as within a pass."""
+    """A lock that each thread acquires at most once.
+
+    If a thread ended without releasing it, for example within a pass, others can acquire it again.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,7 +28,7 @@ class CacheLock:
         return type(self)()
 
     def take(self) -> bool:
-        """Wait for the turn; False if the calling thread has it already."""
+        """Acquire the lock; return False if the calling thread already has it."""
         mine = threading.get_ident()
         if self._owner == mine:
             return False
@@ -36,7 +39,7 @@ class CacheLock:
         return True
 
     def give_back(self) -> None:
-        """Let another thread have the turn, if the calling one has it."""
+        """Release the lock if the calling thread has it."""
         with self._changed:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -44,7 +47,7 @@ class CacheLock:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """The turn within a ``with`` block, if the calling thread does not have it already."""
+        """Hold the lock within a ``with`` block, unless the calling thread already has it."""
         taken = self.take()
         try:
             yield

@@ -23,19 +23,20 @@ def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call chose among the adapters by its argument ``adapter_names``, for which PEFT puts hooks on their layers."""
+    """Return True if a call chooses adapters by the argument ``adapter_names``, for which PEFT puts hooks on their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
 def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """Return the modules that can run under gradient checkpointing, which their attribute ``gradient_checkpointing`` turns on."""
+    """Return the modules that can run under gradient checkpointing, which have an attribute ``gradient_checkpointing``."""
     name = "gradient_checkpointing"
     return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]
 
 
 class ModelState:
-    """A summary that differs after a model's adapters, weights, dtype or mode changed, in place or not. It reads no values and keeps no
-    weights.
+    """A summary of a model that changes with its adapters, weights, dtype or mode, even if they change in place.
+
+    It reads no values and keeps no weights alive.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,11 +45,11 @@ class ModelState:
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` is as it was."""
+        """Return True if ``model`` has not changed."""
         return self._modes == (adapters_in_effect(model), model.training) and not self.has_other_weights()
 
     def has_other_weights(self, few: bool = False) -> bool:
-        """Return True if parameters changed; with ``few``, the first ``FEW``."""
+        """Return True if parameters changed; with ``few``, only the first ``FEW`` are checked."""
         for kept, version in self._versions[:FEW] if few else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True
@@ -64,7 +65,7 @@ def _layer_state(layer: Any) -> tuple[Any, ...]:
 
 
 def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield ``model.modules()`` without the names that it makes, which are most of its time."""
+    """Yield ``model.modules()`` without building names, which takes most of its time."""
     waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()

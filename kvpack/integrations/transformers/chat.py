@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model over one packed cache. Only new messages are passed in, and only new tokens are computed."""
+"""Chat: a conversation with a model over one packed cache. Callers pass only new messages, and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Chat:
 
     ``send`` takes only the new message. The whole conversation is rendered with the chat template each time, and the model computes only
     the tokens after the common prefix of the result and the cache. A template may therefore drop or change earlier text, such as reasoning;
-    tokens from the first change on are computed again. A tokenizer without a chat template joins the texts of all messages as they are.
+    tokens from the first change on are computed again. Without a chat template, the texts of all messages are joined.
 
-    ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` holds its other
-    arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation, and
-    every reply is saved there. ``recipe`` is the store's, or kvpack-4. Raises InvalidParameter, and InvalidType for anything but messages.
+    ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains its
+    other arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation,
+    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, and InvalidType for anything
+    but messages.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Chat:
         template: Mapping[str, Any] | None = None,
         basis: Bases | None = None,
     ) -> Self:
-        """Return the chat in the file at ``path``, to be continued with the same model, in this or any other process.
+        """Load the chat in the file at ``path``, to be continued with the same model, in this or any other process.
 
         ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
         messages, or whose messages cannot be read with this tokenizer.
@@ -124,7 +125,7 @@ class Chat:
         return reply
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
-        """Compute the cache of ``message`` without a reply, and return the number of tokens: a later text is appended to the message."""
+        """Compute the cache of ``message`` without a reply, and return the number of tokens; later text is appended to the message."""
         messages = self._with(message)
         _, ids = self._rendered(messages, reply=False)
         # The token that generate returns has no keys and values yet.
@@ -133,10 +134,10 @@ class Chat:
         return len(ids)
 
     def save(self, path: str | os.PathLike[str], *, messages: bool = True, **options: Any) -> int:
-        """Save the packed cache with the messages as a kvpack file, and return its bytes; ``options`` are those of ``kvpack.save``.
+        """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are those of ``kvpack.save``.
 
         Texts that are in the file's token ids are not stored again. Raises LimitExceeded if the others do not fit: ``messages=False``
-        leaves all out, and ``Chat.load(..., messages=...)`` takes them. Raises the errors of ``kvpack.save``.
+        leaves all out, and ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache
         given = options.pop("metadata", None) or cache.metadata
@@ -146,7 +147,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with(self, message: Any) -> list[Message]:
-        """Return all messages with the new ones."""
+        """Return all messages including the new ones."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):
@@ -160,7 +161,7 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def _rendered(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
-        """Return the conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
+        """Render the conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
         from jinja2 import TemplateError
 
         if not self._has_template:
@@ -230,7 +231,7 @@ class Chat:
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
-    """Return the messages of a chat that ``Chat.save`` kept in a file; None if there are none.
+    """Return the messages of a chat stored in a file by ``Chat.save``, or None.
 
     Raises InvalidParameter if ``tokenizer`` does not decode the file's token ids to them.
     """
@@ -252,7 +253,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 
 
 class _Tokens:
-    """The rendered conversation, and the places of its characters in the token ids of the cache, as far as both are the same."""
+    """The rendered conversation, with the positions of its characters in the cache's token ids as far as both agree."""
 
     def __init__(self, tokenizer: Any, text: str, held: list[int], *, special: bool) -> None:
         self.tokenizer, self.text, self.ids, self.at = tokenizer, text, held, 0
@@ -267,7 +268,7 @@ class _Tokens:
                 self._ends.append(end)
 
     def parts(self, content: str) -> list[Any]:
-        """Return ``content`` as texts and ranges of token ids ``[start, stop]``; the next content is looked for behind this one."""
+        """Return ``content`` as texts and ranges of token ids ``[start, stop]``; the next content is searched after this one."""
         kept = _longest_ending(content, self.text, self.at)
         begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
         if begin < 0:
@@ -284,8 +285,9 @@ class _Tokens:
 
 
 def _longest_ending(content: str, text: str, at: int) -> int:
-    """Return the length of the longest ending of ``content`` that is in ``text`` from ``at`` on; templates drop beginnings, such as
-    reasoning.
+    """Return the length of the longest suffix of ``content`` that occurs in ``text`` from ``at`` on.
+
+    Templates drop beginnings, such as reasoning.
     """
     low, high = 0, len(content)
     while low < high:
@@ -316,7 +318,7 @@ def _digest(messages: list[Message]) -> str:
 
 
 def _cut(text: str, size: int) -> list[str]:
-    """Return ``text`` in parts of at most ``size`` bytes of UTF-8."""
+    """Split ``text`` into parts of at most ``size`` bytes of UTF-8."""
     parts, data = [], text.encode()
     while data:
         part = data[:size].decode(errors="ignore")

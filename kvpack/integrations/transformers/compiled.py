@@ -1,4 +1,4 @@
-"""KvpackCache in code that torch.compile compiles: operators that call its own methods."""
+"""KvpackCache in code compiled by torch.compile: operators that call its methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
 
 class CompiledCalls(operators.Tickets):
-    """The calls of the KvpackCache ``cache`` in compiled code, one ticket for each of its layers (``kvpack.live.operators``)."""
+    """Calls of the KvpackCache ``cache`` in compiled code, with one ticket for each layer (``kvpack.live.operators``)."""
 
     def __init__(self, cache: Any, layers: int) -> None:
         super().__init__(self, layers)
@@ -31,13 +31,13 @@ class CompiledCalls(operators.Tickets):
         return type(self)(memo[id(self._cache())], len(self.tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Run the operator."""
+        """Append keys and values to a layer; the body of the operator."""
         assert k is not None
         assert v is not None
         self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Run the operator."""
+        """Attend over a layer; the body of the operator."""
         if starts is not None:
             given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if given is None and any(mask.columns is not None for mask in self._masks.values()):
@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence sees, and a note on anything else that ``columns``, a padding mask, hides."""
+        """Return the first token that each sequence sees, and note anything else that ``columns``, a padding mask, hides."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = padding_of(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -73,7 +73,7 @@ class CompiledCalls(operators.Tickets):
         sliding_window: int | None,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend the decoded keys and values of one layer with a mask ``[batch, token]`` of its tokens."""
+        """Attend to the decoded keys and values of one layer with a mask ``[batch, token]`` of its tokens."""
         k, v = self.cache.decoded(layer, q.shape[2], q.dtype)
         check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
         assert mask.columns is not None
@@ -89,7 +89,7 @@ class CompiledCalls(operators.Tickets):
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_seen(self, layer: int) -> torch.Tensor:
-        """Return the number of tokens that one layer has seen, int64 ``[]`` in the CPU's memory, in compiled code."""
+        """Return the number of tokens that one layer has seen, int64 ``[]`` on the CPU, in compiled code."""
         seen: torch.Tensor
         seen, self.tickets[layer] = seen_tokens(self.tickets[layer], layer)
         return seen
@@ -101,7 +101,7 @@ class CompiledCalls(operators.Tickets):
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
-        """``Tracking.enter`` in compiled code, for the module of that number among those with hooks."""
+        """Run ``Tracking.enter`` in compiled code for the module with this number among those with hooks."""
         # None and empty values are left out; of the others, all but tensors and this one count by their names.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = pass_begins(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
@@ -109,7 +109,7 @@ class CompiledCalls(operators.Tickets):
         self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
-        """``Tracking.leave`` in compiled code."""
+        """Run ``Tracking.leave`` in compiled code."""
         self.tickets = [pass_ends(self.tickets, module)] * len(self.tickets)
 
     @property
@@ -123,7 +123,7 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides``: whether it hides any of them; ``columns``, bool ``[batch, token]`` of not more of them, if others than the first.
+    ``hides``: it hides some of them. ``columns``, bool ``[batch, token]``, is set if it hides more than the first ones.
     """
 
     starts: torch.Tensor
@@ -182,7 +182,7 @@ def pass_begins(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | 
 
 @torch.library.custom_op("kvpack::pass_ends", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def pass_ends(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
-    """Return ``Tracking.leave`` after a call with a result; returns the next ticket of all layers."""
+    """Run ``Tracking.leave`` after a call with a result; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()

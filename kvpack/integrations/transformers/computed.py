@@ -1,4 +1,4 @@
-"""Checksums of the keys and values of a plain cache, which show whether they are still those that recorded passes computed."""
+"""Checksums of the keys and values of a plain cache, to detect changes since recorded passes computed them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VALUES_AT_ONCE = 1 << 22
 
 @dataclass
 class _Line:
-    """The checksums of one side, int64 ``[batch, token]`` in parts, from position ``first`` on."""
+    """Checksums of one side, int64 ``[batch, token]`` in parts, from position ``first`` on."""
 
     first: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Computed:
 
     @property
     def batch(self) -> int:
-        """The number of noted rows."""
+        """Number of recorded rows."""
         return next((line.sums.shape[0] for line in self._lines.values()), 0)
 
     def add(self, past: TransformersCache, tokens: int) -> None:
-        """Record the tokens of ``past`` from ``self.tokens`` up to ``tokens``, as they are now."""
+        """Record the tokens of ``past`` from ``self.tokens`` up to ``tokens``."""
         sides = list(_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])
@@ -73,7 +73,10 @@ class Computed:
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
-        """For each row of ``past`` the noted row whose first ``tokens`` tokens it has; None if there is none for one."""
+        """Return, for each row of ``past``, the recorded row that begins with the same ``tokens`` tokens.
+
+        Returns None if there is none for some row.
+        """
         noted: list[list[bytes]] = []
         found: list[list[bytes]] = []
         for place, first, x in _sides(past):
@@ -94,17 +97,17 @@ class Computed:
         return None if None in rows else [row for row in rows if row is not None]
 
     def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
-        """Return, for each side the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
+        """Return, for each side, the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the checksums of these rows, and no states."""
+        """Keep the checksums of these rows, and drop all states."""
         self.states.clear()
         for line in self._lines.values():
             line.parts = [line.sums[list(rows)]]
 
     def crop(self, tokens: int) -> None:
-        """Keep the checksums of the first ``tokens`` tokens, and the states after any of them."""
+        """Keep the checksums of the first ``tokens`` tokens, and their states."""
         self.tokens = min(self.tokens, tokens)
         self.states = {position: own for position, own in self.states.items() if position <= tokens}
         for line in self._lines.values():
@@ -112,7 +115,7 @@ class Computed:
 
 
 def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``checksums`` of each; of a few tokens of equal layers together, so that a step does not wait for many launches."""
+    """Return the ``checksums`` of each; equal layers with few tokens are combined, so that a step needs few launches."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(given):
         alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
@@ -130,7 +133,7 @@ def _by_row(sums: torch.Tensor) -> list[bytes]:
 
 
 def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
-    """Yield layer and name, the position of the first token, and the values of each side that can be read."""
+    """Yield layer and name, the position of the first token, and the values of each readable side."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
             # Nothing but a pass changes packed layers, and reading them decodes them.

@@ -26,13 +26,13 @@ def attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention function over a packed layer (``key``), or over tensors, which go to the model's own attention.
+    """Compute attention over a packed layer (``key``), or pass tensors to the model's own attention.
 
-    ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask ``[batch, 1, 1, 1]`` of int32 contains the
-    first token that each sequence sees (``masks.mask``); with any other, the layer of a KvpackCache is decoded for the call.
-    Raises InvalidParameter for options that ``attend`` does not support: a mask over any other layer, dropout, a position bias,
-    no window over a layer that keeps one;
-    InvalidParameter for a layer without tokens that the model attends to, and for a mask of other tokens.
+    This is transformers' attention function. ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask
+    ``[batch, 1, 1, 1]`` of int32 contains the first token that each sequence sees (``masks.mask``); with any other mask, the layer of a
+    KvpackCache is decoded for the call. Raises InvalidParameter for options that ``attend`` does not support (a mask over any other layer,
+    dropout, a position bias, no window over a layer that keeps one), for a layer without tokens that the model attends to, and for a mask
+    of other tokens.
     """
     starts = None if attention_mask is None else _starts(attention_mask)
     if isinstance(key, PackedStates):
@@ -102,7 +102,7 @@ def _plain(
 
 
 def _check_compiled(name: str, causal: bool) -> None:
-    """Raise InvalidParameter for a module that is marked as not causal: its own attention's mask is only known in eager code."""
+    """Raise InvalidParameter for a module marked as not causal, whose mask is known only in eager code."""
     if not causal:
         _refuse_compiled(name)
 
@@ -116,7 +116,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the first token that each sequence sees, int32 ``[batch]``, where a mask contains that; else None."""
+    """Return the first token that each sequence sees, int32 ``[batch]``, if the mask contains it; otherwise None."""
     # Flex attention has masks of its own, which are no tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None
@@ -124,7 +124,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
-    """Dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers others than the layer holds."""
+    """Return dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers tokens not in the layer."""
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.

@@ -54,14 +54,14 @@ _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDi
 
 
 class StepGraphs:
-    """The decode steps of a model over the KvpackCache ``cache``, whose layer ``number`` has tokens: a graph for one kind of step.
+    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs; layer ``number`` has tokens.
 
-    A step is a pass of one new token for each sequence, with nothing but token ids, positions and a mask of padding on the left. The first
-    steps of a row of them run as they are; then one is captured. The capture gets a wrong length of the cache, and its first replay must
-    give the same result as the step without a graph, bit for bit: so a model whose step depends on values on the host gets no graph, and a
-    KvpackWarning says so. Any other pass ends the row, and the graph with it.
+    A step is a pass of one new token for each sequence, with only token ids, positions and a mask of padding on the left. The first steps
+    of a series run normally; then one is captured. The capture is given a wrong cache length, and its first replay must return the same
+    result as the step without a graph, bit for bit: so a model whose step depends on values on the host gets no graph, and a KvpackWarning
+    says so. Any other pass ends the series, and the graph with it.
 
-    Where they are not ``asked`` for, there are graphs of models whose code is all PyTorch's and transformers' own, and no warnings.
+    If graphs were not ``asked`` for, only models whose code is all from PyTorch and transformers get them, and there are no warnings.
     """
 
     def __init__(self, cache: Any, number: int, asked: bool) -> None:
@@ -78,7 +78,7 @@ class StepGraphs:
         return type(self)(memo[id(self._cache())], self._number, self._asked)
 
     def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, snapshot: _CachedSnapshot, arguments: dict[str, Any]) -> Any:
-        """Return the result of ``forward(**arguments)``, the forward of ``model``, which is unchanged since ``snapshot`` was taken."""
+        """Return the result of ``forward(**arguments)``, the forward of ``model``, which has not changed since ``snapshot``."""
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
@@ -107,11 +107,11 @@ class StepGraphs:
         return out
 
     def drop(self) -> None:
-        """Let the graph go, and its memory."""
+        """Release the graph and its memory."""
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """Return the step that a pass is; None for any other pass."""
+        """Return the pass as a step, or None if it is not one."""
         given = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = given.get("input_ids"), given.get("position_ids")
         if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -229,12 +229,12 @@ class _Graph:
 
     @property
     def model_is_unchanged(self) -> bool:
-        """True if the model is as it was captured, except for values in place."""
+        """True if the model has not changed since the capture, except for values in place."""
         snapshot = self._snapshot()
         return snapshot is not None and snapshot.unchanged()
 
     def replayed(self, cache: Any, step: _Step, number: int) -> Any:
-        """Return the result of the step from a replay of the graph."""
+        """Replay the graph for a step, and return its result."""
         before = cache.live.seen(number)
         self._ids.copy_(step.ids)
         if step.positions is None:
@@ -256,21 +256,22 @@ class _Graph:
 
 
 class _CachedSnapshot:
-    """The snapshot of one model as it is now, computed once and kept with the model until it changes."""
+    """The snapshot of one model, computed once and cached with the model until it changes."""
 
     def __init__(self) -> None:
         self._kept: ModelSnapshot | None = None
 
     def now(self, model: torch.nn.Module) -> ModelSnapshot:
-        """Return the snapshot of ``model``."""
+        """Return the current snapshot of ``model``."""
         if self._kept is None or not self._kept.unchanged():
             self._kept = ModelSnapshot(model)
         return self._kept
 
 
 class ForwardSwitch:
-    """Replaces the ``forward`` of one model, for passes over caches with graphs; the original returns with the last reference to this
-    object.
+    """Replaces the ``forward`` of one model for passes over caches with graphs.
+
+    The original is restored with the last reference to this object.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -284,7 +285,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the one in a wrapper, made if there is none."""
+        """Return the switch of a transformers model, or of the one in a wrapper, created if there is none."""
         outer = outermost(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -293,7 +294,7 @@ class ForwardSwitch:
 
 
 class _Forward:
-    """A ``forward`` of ``model`` that replaces ``before`` or, if that is None, the class's; a copy of the model has its own."""
+    """A ``forward`` of ``model`` that replaces ``before`` or, if that is None, the class's; a copy of the model gets its own."""
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
         self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
@@ -343,7 +344,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Return a function that replays ``call``, and the call's result, whose tensors each replay writes. Raises the errors of PyTorch."""
+    """Return a function that replays ``call``, and the call's result, whose tensors each replay overwrites. Raises PyTorch's errors."""
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -365,7 +366,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Context without garbage collection: collecting a graph would end a capture."""
+    """Disable garbage collection in the block, because collecting a graph would end a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -376,9 +377,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """Let PyTorch's allocator and its random numbers leave a capture that failed, on its stream.
+    """Let PyTorch's allocator and random number generator leave a failed capture, on its stream.
 
-    Before 2.12 both stay in it, and raise from then on in ``empty_cache`` (PyTorch's #180395) and wherever a number is drawn.
+    Before 2.12 both remain in it, and then raise in ``empty_cache`` (PyTorch's #180395) and whenever a number is drawn.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
@@ -394,7 +395,7 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> Any:
-    """Return the stream of captures: libraries keep a workspace for each stream."""
+    """Return the stream for captures; libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -403,8 +404,9 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Return True if a PyTorch mode intercepts each operation, which replays do not have. A mode that only places new tensors does not
-    count.
+    """Return True if a PyTorch mode intercepts operations, which replays would bypass.
+
+    A mode that only places new tensors does not count.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     functions = (mode for mode in modes if not isinstance(mode, DeviceContext))

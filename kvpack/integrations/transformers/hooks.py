@@ -1,4 +1,4 @@
-"""Hooks on a model that report forward passes to its caches, and the recording of passes over plain caches."""
+"""Hooks on a model that report forward passes to its caches, and record passes over plain caches."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _after(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[A
 
 
 class Passes:
-    """The forward passes over one cache: the outermost call of each, with the positions that calls inside it were given."""
+    """The forward passes over one cache: the outermost call of each, with the positions given to calls inside it."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -136,7 +136,7 @@ class Passes:
         return not self._inside
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Return True if the one call under way is that of ``module``."""
+        """Return True if the only call under way is that of ``module``."""
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
@@ -215,25 +215,18 @@ class Recording:
         return replace(inputs, sums=computed.sums(record.tokens))
 
     def keep_states(self, past_key_values: TransformersCache) -> None:
-        """Keep a copy of the states of recurrent and convolution layers after the newest token, in the host's memory.
-
-        Call it between passes, at multiples of the ``chunk`` of a ``Store``. Raises InvalidParameter for a cache that no recorded pass was
-        over, and for a model that keeps states in its modules.
-        """
+        """Keep a copy of the states of recurrent and convolution layers after the newest token, in host memory."""
         record, computed = self._known(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
         if any(states):
             computed.states[record.tokens] = states
 
     def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
-        """Return the states that were kept, for the argument ``states_at`` of ``kvpack.pack``; none of them where rows were selected since.
-
-        Raises InvalidParameter for a cache that no recorded pass was over.
-        """
+        """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``; empty if rows were selected since."""
         return dict(self._known(past_key_values)[1].states)
 
     def _known(self, past: TransformersCache) -> tuple[Record, Computed]:
-        """Return the record of a cache as it is now. Raises InvalidParameter for a cache that no recorded pass was over."""
+        """Return the current record of a cache. Raises InvalidParameter for a cache without a recorded pass."""
         known = self._records.get(past) if isinstance(past, TransformersCache) else None
         if known is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
@@ -260,7 +253,7 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models among the modules of ``model``, the outermost first: PEFT's wrappers are none."""
+    """Return the transformers models among the modules of ``model``, outermost first; PEFT's wrappers are not included."""
     return list(_models_in(model))
 
 
@@ -279,14 +272,14 @@ def passes_over(past: Any) -> list[Any]:
 
 
 def _parts(past: Any) -> list[TransformersCache]:
-    """Return the caches of keys and values that ``past`` is made of."""
+    """Return the caches of keys and values in ``past``."""
     if isinstance(past, EncoderDecoderCache):
         return [past.self_attention_cache, past.cross_attention_cache]
     return [past] if isinstance(past, TransformersCache) else []
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """Return the calls of the one KvpackCache that a pass in compiled code is over; None if what is compiled breaks off for the pass."""
+    """Return the calls of the single KvpackCache of a pass in compiled code; None if the pass breaks the compiled graph."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
@@ -297,10 +290,10 @@ def _tokens(past: Any) -> int:
 
 
 def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
-    """Bring a record to its cache of ``tokens`` tokens as it is now.
+    """Update a record to the current state of its cache of ``tokens`` tokens.
 
     Newest tokens may be gone, rows selected, or tokens added by passes outside the recording. If values are no longer those of the passes,
-    as after tokens in between were dropped, the record forgets their inputs.
+    as after dropping tokens in between, the record forgets their inputs.
     """
     kept = min(tokens, record.tokens)
     rows = computed.rows(cache, kept) if kept else []
@@ -321,7 +314,7 @@ def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens
 
 
 def _watch_generate(model: PreTrainedModel) -> bool:
-    """Show caches the token ids that ``generate`` is given: forward passes see only those after the cache."""
+    """Show caches the token ids given to ``generate``: forward passes see only those after the cache."""
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
     for method in _WATCHED:
@@ -331,7 +324,7 @@ def _watch_generate(model: PreTrainedModel) -> bool:
 
 
 class _Watched:
-    """The method ``name`` of ``model``, whose calls are reported to its KvpackCaches; a copy of the model has its own."""
+    """A method ``name`` of ``model`` whose calls are reported to its KvpackCaches; a copy of the model gets its own."""
 
     name: str
 
@@ -357,9 +350,9 @@ class _Watched:
 
 
 class _Prepare(_Watched):
-    """``prepare_inputs_for_generation``, before which the ids are checked; the cache then has as many sequences as there are rows of ids.
+    """``prepare_inputs_for_generation``, preceded by a check of the ids; the cache then gets as many sequences as there are rows of ids.
 
-    Where a model leaves the cache out to compute all tokens again, since its RoPE has other frequencies from this token on, they are
+    If a model leaves the cache out to compute all tokens again, because its RoPE has other frequencies from this token on, they are
     computed into the cache.
     """
 
@@ -382,7 +375,7 @@ class _Prepare(_Watched):
 
 
 class _Prefill(_Watched):
-    """``_prefill``, which prepares a prompt chunk by chunk if it is asked to: all ids are checked before the first."""
+    """``_prefill``, which may prepare a prompt chunk by chunk: all ids are checked before the first chunk."""
 
     name = "_prefill"
 
@@ -398,9 +391,9 @@ class _Prefill(_Watched):
 
 
 class _Segments(_Watched):
-    """``generate_with_fallback``, by which Whisper computes one segment of a recording after the other, all with the cache it is given.
+    """``generate_with_fallback``, by which Whisper computes one segment of a recording after another with the given cache.
 
-    Each segment begins with an empty cache, as without one given: tokens of the segment before have nothing to do with it.
+    Each segment begins with an empty cache, as without a given cache, because it does not depend on the segment before.
     """
 
     name = "generate_with_fallback"
@@ -421,7 +414,7 @@ class _Segments(_Watched):
 
 
 class _PreparePositions(_Watched):
-    """``_prepare_position_ids_for_generation``, which continues from what the model kept of the prompt before, whatever the cache is of."""
+    """``_prepare_position_ids_for_generation``, which would continue from the model's previous prompt, whatever the cache."""
 
     name = "_prepare_position_ids_for_generation"
 
@@ -433,8 +426,9 @@ class _PreparePositions(_Watched):
 
 
 class _PrepareCache(_Watched):
-    """A ``_prepare_cache_for_generation`` that restores the given cache, because some models replace an encoder-decoder cache with their
-    own.
+    """A ``_prepare_cache_for_generation`` that restores the given cache.
+
+    Some models replace an encoder-decoder cache with their own.
     """
 
     name = "_prepare_cache_for_generation"
@@ -461,8 +455,9 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return ``passes_over`` for the cache with the tokens of ``generate``; in an encoder-decoder cache, the other half is the
-    encoder's.
+    """Return ``passes_over`` for the cache with the tokens of ``generate``.
+
+    In an encoder-decoder cache, the other half is the encoder's.
     """
     return passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 

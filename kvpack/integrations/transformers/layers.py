@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """Warns once that a model gets decoded keys and values; ``told`` is True if it has warned, or if decoding was requested."""
+    """Warns once that a model receives decoded keys and values; ``told`` is True if it has warned, or if decoding was requested."""
 
     def __init__(self, told: bool) -> None:
         self.told = told
@@ -49,7 +49,7 @@ class Decoding:
 
 
 class AbsentLayer(DummyLayer):  # type: ignore[misc]
-    """A layer that contains nothing: it uses the keys and values of another."""
+    """A layer without contents that uses the keys and values of another layer."""
 
     packed = Layer(None, None)
     is_sliding = False
@@ -65,7 +65,7 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Layer ``number`` of a live cache; a sliding-window layer may contain only the newest tokens that it has seen.
 
-    ``window`` is the model's sliding window for it, None if it has none or the model is not known. ``decoding`` is told when
+    ``window`` is the model's sliding window for it, or None if it has none or the model is not known. ``decoding`` is notified when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
@@ -112,7 +112,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the layer takes its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append to the live cache, which attends."""
+        """Append to the live cache, which computes attention."""
         self.live.update(self.number, key_states, value_states)
         return self.live, self.live
 
@@ -136,8 +136,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
-        """Return the first token that one after ``seen`` tokens can attend to: all layers of one window agree, whatever each still
-        holds."""
+        """Return the first token that a token after ``seen`` others can attend to.
+
+        All layers with one window agree, whatever each still contains.
+        """
         return self.skipped if self.window is None else max(self.skipped, seen - self.window + 1)
 
     def get_max_length(self) -> int:
@@ -149,7 +151,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_croppable = True
 
     def check_window(self, crop: int = 0) -> None:
-        """Raise InvalidParameter when the next token would attend to tokens that the layer skipped."""
+        """Raise InvalidParameter if the next token would attend to tokens that the layer skipped."""
         held = self.live.held(self.number)
         if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
@@ -170,7 +172,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.live.truncate(self.live.seen(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
-        """Raise InvalidParameter: transformers moves tensors, and this layer has pages."""
+        """Raise InvalidParameter: transformers moves tensors, but this layer has pages."""
         raise InvalidParameter(
             f"layers[{self.number}] is packed, and its pages stay on their device: leave offload out, or save the cache and load it again"
         )
@@ -192,17 +194,17 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidParameter when a query attends to tokens that the layer skipped, and it contains ``older`` ones before the queries."""
+    """Raise InvalidParameter if a query attends to tokens that the layer skipped; the layer contains ``older`` ones before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")
 
 
 def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter if attention is ``given`` no window, or a wider one than the layer's ``own``, outside of which its cache has
-    no tokens.
+    """Raise InvalidParameter if attention is ``given`` no window, or a wider one than the layer's ``own``.
 
-    What a pass then attends to is what transformers' cache has kept, which is not what a packed layer holds.
+    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' cache keeps, which differ from
+    those in a packed layer.
     """
     if own is not None and (given is None or given > own):
         attended = "all tokens" if given is None else f"a window of {given}"
@@ -213,7 +215,7 @@ def check_window_given(own: int | None, given: int | None, module: torch.nn.Modu
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless keys and values continue ``layer`` of that number, which comes before the one ``following`` it."""
+    """Raise InvalidParameter unless keys and values continue ``layer`` with this number, which precedes the one ``following`` it."""
     for name, given in (("keys", k), ("values", v)):
         if not isinstance(given, torch.Tensor) or given.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
@@ -241,7 +243,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """For each layer the next one that gets tokens in the same pass; itself for the last."""
+    """Return, for each layer, the next one that receives tokens in the same pass; for the last, itself."""
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]
 

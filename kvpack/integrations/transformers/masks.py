@@ -1,4 +1,4 @@
-"""transformers' mask function for attention "kvpack": no mask if packed attention needs none, else the model's own."""
+"""transformers' mask function for attention "kvpack": no mask if packed attention needs none, otherwise the model's own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ QUERIES_AT_A_TIME = 128
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
-    """Return the mask for ``kv_length`` keys, as transformers' mask functions take their arguments.
+    """Return the mask for ``kv_length`` keys; arguments are those of transformers' mask functions.
 
-    Of packed keys, None if attention applies the mask by itself, and with padding on the left the first token that each sequence
-    sees, int32 ``[batch, 1, 1, 1]``: models that keep some rows of masks (Gemma-4) leave that as it is. Else the mask of
-    the model's own attention, for which the keys are decoded: for any other padding, and for any pattern but causal and sliding-window.
-    In compiled code an operator finds those first tokens.
+    For packed keys it is None if attention applies the mask itself, and with padding on the left the first token that each sequence sees,
+    int32 ``[batch, 1, 1, 1]``; models that keep some rows of masks (Gemma-4) leave that unchanged. For any other padding, and for any
+    pattern but causal and sliding-window, it is the mask of the model's own attention, for which the keys are decoded. In compiled code an
+    operator finds the first tokens.
     """
     if isinstance(kv_length, CompiledLength) and _is_named(config, **options):
         columns = options.get("attention_mask")
@@ -59,7 +59,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
 def _has_mask(
     name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
 ) -> bool:
-    """Return True if attention ``name`` is given a causal mask of these keys, and does not go by its module's ``is_causal``."""
+    """Return True if attention ``name`` receives a causal mask of these keys instead of using its module's ``is_causal``."""
     if name != "sdpa":
         return not name.startswith("flash")
     within = local_size is None or kv_length < local_size
@@ -71,14 +71,15 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Padding(NamedTuple):
-    """True if a mask hides only the first tokens of sequences; ``starts`` int32 ``[batch]`` are those after, None if it hides none."""
+    """True if a mask hides only the first tokens of sequences; ``starts`` int32 ``[batch]`` are the tokens after them, None if it hides
+    none."""
 
     on_the_left: bool
     starts: torch.Tensor | None = None
 
 
 def padding_of(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
-    """Return the tokens that a two-dimensional mask hides among ``kv_length`` keys from token ``kv_offset`` on. The mask is read."""
+    """Read a two-dimensional mask, and return the tokens that it hides among ``kv_length`` keys from token ``kv_offset`` on."""
     if attention_mask is None:
         return Padding(True)
     end = kv_offset + kv_length
@@ -103,8 +104,9 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Return True if transformers' arguments alone show that the mask, apart from padding, is causal, within the model's window if it has
-    one.
+    """Return True if transformers' arguments alone show that the mask, apart from padding, is causal.
+
+    It may also limit tokens to the model's window.
     """
     if _is_causal(mask_function, use_vmap):
         return True
@@ -134,7 +136,7 @@ def _is_causal_or_sliding(config: Any, mask_function: Callable[..., Any] = causa
 
 
 def _same_function(one: Any, other: Any) -> bool:
-    """Return True if two functions, or what they were made with, are the same."""
+    """Return True if two functions, or the functions that they wrap, are the same."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same_function, one, other))
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
@@ -156,7 +158,7 @@ def _applied_by_attention(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Return True if the mask, except for padding, is causal, within the model's sliding window if it has one, and hides nothing else."""
+    """Return True if the mask, except for padding, is causal within the model's sliding window, if any, and hides nothing else."""
     if _is_causal_or_sliding(config, mask_function, use_vmap):
         return True
     if use_vmap:
@@ -174,7 +176,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless a mask has a column for each token that a layer gives to a pass of ``queries`` tokens."""
+    """Raise InvalidParameter unless a mask has a column for each token that a layer returns to a pass of ``queries`` tokens."""
     if columns != held:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, and layers[{layer}] gives {held} tokens to a pass of {queries}: "
@@ -191,9 +193,10 @@ def masked_attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``; 0 for a query that sees none.
+    """Compute softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``.
 
-    ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token, dim]``; ``sink_logits`` are ``[q_head]``.
+    A query that sees none has 0. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token, dim]``;
+    ``sink_logits`` are ``[q_head]``.
     """
     if softcap is None and sink_logits is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

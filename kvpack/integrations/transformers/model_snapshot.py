@@ -1,4 +1,4 @@
-"""Everything of a model that a replayed step depends on: modules, weights, hooks, attributes and code, and who wrote that code."""
+"""Everything in a model that a replayed step depends on: modules, weights, hooks, attributes and code, and the code's origin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class ModelSnapshot:
-    """The parts of ``model``, without the values of its weights, which may change in place. It keeps modules and weights alive."""
+    """The parts of ``model``, except the values of its weights, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
@@ -45,7 +45,7 @@ class ModelSnapshot:
         self._found = self._now()
 
     def unchanged(self) -> bool:
-        """Return True if nothing of it has changed but values in place."""
+        """Return True if nothing has changed except values in place."""
         try:
             return self._now() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -54,8 +54,9 @@ class ModelSnapshot:
 
     @cached_property
     def foreign(self) -> str | None:
-        """The first part of the model that is not from PyTorch or transformers, whose effects a replay might omit; None if there is
-        none.
+        """The first part of the model that is not from PyTorch or transformers, or None.
+
+        A replay might omit its effects.
         """
         for name, module in self._model.named_modules():
             forward = vars(module).get("forward")
@@ -84,7 +85,7 @@ _OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 
 
 class _Code:
-    """The functions that ``modules`` run, as far as classes, attributes, and names in transformers' modules of models lead to them."""
+    """The functions that ``modules`` run, as far as classes, attributes, and names in transformers' model code lead to them."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.foreign: str | None = None
@@ -105,7 +106,7 @@ class _Code:
         self._seen.clear()
 
     def objects(self) -> Iterator[Iterable[Any]]:
-        """Return the objects of classes and modules under the names that are read."""
+        """Yield the objects that the code reads from classes and modules by name."""
         yield from (one.values() for one in self.classes)
         yield (get(name) for get, name in self._names)
 

@@ -1,4 +1,4 @@
-"""The expectations of a transformers model about its caches, and checks that a packed cache belongs to it."""
+"""What a transformers model expects of its caches, and checks that a packed cache belongs to it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 
 
 class Expected:
-    """The expected layers of the cache of a model with the configuration ``config``.
+    """The layers that a model with the configuration ``config`` expects in its cache.
 
     Raises InvalidParameter for anything but the configuration of a transformers model.
     """
@@ -74,16 +74,17 @@ class Expected:
         self._takes_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
-        """Return the sliding window of each of the first ``layers`` layers; none in an encoder-decoder, whose layers see all tokens."""
+        """Return the sliding window of each of the first ``layers`` layers; an encoder-decoder has none, because its layers see all tokens.
+        """
         if self.has_encoder:
             return [None] * layers
         known = [getattr(layer, "sliding_window", None) for layer in self._layers]
         return [*known, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
-        """Return, for each layer of the model's own cache, True if it has keys and values of its own.
+        """Return, for each layer of the model's own cache, True if it has its own keys and values.
 
-        Raises InvalidParameter for a layer that keeps anything else, and for a model that takes no cache of layers.
+        Raises InvalidParameter for a layer that keeps anything else, and for a model that does not accept a cache of layers.
         """
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
@@ -91,13 +92,13 @@ class Expected:
         return self._held
 
     def states(self, layers: int) -> list[int]:
-        """Return, for each of the first ``layers`` layers the states that it keeps of each kind, 0 for a layer without any."""
+        """Return, for each of the first ``layers`` layers, the number of states of each kind, 0 for a layer without any."""
         known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
         return [*known, *[0] * layers][:layers]
 
     @property
     def shared(self) -> list[int]:
-        """The layers whose keys and values others attend to, too."""
+        """Layers whose keys and values other layers also attend to."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
@@ -131,7 +132,7 @@ class Expected:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """Layers of the cache that transformers makes for the model, as many as its decoder has."""
+        """Layers of the cache that transformers creates for the model, one per decoder layer."""
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -145,8 +146,7 @@ class Expected:
 class Model(Expected):
     """The properties of a transformers model, or of a wrapper of one, that its caches depend on. It references no weights.
 
-    ``inside`` is ``models_in(model)``, if the caller has walked it.
-    Raises InvalidParameter for anything but a model.
+    ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter for anything but a model.
     """
 
     def __init__(self, model: Any, inside: Sequence[PreTrainedModel] | None = None) -> None:
@@ -175,7 +175,7 @@ class Model(Expected):
 
     @cached_property
     def takes_packed_layers(self) -> bool:
-        """True if the model's attention is given keys and values as the cache hands them out, with the window of its layer."""
+        """True if the model's attention receives the cache's keys and values unchanged, with the window of its layer."""
         return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
 
     @property
@@ -216,20 +216,20 @@ def _check_takes_given_cache(model: Any) -> None:
 class Named:
     """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named.
 
-    The digest of its weights is computed meanwhile, from their values when this was made: nobody may change them before ``hold``.
+    The digest of its weights is computed in the background, from their values at creation: nobody may change them before ``hold``.
     """
 
     def __init__(self, identity: Identity | None = None, weights: Weights | None = None) -> None:
         self._identity, self._weights = identity, weights
 
     def hold(self) -> None:
-        """Let nothing that follows change the digest of the weights."""
+        """Wait until later changes cannot affect the digest of the weights."""
         if self._weights is not None:
             self._weights.hold()
 
     @cached_property
     def fields(self) -> dict[str, str]:
-        """The digest is waited for; no weights are named where they cannot be read."""
+        """Fields of the name, after waiting for the digest; without weights if they cannot be read."""
         if self._identity is None:
             return {}
         try:
@@ -240,14 +240,14 @@ class Named:
 
     @property
     def weights(self) -> str:
-        """The digest of the weights, empty if they cannot be read."""
+        """Digest of the weights, empty if they cannot be read."""
         return self.fields.get("weights", "")
 
 
 def named(model: Any) -> Named:
-    """Return the fields by which caches name ``model`` as it is now.
+    """Return the fields by which caches name ``model`` in its current state.
 
-    Nothing in training mode, nor with buffers that are not in memory.
+    They are empty in training mode, or with buffers that are not in memory.
     """
     weights: Weights | None = None
     try:
@@ -265,14 +265,14 @@ def identity_of(model: Any) -> dict[str, str]:
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """Return ``identity_of(model)``, its weights named as those of the model of ``basis`` are."""
+    """Return ``identity_of(model)``, with the weights named as in the model of ``basis``."""
     found = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**found, "weights": sample_of(model)} if sampled and found else found
 
 
 def sample_of(model: Any) -> str:
-    """Return the sample of a model's weights that files of earlier versions name; empty if they cannot be read."""
+    """Return the sample of a model's weights that files of earlier versions contain; empty if they cannot be read."""
     try:
         return weights_sample(_parts(model))
     except InvalidParameter:
@@ -280,7 +280,7 @@ def sample_of(model: Any) -> str:
 
 
 def weights_now(model: Any) -> str:
-    """Return the digest of a model's weights as they are now; empty if they cannot be read."""
+    """Return the digest of a model's current weights; empty if they cannot be read."""
     try:
         return weights_of(_parts(model)).text
     except InvalidParameter:
@@ -290,9 +290,9 @@ def weights_now(model: Any) -> str:
 def check_identity(cache: Cache, model: Any) -> Named:
     """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model.
 
-    Where both know digests of the weights, these are compared, and the name is not: the same model may be in another folder. A
-    KvpackWarning reports weights that are compared in part, or cannot be read.
-    Returns ``named(model)``, empty if the cache names none.
+    If both know digests of the weights, these are compared instead of the name, because the same model may be in another folder. A
+    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``named(model)``, empty if the cache names
+    none.
     """
     if not cache.model.get("config"):
         return Named()
@@ -339,7 +339,7 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:
-    """Return True if a call accepts a transformers cache. XLM has a dict of its own named ``cache``."""
+    """Return True if a call accepts a transformers cache. XLM has its own dict named ``cache``."""
     given = inspect.signature(module.forward).parameters
     return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
 
@@ -353,7 +353,7 @@ def _own_cache(module: torch.nn.Module) -> str:
 
 
 def execution_device(model: torch.nn.Module) -> torch.device:
-    """Return the device on which ``model`` computes: weights that accelerate keeps elsewhere until they are needed are on "meta"."""
+    """Return the device on which ``model`` computes; weights that accelerate offloads until they are needed are on "meta"."""
     devices = {parameter.device for parameter in model.parameters()}
     for module in modules_of(model):
         if "_hf_hook" in vars(module) and (device := getattr(vars(module)["_hf_hook"], "execution_device", None)) is not None:
@@ -362,7 +362,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
-    """Return True if an attention module is seen to be of a model that splits rotary positions into sections, as Qwen2-VL does."""
+    """Return True if the model of an attention module visibly splits rotary positions into sections, as Qwen2-VL does."""
     return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
 
 
@@ -373,7 +373,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module of that name sets what ``Model`` looks for: a configuration need not spell out sections."""
+    """Return True if a class in the module with that name sets what ``Model`` looks for; a configuration need not list sections."""
     own = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [made.__code__ for one in own if isinstance(made := vars(one).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -384,15 +384,16 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """Return the number of layers of a decoder with its own name for it in the configuration; ``num_hidden_layers`` may be the
-    encoder's.
+    """Return the number of layers of a decoder that has its own name in the configuration.
+
+    ``num_hidden_layers`` may be the encoder's.
     """
     counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((count for count in counts if isinstance(count, int)), None)
 
 
 def check_layers(layers: int, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter when an attention module is seen to be of a model with fewer than ``layers`` layers."""
+    """Raise InvalidParameter if the model of an attention module visibly has fewer than ``layers`` layers."""
     config = getattr(module, "config", None)
     expected = decoder_layers(config) or getattr(config, "num_hidden_layers", None)
     if isinstance(expected, int) and not getattr(config, "is_encoder_decoder", False) and layers > expected:

@@ -1,4 +1,4 @@
-"""The calls that a model and its attention make of a KvpackCache in a forward pass."""
+"""The calls that a model and its attention make to a KvpackCache in a forward pass."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
 
-        That is the packed layer, or dense keys and values if the model cannot take it.
-        Raises OutOfBounds for a layer that the cache does not have, InvalidParameter when the tensors do not continue it, or when an
-        earlier pass failed between two layers.
+        These are the packed layer, or dense keys and values if the model does not accept it. Raises OutOfBounds for a layer that the cache
+        does not have, and InvalidParameter if the tensors do not continue it or an earlier pass failed between two layers.
         """
         if type(layer_idx) is not int:
             layer_idx = integer(layer_idx, "layer_idx")
@@ -68,7 +67,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Run ``take``, and return the layer's dense keys and values; if they are not available, add nothing."""
+        """Run ``take``, and return the layer's dense keys and values; add nothing if they are not available."""
         before = self.live.seen(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -82,7 +81,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Add tokens to one layer as ``update``, which also returns the arguments of attention."""
+        """Add tokens to one layer, like ``update`` without its result."""
         # Most steps need no more: what they give is of the shape of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
@@ -98,14 +97,14 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         self.live.update(layer_idx, key_states, value_states)
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
-        """Return ``LiveCache.attend`` over one layer. Raises InvalidParameter, too, for a window with tokens that the layer has dropped."""
+        """Run ``LiveCache.attend`` over one layer. Also raises InvalidParameter for a window with tokens that the layer has dropped."""
         if skipped := self.live.skipped(layer):
             check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
 
     @property
     def is_watched(self) -> bool:
-        """True if hooks on the model tell the cache of forward passes."""
+        """True if hooks on the model report forward passes to the cache."""
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
@@ -117,15 +116,16 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return None if self._hooks is None else self._hooks.inside[number]()
 
     def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense keys and values of one layer, for a mask over the tokens that a pass of ``queries`` tokens sees; issues a
-        KvpackWarning.
+        """Return dense keys and values of one layer, for a mask over the tokens that a pass of ``queries`` tokens sees.
+
+        Issues a KvpackWarning.
         """
         self._decoding.warn_masked()
         own: PackedLayer = self.layers[layer]
         return own.decoded(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens that a layer has seen; in compiled code a tensor, as of transformers' own caches of a fixed size."""
+        """Return the number of tokens that a layer has seen; in compiled code a tensor, as in transformers' static caches."""
         if torch.compiler.is_dynamo_compiling() and not self._dense:
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
@@ -174,16 +174,16 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:
-        """Return True if the model's own attention had a causal mask for ``layer``; some models request one, yet pass is_causal=False."""
+        """Return True if the model's own attention would have a causal mask for ``layer``; some models request one with is_causal=False."""
         return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property
     def is_linear(self) -> list[bool]:
-        """For each layer, True if it has states and no keys and values."""
+        """List with True for each layer that has states but no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def check_attention(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter when an attention module belongs to a model that cannot continue this cache."""
+        """Raise InvalidParameter if an attention module belongs to a model that cannot continue this cache."""
         if self._model is not None or type(module) in self._seen:
             return
         check_layers(len(self.layers), module)

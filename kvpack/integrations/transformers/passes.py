@@ -49,9 +49,9 @@ def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
 
 
 class Pass:
-    """One forward pass that begins at token ``start``: its token ids, and what they do not determine.
+    """One forward pass that begins at token ``start``: its token ids, and inputs that they do not determine.
 
-    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``adapters_in_effect``. Comparisons are made on the device, and read when
+    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``adapters_in_effect``. Comparisons run on the device, and are read when
     ``undetermined`` is called.
     """
 
@@ -86,11 +86,11 @@ class Pass:
         self.check_positions(arguments)
 
     def note(self, text: str) -> None:
-        """Record the inputs of the pass that its token ids do not determine."""
+        """Record an input of the pass that its token ids do not determine."""
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record whether the positions, given to the model or by it to a part of it, are those that follow the cache."""
+        """Record whether the positions, given to the model or by it to one of its parts, follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():
@@ -99,7 +99,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """Return the inputs that the ids of this pass, which made ``tokens`` tokens, do not determine."""
+        """Return the inputs that the ids of this pass, which added ``tokens`` tokens, do not determine."""
         found = list(self._found)
         if self._embedded:
             found.insert(0, "came from embeddings, not from token ids")
@@ -118,7 +118,7 @@ class Pass:
 
     @property
     def counts_visible(self) -> bool:
-        """True if the pass was given positions, and they count the visible tokens, as ``generate`` counts them."""
+        """True if the given positions count the visible tokens, as ``generate`` counts them."""
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:

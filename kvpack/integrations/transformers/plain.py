@@ -30,28 +30,28 @@ _before: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
 def remember_attention(config: Any, name: str) -> None:
-    """Send plain tensors of models of ``config`` to attention ``name``, until ``forget_attention``."""
+    """Send plain tensors of models with ``config`` to attention ``name`` until ``forget_attention``."""
     number = id(config)
     # A model may go before its switch: its configuration takes the entry along, whose id is then another's.
     _before[number] = (weakref.ref(config, lambda _: _before.pop(number, None)), name)
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Send plain tensors of copies in ``memo``, as ``copy.deepcopy`` has it, to the attention that those of the originals go to."""
+    """Send plain tensors of copies, found in the ``memo`` of ``copy.deepcopy``, to the same attention as the originals."""
     for number, (config, name) in list(_before.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)
 
 
 def forget_attention(config: Any) -> None:
-    """Send plain tensors of models of ``config`` to transformers' own default."""
+    """Send plain tensors of models with ``config`` to transformers' own default."""
     _before.pop(id(config), None)
 
 
 def plain_name(config: Any) -> str:
-    """Return the name of the attention that plain tensors of models of ``config`` go to: what was set before, "sdpa" or "eager".
+    """Return the attention for plain tensors of models with ``config``: what was set before, "sdpa" or "eager".
 
-    Where "kvpack" was not set by a ``KvpackCache``, nothing says which attention was set before: it is transformers' own default.
+    If "kvpack" was not set by a ``KvpackCache``, the attention before is unknown, and the result is transformers' own default.
     """
     if (before := _before.get(id(config))) is not None:
         return before[1]

@@ -22,9 +22,9 @@ _DELTAS = "rope_deltas"
 
 
 class RotaryPositions:
-    """The positions that tokens after a cache have in such a model: the number of tokens before them plus ``deltas``, one for each row.
+    """Positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one for each row.
 
-    The first pass over an empty cache may have any positions: images and padding decide them, and the deltas of what follows.
+    The first pass over an empty cache may have any positions, depending on images and padding; they determine the deltas.
     """
 
     def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
@@ -41,9 +41,10 @@ class RotaryPositions:
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
-        """Return the positions after ``cache``, None for an empty one; None for a model with one-dimensional positions.
+        """Return the positions after ``cache``; None for a model with one-dimensional positions.
 
-        Raises InvalidParameter if they are not known: a file need not record them, and the model may hold those of another prompt.
+        A ``cache`` of None stands for an empty one. Raises InvalidParameter if the positions are not known: a file need not record them,
+        and the model may have those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
@@ -78,10 +79,7 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """Begin a forward pass, or ``generate``'s computation of positions for one; models that compute positions use these deltas.
-
-        Raises InvalidParameter if they are not known.
-        """
+        """Begin a forward pass, or ``generate``'s computation of positions for one; models that compute positions use these deltas."""
         self._given = False
         if not start:
             return
@@ -105,7 +103,7 @@ class RotaryPositions:
                 attributes[_DELTAS] = deltas.to(given.device)
 
     def check(self, arguments: Mapping[str, Any], start: int) -> None:
-        """Raise InvalidParameter when the model, or a part of it, is given other positions for the tokens from ``start`` on."""
+        """Raise InvalidParameter if the model, or one of its parts, is given other positions for the tokens from ``start`` on."""
         positions = arguments.get("position_ids")
         if not isinstance(positions, torch.Tensor) or not positions.numel():
             return

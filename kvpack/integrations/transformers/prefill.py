@@ -107,6 +107,6 @@ def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
 
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
-    """Return the arguments of passes into ``cache`` that compute no more than it needs."""
+    """Return arguments with which passes into ``cache`` compute no more than it needs."""
     given: dict[str, Any] = {**over(model, cache), "use_cache": True}
     return {**given, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else given

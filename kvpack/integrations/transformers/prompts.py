@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
-    """Return the number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin; at least one is left to
-    compute.
+    """Return the number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin.
 
-    Raises InvalidParameter or InvalidType for anything but token ids of as many rows as the cache has sequences, and InvalidParameter for
-    a cache whose ids are not known, or whose first token depends on anything else.
+    At least one token is left to compute. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token ids for each
+    sequence of the cache, and InvalidParameter for a cache whose ids are not known, or whose first token depends on anything else.
     """
     ids = token_ids_of(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
@@ -57,7 +56,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 def _others(inputs: Inputs) -> dict[int, str]:
     """Return the inputs that token ids and a mask do not determine, by the position of their first token.
 
-    The ids of each row are compared, as far as they are known, and the mask that hid padding is demanded of the next pass.
+    The ids of each row are compared, as far as they are known, and the next pass must provide the mask that hid padding.
     """
     told = zip(inputs.undetermined, inputs.starts, strict=True)
     return {start: text for text, start in told if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
@@ -78,15 +77,16 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changed_since(cache: Cache) -> str:
-    """Return the clause about a cache whose values differ from those that passes computed, so that no prompt begins with it; empty if none
-    do.
+    """Return a clause about a cache whose values differ from those that passes computed, so that no prompt begins with it.
+
+    The clause is empty if none differ.
     """
     texts = cache.inputs.undetermined if cache.inputs is not None else ()
     return next((text for text in texts if text.endswith(CHANGED)), "")
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
-    """Why equal token ids may have other keys in ``cache`` than in ``prompt``, or nothing.
+    """Return a reason why equal token ids may have other keys in ``cache`` than in ``prompt``, or an empty string.
 
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
@@ -101,7 +101,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:
-    """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
+    """Convert ``prompt`` to int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter for anything but token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -119,9 +119,10 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def keep_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with, with a KvpackWarning where others could not be.
+    """Keep the tokens of ``past``, which continues ``cache``, with which ``prompt`` begins; issue a KvpackWarning if some could not be
+    kept.
 
-    None are kept if a layer lacks some, or if they have other keys. ``config`` is that of the model, None without one.
+    None are kept if a layer lacks some, or if they have other keys. ``config`` is the model's, or None without a model.
     """
     tokens = 0
     other = changed_since(cache)

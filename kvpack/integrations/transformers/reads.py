@@ -1,4 +1,7 @@
-"""Tests whether a model's code needs dense keys and values: packed ones can only be passed to attention, with options that it supports."""
+"""Detect whether a model's code needs dense keys and values.
+
+Packed ones can only be passed to attention, with options that it supports.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,20 @@ _ATTENTION = "attention_interface"
 
 
 def reads_states(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` passes the results of ``Cache.update`` to anything other than the attention that is set.
+    """Return True if a module of ``model`` uses the results of ``Cache.update`` for anything but the attention that is set.
 
-    So does one that gives that attention an option of ``WITHOUT_COUNTERPART``.
+    Passing that attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
     """
     return any(found.states for found in _found(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` calls the attention that is set without the option ``sliding_window``: only its mask has one."""
+    """Return True if a module of ``model`` calls the set attention without the option ``sliding_window``, so that only its mask has one."""
     return any(found.no_window for found in _found(model))
 
 
 class _Reading(NamedTuple):
-    """True if one function reads ``states``, and whether it gives attention ``no_window``."""
+    """True if a function reads ``states``, and whether it passes ``no_window`` to attention."""
 
     states: bool
     no_window: bool
@@ -105,7 +108,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _passes_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Return True if a name within these nodes, the innermost first, is passed to attention or kept, and not read."""
+    """Return True if a name within these nodes, innermost first, is passed to attention or kept, but not read."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

@@ -44,10 +44,10 @@ class _Finding:
 
 
 class Record:
-    """The inputs of a cache's tokens: ``inputs`` for the tokens already there, then pass by pass.
+    """The inputs of a cache's tokens: ``inputs`` for the tokens already present, then pass by pass.
 
-    Ids are kept for each row of the batch, which has ``batch`` of them: rows differ while beams are searched. ``adapters`` is
-    ``adapters_in_effect`` on the model of the tokens that are there already, None if it is not known.
+    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``adapters_in_effect`` for the tokens
+    already present, or None if it is not known.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
@@ -76,7 +76,7 @@ class Record:
         return other
 
     def add(self, tokens: int, seen: Pass | None) -> None:
-        """``tokens`` more, which one forward pass made; None for one that was not recorded."""
+        """Add ``tokens`` tokens made by one forward pass; None for a pass that was not recorded."""
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
         masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
@@ -143,13 +143,13 @@ class Record:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The known ids of each row, int64 ``[batch, token]``; one row where all have the same."""
+        """Known ids of each row, int64 ``[batch, token]``; one row if all are the same."""
         self._settle()
         return self._ids
 
     @property
     def inputs(self) -> Inputs | None:
-        """The known inputs; None if nothing was known of the first tokens and no tokens were added."""
+        """The known inputs; None if nothing is known about the first tokens and no tokens were added."""
         self._settle()
         if not self._known:
             return None
@@ -165,10 +165,9 @@ class Record:
         return Inputs(token_ids, told, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
 
     def shown(self, mask: Any, tokens: int) -> str | None:
-        """Return the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None if it sees
-        none.
+        """Describe the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None without any.
 
-        What masks of single tokens hide is known once they are read.
+        Tokens hidden by masks of single tokens are known once the masks are read.
         """
         if mask is None or tokens != 1:
             self._settle()
@@ -265,7 +264,7 @@ class Record:
 
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
-    """Return the known ids of each row, int64 ``[row, token]``; one row where all have the same."""
+    """Return the known ids of each row, int64 ``[row, token]``; one row if all are the same."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known])
 
 

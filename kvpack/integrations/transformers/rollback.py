@@ -1,4 +1,4 @@
-"""Earlier tokens to which a KvpackCache goes back: in layers with states, only to tokens after which their states were kept."""
+"""Return a KvpackCache to earlier tokens; in layers with states, only to tokens after which their states were kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """The states of ``layers`` after earlier tokens, by the number of tokens, and the way back to them; those of ``cache`` at first."""
+    """The states of ``layers`` after earlier tokens, by number of tokens, starting with those of ``cache``, and the way back to them."""
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
@@ -48,13 +48,13 @@ class Rollback:
             )
 
     def nearest(self, tokens: int) -> int:
-        """Return the greatest number of tokens, at most ``tokens``, that the cache can go back to."""
+        """Return the greatest number of tokens, at most ``tokens``, to which the cache can go back."""
         if not self._passes.states or tokens == self._passes.record.tokens:
             return tokens
         return max((position for position in self._states if position <= tokens), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds, InvalidParameter."""
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds and InvalidParameter."""
         tokens = self._passes.record.tokens + tokens_to_remove
         states = self._states_after(tokens, tokens_to_remove)
         removed = [tokens_to_remove] * len(self._layers)
@@ -77,10 +77,7 @@ class Rollback:
             self._states = {position: own for position, own in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """Return the states to go back to after the first ``tokens`` tokens; None if no layer keeps any, or all are as they should be.
-
-        Raises OutOfBounds if they are not known.
-        """
+        """Return the states to restore after the first ``tokens`` tokens; None if no layer keeps any, or all are current."""
         if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
             return None
         if not tokens:

@@ -1,4 +1,4 @@
-"""Layers with recurrent or convolution states, as layers of a transformers cache: the model writes its states in place, unpacked."""
+"""Layers with recurrent or convolution states, as layers of a transformers cache; the model writes its states in place, unpacked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Layer ``number`` of a model, which keeps states and no keys and values; ``count`` is how many the model keeps of each kind."""
+    """Layer ``number`` of a model, which keeps states but no keys and values; ``count`` is the number of states of each kind."""
 
     is_sliding = False
     is_croppable = False
@@ -36,11 +36,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
-        """Copies of the states, by the names that a file gives them; none before the first token."""
+        """Copies of the states, by the names that a file uses; empty before the first token."""
         return states_of(self, f"layers[{self.state_number}]")
 
     def keep(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Go on from copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
+        """Continue from copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
         for name, state in states.items():
             kind, _, place = name.partition(".")
             if kind not in ("conv", "recurrent") or place not in map(str, range(self.number_of_states)):
@@ -91,7 +91,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class PackedStateLayer(StateLayer, PackedLayer):
-    """A layer that keeps states beside its packed keys and values."""
+    """A layer that keeps states in addition to its packed keys and values."""
 
     # generate would compile the model, as for caches of a fixed size.
     is_compileable = False
@@ -101,7 +101,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
         StateLayer.__init__(self, number, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make room for states; packed keys and values take their shapes from the first tokens."""
+        """Allocate states; packed keys and values take their shapes from the first tokens."""
         if not args:
             StateLayer.lazy_initialization(self, **kwargs)
 
@@ -127,12 +127,12 @@ class PackedStateLayer(StateLayer, PackedLayer):
 
 
 def kept_states(layers: Sequence[Any]) -> States:
-    """Copies of the states of cache layers, empty for layers that keep none."""
+    """Return copies of the states of cache layers, empty for layers that keep none."""
     return tuple(own.kept if isinstance(own, StateLayer) else {} for own in layers)
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
-    """Let cache layers continue from copies of ``states``; those without any begin again."""
+    """Continue cache layers from copies of ``states``; those without any begin again."""
     for own, kept in zip(layers, states, strict=True):
         if isinstance(own, StateLayer):
             device = own.device
@@ -142,7 +142,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
 
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:
-    """Let cache layers continue from the states of ``cache``. Raises InvalidParameter if one lacks those of the other."""
+    """Continue cache layers from the states of ``cache``. Raises InvalidParameter if either lacks states of the other."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(own, StateLayer)
@@ -159,7 +159,7 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
 
 
 def check_kept(layers: Sequence[Any]) -> None:
-    """Raise InvalidParameter if a model keeps a layer's states in its modules: after tokens, the layer has none."""
+    """Raise InvalidParameter if a model keeps a layer's states in its modules, so that the layer has none after tokens."""
     for number, own in enumerate(layers):
         if isinstance(own, StateLayer) and not any(own.has_previous_state.values()):
             raise InvalidParameter(

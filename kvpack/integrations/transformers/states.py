@@ -1,4 +1,4 @@
-"""The objects that a KvpackCache gives to a model in place of keys and values."""
+"""The objects that a KvpackCache passes to a model instead of keys and values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class CapturedStep(NamedTuple):
-    """The inputs of a decode step that a CUDA graph captures: the first token that each sequence sees, int32 ``[batch]``, None if it sees
-    all, and a number of tokens that no replay may depend on.
+    """The inputs of a decode step captured by a CUDA graph.
+
+    They are the first token that each sequence sees, int32 ``[batch]``, None if it sees all, and a number of tokens that no replay may
+    depend on.
     """
 
     starts: torch.Tensor | None
@@ -26,8 +28,8 @@ class CapturedStep(NamedTuple):
 class PackedLength(int):
     """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
 
-    ``first_visible`` returns the first token that a layer with this mask attends to: layers may contain more tokens than the one that was
-    asked. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``
+    ``first_visible`` returns the first token that a layer with this mask attends to; layers may contain more tokens than the one queried.
+    ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``
     receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
     """
 
@@ -40,8 +42,8 @@ class PackedLength(int):
 class CapturedLength(PackedLength):
     """A number of tokens passed to a captured step, which differs from that of every replay.
 
-    Python that compares it chooses for all replays, each of which has a token more than the one before: a comparison that does not
-    come out as for any greater number raises InvalidParameter.
+    Python code that compares it decides for all replays, each of which has one more token than the one before: a comparison whose result
+    would differ for some greater number raises InvalidParameter.
     """
 
     def _as_for_greater(self, found: bool, greater: bool) -> bool:
@@ -89,8 +91,8 @@ class CapturedLength(PackedLength):
 class CompiledLength:
     """The length of a mask in compiled code, which an integer would recompile for each length.
 
-    ``sizes`` tells it and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the columns of a
-    mask for padding.
+    ``sizes`` returns the length and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the
+    columns of a padding mask.
     """
 
     def __init__(self, sizes: Callable[[], tuple[int, int]], starts: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -98,17 +100,18 @@ class CompiledLength:
 
 
 def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator for functions that compilers leave to eager code; from PyTorch 2.7 on, ``reason`` appears in the error of
-    ``fullgraph=True``.
+    """Decorate functions that compilers leave to eager code.
+
+    From PyTorch 2.7 on, ``reason`` appears in the error of ``fullgraph=True``.
     """
     options = {"reason": reason} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
     return partial(torch.compiler.disable, **options)
 
 
 class PackedStates:
-    """Layer ``number`` of a KvpackCache as attention "kvpack" takes it, after a pass that appended the keys ``k`` and the values ``v``.
+    """Layer ``number`` of a KvpackCache as passed to attention "kvpack", after a pass that appended the keys ``k`` and the values ``v``.
 
-    Anything else that touches it raises InvalidParameter, which says what to do.
+    Any other use raises InvalidParameter, which says what to do.
     """
 
     def __init__(self, cache: Any, number: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -117,7 +120,7 @@ class PackedStates:
         self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return ``KvpackCache.attend`` over this layer; in compiled code one operator."""
+        """Run ``KvpackCache.attend`` over this layer; in compiled code one operator."""
         out: torch.Tensor
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
@@ -132,7 +135,7 @@ class PackedStates:
 
     @left_out("an attention mask of other patterns than a causal one or the model's window has its keys decoded in eager code")
     def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the tensors, dense, for a call whose mask hides tokens."""
+        """Return the dense tensors for a call whose mask hides tokens."""
         k, v = self.cache.decoded(self.number, self._queries, self._dtype)
         return without_gradients(k, *self._computed), without_gradients(v, *self._computed)
 
@@ -174,7 +177,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``, through which ``backward`` raises InvalidParameter if it would go on to tensors that it was ``computed`` from."""
+    """Return ``value``; ``backward`` through it raises InvalidParameter if it would reach tensors that it was ``computed`` from."""
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

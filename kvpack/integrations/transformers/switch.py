@@ -1,4 +1,4 @@
-"""A model's attention, switched to "kvpack" for as long as caches need it."""
+"""Switch a model's attention to "kvpack" for as long as caches need it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _told: list[str] = []
 
 
 class Switch:
-    """Attention "kvpack" of one model; the attention that was set before comes back with the last reference to this object."""
+    """Attention "kvpack" of one model; the previous attention is restored with the last reference to this object."""
 
     def __init__(self, model: Any) -> None:
         outer = outermost(model)
@@ -41,7 +41,7 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """Return the switch of ``model``, made if there is none; None for a model whose attention was set to "kvpack" by its owner."""
+        """Return the switch of ``model``, created if needed; None for a model whose owner has set its attention to "kvpack"."""
         outer = outermost(model)
         switch = _SWITCHES.get(id(outer))
         # A cache may keep the switch of a model that is gone, whose id is then another's.

@@ -1,4 +1,4 @@
-"""Checks of the forward passes over one KvpackCache, and what the record stores about them."""
+"""Checks of the forward passes over one KvpackCache, and their entries in its record."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _SHARED = (
 class Tracking:
     """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
 
-    ``assisted`` is True if the next passes are of assisted decoding, whose first pass is given all token ids. ``states`` is True if
-    the cache keeps states, which are of no use once a pass has failed. ``first`` is what ``watched`` is named if the cache was compared
-    with it, None for an empty cache, which is named at its first token. A pass has the cache's ``lock`` from its beginning to its end.
+    ``assisted`` is True if the next passes belong to assisted decoding, whose first pass is given all token ids. ``states`` is True if the
+    cache keeps states, which are useless once a pass has failed. ``first`` is the name of ``watched`` if the cache was compared with it, or
+    None for an empty cache, which is named at its first token. A pass holds the cache's ``lock`` from beginning to end.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Tracking:
             self.lock.give_back()
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter for positions other than those that follow, and for states that a failed pass may have changed."""
+        """Raise InvalidParameter for positions that do not follow, and for states that a failed pass may have changed."""
         if self._positions is not None:
             self._positions.check(arguments, self.record.tokens)
         self.check_states()
@@ -171,7 +171,7 @@ class Tracking:
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter for a pass of another model than the cache's, neither around it nor a part of it."""
+        """Raise InvalidParameter for a pass of a model that neither is, contains, nor is part of the cache's model."""
         model = None if self._watched is None else self._watched()
         if model is None or module is outermost(model):
             return
@@ -185,7 +185,7 @@ class Tracking:
     def name(self) -> dict[str, str] | None:
         """Return the fields by which the cache names its model; None if they are those of the cache that it continues.
 
-        If weights changed without a trace since the last call, this is recorded for the tokens since then.
+        If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:
@@ -196,7 +196,7 @@ class Tracking:
         return self._first.fields if self._is_new and self._first is not None else None
 
     def _name_model(self) -> None:
-        """Name the model of the first token: its weights are read during the pass."""
+        """Name the model of the first token; its weights are read during the pass."""
         model = None if self._watched is None else self._watched()
         if model is None:
             return
@@ -206,7 +206,7 @@ class Tracking:
         self._is_new, self._held, self._verified = True, False, 0
 
     def _hold(self) -> None:
-        """Wait until the weights are read that the first pass ran with."""
+        """Wait until the weights with which the first pass ran have been read."""
         if not self._held and self._first is not None:
             self._first.hold()
             self._held, self._verified = True, self.record.tokens
@@ -225,7 +225,7 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Record the tokens since the last call if weights have changed and passes saw no change, as of changes through ``data``."""
+        """Record the tokens since the last call if weights have changed unnoticed by passes, for example through ``data``."""
         if self._latest is None or self._first is None or self._state is None or not self._latest.weights:
             return
         # Every pass looks at a few weights: those have changed since the last one.
@@ -238,7 +238,7 @@ class Tracking:
         self._verified = self.record.tokens
 
     def _differing(self) -> str:
-        """Return the fields in which the model's name differs from that at the first token; empty if none do."""
+        """Return the fields in which the model's name differs from that at the first token; empty if none differ."""
         assert self._first is not None
         assert self._latest is not None
         first, latest = self._first.fields, self._latest.fields
@@ -276,7 +276,7 @@ class Tracking:
         return None if self._watched is None else self._watched()
 
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
-        """Let ``generate`` compute positions of several dimensions as they follow the cache. Raises InvalidParameter."""
+        """Let ``generate`` compute positions of several dimensions that follow the cache. Raises InvalidParameter."""
         if self._positions is not None and self.record.tokens:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
@@ -289,17 +289,17 @@ class Tracking:
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
 
     def is_running(self, module: torch.nn.Module) -> bool:
-        """Return True if the pass under way is a call of ``module``, and of nothing inside it yet."""
+        """Return True if the pass under way is a call of ``module``, with no call inside it yet."""
         return self._running and self._passes.is_of(module)
 
     @property
     def added(self) -> int:
-        """The tokens that the pass under way has added."""
+        """Number of tokens that the pass under way has added."""
         return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Context in which calls are not recorded, because a CUDA graph captures them within a recorded one."""
+        """Record no calls in the block, because a CUDA graph captures them within a recorded call."""
         self._muted = True
         try:
             yield
@@ -307,7 +307,7 @@ class Tracking:
             self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
-        """Raise InvalidParameter if a pass failed that may have changed states; with ``ended``, also where one has not ended."""
+        """Raise InvalidParameter if a failed pass may have changed states; with ``ended``, also if one has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot be rolled back: call reset(), or continue with a new KvpackCache"
@@ -325,11 +325,11 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """True if a pass failed, or has not ended, since states were last those after the cache's last token."""
+        """True if a pass failed, or has not ended, since states last matched the cache's last token."""
         return self._failed or self._running
 
     def restored(self) -> None:
-        """Record that states are those after the cache's last token again."""
+        """Record that states match the cache's last token again."""
         self._failed = False
 
     def reset(self) -> None:
@@ -338,7 +338,7 @@ class Tracking:
         self.restored()
 
     def check_update(self) -> None:
-        """Raise InvalidParameter when tokens are about to be appended with other positions than those that follow."""
+        """Raise InvalidParameter if tokens are about to be appended at positions that do not follow."""
         if self._positions is not None and self._passes.current is not None and self._passes.current.start == self.record.tokens:
             self._positions.check_given(self.record.tokens)
 
@@ -354,9 +354,9 @@ class Tracking:
             self._positions.select(indices)
 
     def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Check the token ids that ``model.generate`` is given with a cache. Raises InvalidParameter unless they begin with the cache's.
+        """Check the token ids given to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's.
 
-        In the first pass of assisted decoding, and of an encoder-decoder, set how many of them are to be computed: transformers
+        In the first pass of assisted decoding, and of an encoder-decoder, set how many of them are to be computed, because transformers
         computes all.
         """
         if arguments.get("use_cache") is False:
@@ -382,9 +382,9 @@ class Tracking:
 
     @contextmanager
     def chunked(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, as ``check_generate``.
+        """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, like ``check_generate``.
 
-        ``columns`` are those of the attention mask that it makes without one among the ``arguments``: as many as there are ids tell that
+        ``columns`` are those of the attention mask that it creates if there is none in ``arguments``; as many columns as ids mean that
         these begin with the cache's.
         """
         encoder = self._model is not None and self._model.has_encoder
@@ -418,10 +418,9 @@ class Tracking:
         self._left = None
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
-        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with the embeddings of the cache's ids, if these
-        determine all.
+        """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids.
 
-        ``generate`` drops as many of them as the cache has tokens.
+        They are compared if the ids determine all embeddings. ``generate`` drops as many of them as the cache has tokens.
         """
         tokens, inputs = self.record.tokens, self.record.inputs
         if embeddings.shape[1] <= tokens:
@@ -442,10 +441,9 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` gives the model all ``ids`` after the cache's and may repeat ids of the cache.
+        """Raise InvalidParameter if ``generate`` passes all ``ids`` after the cache's to the model and may repeat ids of the cache.
 
-        ``generate`` recognizes by the length of an attention mask that they are all ids, and makes no mask for a forward without that
-        parameter.
+        ``generate`` recognizes complete ids by the length of an attention mask, and creates no mask for a forward without that parameter.
         """
         tokens = self.record.tokens
         if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:

@@ -1,4 +1,4 @@
-"""The names of rows: vLLM's manager knows the keys of chunks, and its workers do not.
+"""Names of rows: vLLM's manager knows the keys of chunks, but its workers do not.
 
 vLLM's own specs record where chunks are. With their keys added, a row of another chunk is detected: one that an earlier chunk left in the
 same memory, or that a tier loaded to the wrong place.
@@ -21,7 +21,7 @@ def row_key(key: bytes, place: int) -> bytes:
 
 
 def attach_keys(manager: Any) -> None:
-    """Have the specs that ``manager`` prepares hold the keys of their chunks, in the order of the chunks, as ``keys``."""
+    """Add the keys of their chunks, in chunk order, as ``keys`` to the specs that ``manager`` prepares."""
     prepare_store, prepare_load = manager.prepare_store, manager.prepare_load
 
     def store(keys: Iterable[bytes], req_context: Any) -> Any:

@@ -1,8 +1,8 @@
-"""KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers on to kvpack's spec or tier.
+"""KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers to kvpack's spec or tier.
 
-``placement`` says where rows are. In ``"primary"``, vLLM's own memory of the host contains them: ``KvpackSpec`` packs in the worker, and a
-block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. In
-``"store"``, that memory contains pages, and ``KvpackTier`` below it packs them into a store of kvpack's own.
+``placement`` says where rows are. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker, and a block
+whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With ``"store"``,
+that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack store.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TIER = "kvpack_tier"
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
-    """The connector for ``"kv_connector": "KvpackConnector"``. ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options
-    of ``KvpackSpec``, and with the placement "store" those of ``KvpackTier``, with the model's ``heads`` and ``head_dim``.
+    """The connector for ``"kv_connector": "KvpackConnector"``.
 
-    Raises InvalidParameter.
+    ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options of ``KvpackSpec``, and with the placement "store" those of
+    ``KvpackTier``, with the model's ``heads`` and ``head_dim``. Raises InvalidParameter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -55,7 +55,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Check that the memory of the layers is arranged as the layout's name says, and go on as vLLM's own."""
+        """Check that the layers' memory matches the named layout, then register as vLLM does."""
         check_blocks(*self._kvpack, kv_caches)
         super().register_kv_caches(kv_caches)
 
@@ -70,7 +70,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         return failed
 
     def get_kv_connector_stats(self) -> Any:
-        """Return vLLM's counts in units of rows: blocks in a worker, and chunks that tiers bring back in the scheduler."""
+        """Return vLLM's counts in units of rows: blocks in a worker, and chunks loaded from tiers in the scheduler."""
         if not self._is_packed:
             return super().get_kv_connector_stats()
         if self.connector_scheduler is not None:
@@ -86,7 +86,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _heads(groups: Sequence[Group]) -> dict[str, int]:
-    """Return the heads and the dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
+    """Return the heads and head dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
     if [group.kind for group in groups] != ["attention"]:
         kinds = ", ".join(group.kind for group in groups) or "none"
         raise InvalidParameter(
@@ -97,10 +97,9 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def _placed(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options, which name the spec and the tier of the placement, and whether the primary tier holds rows. Raises
-    InvalidParameter.
+    """Return the options, which name the spec and the tier of the placement, and whether the primary tier holds rows.
 
-    vLLM asks several times for one configuration, also before there is a connector.
+    Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     placement = options.get("placement", "primary")

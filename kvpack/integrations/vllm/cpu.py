@@ -1,4 +1,4 @@
-"""vLLM's pages on the CPU: a named layout is compared with what vLLM's own writer does on this processor."""
+"""vLLM's pages on the CPU: compare a named layout with the output of vLLM's own writer on this processor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
-    """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks as ``rows`` are arranged.
+    """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks in the layout of ``rows``.
 
-    With AMX it keeps pairs of channels together, which no named arrangement does.
+    With AMX it stores pairs of channels together, as no named layout does.
     """
     current_platform.import_kernels()
     dtype = DTYPES[rows.geometry.dtype]

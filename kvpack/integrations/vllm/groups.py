@@ -1,4 +1,4 @@
-"""The groups of vLLM's cache layers as pages: plain attention and MLA are packed, and all else is kept byte for byte."""
+"""The groups of vLLM's cache layers as pages: plain attention and MLA are packed, and everything else is kept byte for byte."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 
 @dataclass(frozen=True)
 class Group:
-    """``layers`` layers, whose blocks have ``page_bytes`` bytes each, without padding.
+    """``layers`` layers whose blocks have ``page_bytes`` bytes each, without padding.
 
     ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary`` of rotary
-    values) or "bytes", which are kept as they are.
+    values) or "bytes", which are kept unchanged.
     """
 
     layers: int
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def geometry(self) -> PageGeometry:
-        """A page: one block of every layer."""
+        """Geometry of a page, which is one block of every layer."""
         if self.kind == "attention":
             return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
         if self.kind == "latents":
@@ -47,7 +47,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, given: str) -> str:
-        """Return the recipe for the group's pages, given the recipe ``given``: rotary values are not changed."""
+        """Return the recipe for the group's pages, given the recipe ``given``; rotary values stay unchanged."""
         return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
@@ -74,15 +74,15 @@ class Group:
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
-    """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for layers of several sizes in one group."""
+    """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for a group with layers of several sizes."""
     return [_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
 
 
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
-    """Raise InvalidParameter unless the blocks of the layers' tensors are as ``layout`` says.
+    """Raise InvalidParameter unless the blocks of the layers' tensors have the ``layout``.
 
-    ``kv_caches`` are vLLM's, by the names of layers: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``.
-    Attention may have smaller blocks than the cache's, and the strides of its tensor are those of its own blocks.
+    ``kv_caches`` are vLLM's, by layer name: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``. Attention may
+    have smaller blocks than the cache, and the strides of its tensor are those of its own blocks.
     """
     for group, kept in zip(groups, _offloaded(kv_cache_config), strict=True):
         if group.kind != "attention":

@@ -1,4 +1,4 @@
-"""Everything that vLLM's pages depend on but their tokens, which vLLM's key covers with LoRA names and images."""
+"""Everything that vLLM's pages depend on besides their tokens, LoRA names and images, which vLLM's key covers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 
 
 def settings_of(vllm_config: Any) -> str:
-    """Return the vLLM settings that keys, values and states depend on: its configuration with all overrides, dtype, quantization, weights
-    that are not those of the folder (the load format dummy), how images become values, and the draft model, whose layers may be among the
-    cache's. Raises InvalidParameter if this vLLM lacks such a field.
+    """Return the vLLM settings that keys, values and states depend on.
+
+    These are its configuration with all overrides, dtype, quantization, weights that are not the folder's (the load format dummy), how
+    images become values, and the draft model, whose layers may be in the cache. Raises InvalidParameter if this vLLM lacks such a field.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
@@ -70,12 +71,12 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value of the configuration that is not a JSON value."""
+    """Convert a configuration value that is not a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
-    """Return the identity of pages with the arrangement ``shape``, from vLLM's OffloadingConfig.
+    """Return the identity of pages with the layout ``shape``, from vLLM's OffloadingConfig.
 
     Raises InvalidParameter if nothing names the weights.
     """

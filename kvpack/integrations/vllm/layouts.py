@@ -1,7 +1,7 @@
 """Page layouts of vLLM's attention backends, and rows of the primary tier as a PageBuffer.
 
-A row holds, worker by worker and layer by layer, the blocks of a chunk. What kvpack calls a layer of a page is one block of one layer
-of one worker: so every arrangement here has strides, and nothing is copied.
+A row contains the blocks of a chunk, worker by worker and layer by layer. A layer of a kvpack page is one block of one layer of one worker:
+so every layout here has strides, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp3
 
 
 class Arrangement(NamedTuple):
-    """The first value and the strides [head, token, channel] of K and of V in a block."""
+    """The offset of the first value and the strides [head, token, channel] of K and of V in a block."""
 
     k: tuple[int, tuple[int, int, int]]
     v: tuple[int, tuple[int, int, int]]
 
 
 def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
-    """Return the arrangement of a block by its name. Raises InvalidParameter, which lists the names."""
+    """Return the layout of a block by name. Raises InvalidParameter, which lists the names."""
     row, head = 2 * dim, 2 * tokens * dim
     match name:
         case "adjacent":
@@ -45,7 +45,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 class Rows:
-    """Rows of chunks whose blocks, ``blocks`` in a row, have ``tokens`` tokens of ``heads`` heads of ``dim`` in the layout ``name``."""
+    """Rows of chunks of ``blocks`` blocks, each with ``tokens`` tokens of ``heads`` heads of ``dim`` in the layout ``name``."""
 
     def __init__(self, name: str, blocks: int, heads: int, tokens: int, dim: int, dtype: str) -> None:
         self.name, self._blocks = name, blocks
@@ -55,16 +55,16 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a row without padding."""
+        """Bytes of a row without padding."""
         return self._blocks * self._elements * self.geometry.torch_dtype.itemsize
 
     def buffer(self, memory: torch.Tensor) -> PageBuffer:
-        """Return ``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidParameter."""
+        """View ``memory``, uint8 ``[row, byte]``, as slots, one for each row. Raises InvalidParameter."""
         values = memory[:, : self.nbytes].view(self.geometry.torch_dtype)
         return PageBuffer(self.geometry, *(self._blocks_of(values, *place) for place in self._arranged))
 
     def certify(self, layout: PageLayout) -> None:
-        """Raise InvalidParameter unless ``layout``, found by an engine's own writer for one block, is the named arrangement."""
+        """Raise InvalidParameter unless ``layout``, measured with an engine's own writer for one block, is the named one."""
         page = torch.arange(self._elements, device="cpu")[None]
         for side, place in zip("kv", self._arranged, strict=True):
             if not torch.equal(self._blocks_of(page, *place)[0][0], layout.places[side][0]):

@@ -34,7 +34,7 @@ SIZES_EVERY = 30.0
 
 
 def tier_definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of a tier's metrics: the counters of a store, its sizes, and the seconds of its loads and saves."""
+    """Return vLLM's definitions of a tier's metrics: the counters of a store, its sizes, and the times of its loads and saves."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
     found: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packed_definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's for rows that tiers bring back."""
+    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's for rows loaded from tiers."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     found: dict[str, Any] = {
@@ -73,7 +73,7 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """The counts that a tier's store has added since vLLM last asked."""
+    """The increments of a tier's store counters since vLLM last read them."""
 
     def __init__(self, store: PageStore, tier: str) -> None:
         self._store, self._tier, self._changes = store, tier, Changes(store)
@@ -85,7 +85,7 @@ class TierMetrics:
         self._sizing.shutdown()
 
     def take(self) -> Any:
-        """vLLM's stats; None if nothing happened."""
+        """Return vLLM's stats, or None if nothing happened."""
         stats = _empty_stats()
         for labels, added in self._changes.take().items():
             stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
@@ -98,7 +98,7 @@ class TierMetrics:
         return None if stats.is_empty() else stats
 
     def _add_sizes(self, stats: Any) -> None:
-        """The size of the store, at which a thread looks: a folder or a server would hold the scheduler."""
+        """Add the size of the store, which a thread reads, because a folder or a server would block the scheduler."""
         if self._sizes is not None and self._sizes.done():
             if self._sizes.exception() is None:
                 for name in ("entries", "bytes"):
@@ -110,7 +110,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """Return the counts of packing and unpacking that a worker has added since the last call, as vLLM's stats; None if there are none."""
+    """Return a worker's counts of packing and unpacking since the last call as vLLM's stats, or None."""
     stats = _empty_stats()
     for labels, added in worker.take_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
@@ -118,8 +118,10 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """Return ``stats`` of vLLM's scheduler, None for none, with the damaged chunks of each tier since the last call and the ratio of
-    rows."""
+    """Add the damaged chunks of each tier since the last call and the ratio of rows to the scheduler's ``stats``.
+
+    ``stats`` may be None.
+    """
     found = _empty_stats()
     for tier in manager.secondary_tiers:
         added, tier.damaged_told = tier.damaged_chunks - getattr(tier, "damaged_told", 0), tier.damaged_chunks

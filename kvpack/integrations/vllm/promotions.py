@@ -1,4 +1,4 @@
-"""Checks, in the scheduler, of chunks from a secondary tier of vLLM: a chunk with a damaged row is a miss, and no worker reads it."""
+"""Check chunks from a secondary tier of vLLM in the scheduler: a chunk with a damaged row is a miss, and no worker reads it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[PageCodec]], cell: int, blocks: int) -> None:
-    """Have ``tier`` report as failed what it brought to the chunks of ``view`` and is no row of ``codecs`` and of the chunk's key.
+    """Make ``tier`` report as failed every chunk of ``view`` without valid rows of ``codecs`` under the chunk's key.
 
-    ``codecs`` has for each group, by vLLM's number of it, one for each cell of ``cell`` bytes in a chunk, which contains ``blocks`` rows,
-    at least one of them not absent.
+    ``codecs`` has, for each group by vLLM's number, one codec for each cell of ``cell`` bytes in a chunk, which contains ``blocks`` rows,
+    at least one of them present.
     """
     submit, finished = tier.submit_load, tier.get_finished_jobs
     running: dict[int, Any] = {}

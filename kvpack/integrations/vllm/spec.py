@@ -1,6 +1,6 @@
-"""KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier; the worker packs pages where they are.
+"""KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier; the worker packs pages in place.
 
-vLLM's own secondary tiers store packed chunks as they are; what they bring back is checked before a worker sees it.
+vLLM's own secondary tiers store packed chunks unchanged; loaded chunks are checked before a worker sees them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ GROUPS = "kvpack_groups"
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """The options of ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
-    ``adapter``, ``tenant`` and ``any_version``, as for the tier. Raises InvalidParameter, before vLLM serves, for what cannot be right.
+    ``adapter``, ``tenant`` and ``any_version``, as for the tier.
+
+    Raises InvalidParameter for an impossible configuration before vLLM serves.
     """
 
     def __init__(self, config: Any) -> None:
@@ -104,7 +106,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **packed_definitions()}
 
     def get_manager(self) -> Any:
-        """Return vLLM's manager; its secondary tiers bring back only checked rows."""
+        """Return vLLM's manager; its secondary tiers load only checked rows."""
         made = self._manager is None
         manager = super().get_manager()
         if made:
@@ -122,7 +124,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """Codecs by the numbers in keys: those of all groups, some of which vLLM may not offload."""
+        """Codecs by the group numbers in keys, for all groups, some of which vLLM may not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

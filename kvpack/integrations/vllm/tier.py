@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     """Chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
-    vLLM hands over bytes without their shape, so ``heads`` (KV heads of one worker) and ``head_dim`` are the connector's, and compared
-    with the bytes of a block, as is ``layout``, a name of ``layouts.arrangement``. ``revision`` names the weights where vLLM's model is no
+    vLLM passes bytes without their shape, so ``heads`` (KV heads of one worker) and ``head_dim`` come from the connector, and are compared
+    with the bytes of a block, as is ``layout``, a name of ``layouts.arrangement``. ``revision`` names the weights if vLLM's model is not a
     folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those of a store.
-    ``any_version`` allows a vLLM that was not run.
-    Raises InvalidParameter, before vLLM serves, for what cannot be right: another version, several cache groups, other sizes, and a
-    connector that does not tell what the model was started with.
+    ``any_version`` allows a vLLM version that was not tested. Raises InvalidParameter before vLLM serves for an impossible configuration:
+    another version, several cache groups, other sizes, and a connector that does not pass the model's settings.
     """
 
     medium = Medium.STORAGE
@@ -105,7 +104,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return True if a chunk is stored: RETRY until the thread that asks has an answer."""
+        """Return True if a chunk is stored, or RETRY until the querying thread has an answer."""
         found = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
@@ -116,7 +115,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to encode and store chunks; those that are there are kept, and the store evicts by itself."""
+        """Start encoding and storing chunks; existing ones are kept, and the store evicts on its own."""
         # vLLM's keys are a set, and those of one request begin with the chunks of its earlier jobs: a prefix is evicted from its end on.
         positions = getattr(job_metadata.req_context, "_offload_key_positions", {})
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
@@ -127,7 +126,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(ordered, partial(self.store.submit_put, ancestors=[bytes(key) for key in before]))
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to load chunks into rows of the primary tier; a damaged one is a miss alone."""
+        """Start loading chunks into rows of the primary tier; a damaged one is a miss and does not affect others."""
         self._begin(job_metadata, self.store.submit_get)
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -158,7 +157,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return tier_definitions()
 
     def get_stats(self) -> Any:
-        """Return the counts that the store has added since the last call, for vLLM's own metrics."""
+        """Return the increments of the store's counters since the last call, for vLLM's own metrics."""
         return self._metrics.take()
 
     def shutdown(self) -> None:
@@ -173,7 +172,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own thread of lookups, over the tier's store."""
+    """vLLM's own lookup thread, over the tier's store."""
 
     def __init__(self, tier: KvpackTier) -> None:
         self._store = tier.store
@@ -184,7 +183,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Return True if each chunk was stored or loaded; none of them where the job failed."""
+    """Return, for each chunk, True if it was stored or loaded; all False if the job failed."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:

@@ -8,10 +8,10 @@ from . import VERSIONS
 
 
 def check_version(version: str, any_version: bool) -> dict[str, str]:
-    """Return the part of ``version`` that identities name, so that incompatible versions share no entries: its first two numbers, or all of
-    it for a version that kvpack was not tested with.
+    """Return the part of ``version`` that identities name, so that incompatible versions share no entries.
 
-    Raises InvalidParameter for such a version unless ``any_version`` is set.
+    That is its first two numbers, or all of it for a version that kvpack was not tested with. Raises InvalidParameter for such a version
+    unless ``any_version`` is set.
     """
     minor = ".".join(version.split(".")[:2])
     if minor in VERSIONS:

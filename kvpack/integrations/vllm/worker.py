@@ -1,4 +1,4 @@
-"""PackedWorker: between vLLM's device pages and rows in its memory of the host, encoded and decoded where the pages are."""
+"""PackedWorker: encode vLLM's device pages in place to rows in host memory, and decode them back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupPart(NamedTuple):
-    """Blocks of one group, and the row of each in the memory of the host, uint8 ``[byte]``, with its name.
+    """Blocks of one group, and the named row of each in host memory, uint8 ``[byte]``.
 
     ``absent`` are the other rows of the same chunks.
     """
@@ -51,7 +51,7 @@ class _Transfer:
         self._event: Any = None
 
     def done(self, wait: bool = False) -> bool:
-        """Return True if the transfer has finished; with ``wait``, wait for its end."""
+        """Return True if the transfer has finished; with ``wait``, wait for it."""
         if not self._landed:
             if not wait and not all(job.done for _, _, job in self._parts):
                 return False
@@ -73,11 +73,11 @@ class _Transfer:
 
 
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
-    """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them: a chunk has a row for each of its blocks.
+    """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them; a chunk has a row for each of its blocks.
 
-    ``codecs`` and ``pages`` have one for each group. On a CUDA device it works on a stream of its own, after what the current one has
-    begun. ``release`` frees the memory. Specs of chunks have their ``keys`` (``chunk_keys.attach_keys``), which rows name. A block whose
-    row cannot be decoded, or is another block's, is left as it is, and in ``failed_blocks``.
+    ``codecs`` and ``pages`` have one entry per group. On a CUDA device it uses its own stream, after the work already on the current one.
+    ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows name. A block whose row cannot be
+    decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._told: Counter[tuple[str, ...]] = Counter()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Begin to encode device blocks to chunks."""
+        """Start encoding device blocks to chunks."""
         parts = []
         with self._on_stream():
             for part in self._parts(src_spec, dst_spec):
@@ -109,7 +109,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """Begin to decode chunks to device blocks."""
+        """Start decoding chunks to device blocks."""
         parts = []
         with self._on_stream():
             for part in self._parts(dst_spec, src_spec):
@@ -134,16 +134,16 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 transfer.done(wait=True)
 
     def failed_blocks(self) -> set[int]:
-        """Return the blocks that were not loaded since the last call."""
+        """Return the blocks that could not be loaded since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     def count(self, name: str) -> int:
-        """Return the blocks that were "encoded", "refused", "decoded" or "damaged"."""
+        """Return the number of blocks that were "encoded", "refused", "decoded" or "damaged"."""
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
     def take_counts(self) -> Counter[tuple[str, ...]]:
-        """Return the blocks since the last call, by name and, for refused and damaged ones, by reason."""
+        """Return the block counts since the last call, by name and, for refused and damaged ones, by reason."""
         added, self._told = self._counts - self._told, self._counts.copy()
         return added
 
@@ -164,7 +164,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return torch.cuda.stream(self._stream)
 
     def _stored(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
-        """Copy rows to the memory of the host: the row of a page that was refused is no row, and a later load of it fails."""
+        """Copy rows to host memory; a refused page leaves no valid row, and a later load of it fails."""
         for place in part.absent:
             # What an earlier chunk has left there must not go on to other tiers.
             place[: len(ABSENT)] = self._absent
@@ -184,7 +184,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
 
     def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
-        """Return the blocks of each group with their rows: the first chunk of a group may be used from its middle on, the last in part."""
+        """Return the blocks of each group with their rows; a transfer may start in the middle of a chunk and end within one."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()
         found, chunk, block = [], 0, 0

@@ -452,7 +452,12 @@ class Codec(ABC):
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
         for rule in self._checks.of_runs:
-            rule(arrays, runs, arrays[self._checks.of_batch].shape[0], where)
+            rule(arrays, runs, self.batch_of(arrays), where)
+
+    def batch_of(self, streams: Mapping[str, Any]) -> int:
+        """Return the number of sequences of ``streams``, arrays or tensors."""
+        batch: int = streams[self._checks.of_batch].shape[0]
+        return batch
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for errors visible only after decoding all symbols, in streams that passed the other checks."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .base import Layout, PayloadRule, RunRule, Unpacker
     from .rotation import Rotation
     from .side_car import RunStep
+    from .value_blocks import Array
 
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -160,7 +161,7 @@ class WithSideCars(Codec):
         return self.codec.tokens_of(streams)
 
     def cut(self, streams: Streams, tokens: int) -> Streams:
-        own = self._own_layout(1, 1, 0)
+        own = self.side_car_layout(1, 1, 0)
         cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in own}, tokens)
         return {**cut, **{name: streams[name] for name in own}}
 
@@ -168,9 +169,10 @@ class WithSideCars(Codec):
         return self.codec.packings()
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return self.codec.scales(batch, heads, tokens) | self._own_layout(batch, heads, tokens)
+        return self.codec.scales(batch, heads, tokens) | self.side_car_layout(batch, heads, tokens)
 
-    def _own_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+    def side_car_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """Return the part of ``scales`` that belongs to the side-cars."""
         return {name: layout for side_car in self.side_cars for name, layout in side_car.layout(batch, heads, tokens).items()}
 
     def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
@@ -333,7 +335,7 @@ class WithSideCars(Codec):
 
     def repack(self, streams: Streams, other: Codec) -> dict[str, torch.Tensor]:
         assert isinstance(other, WithSideCars)
-        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self._own_layout(1, 1, 0)}
+        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.side_car_layout(1, 1, 0)}
 
     def finite_streams(self) -> list[str]:
         return self.codec.finite_streams()
@@ -344,6 +346,13 @@ class WithSideCars(Codec):
     def run_rules(self) -> tuple[RunRule, ...]:
         own = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)
         return (*self.codec.run_rules(), *own)
+
+    def check_side_cars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
+        """Run the part of ``check`` and ``check_runs`` that reads the streams of side-cars, which are ``arrays``. Raises InvalidPayload."""
+        for side_car in self.side_cars:
+            side_car.check(arrays, where)
+        for side_car in self.side_cars:
+            side_car.check_runs(arrays, runs, batch, where)
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
         return self.codec.chunk_rules()

@@ -119,7 +119,7 @@ def _quaternion(codec: Quaternion) -> Tiles | None:
 
 
 CODECS: dict[type[Codec], CodecKernels] = {
-    Raw: CodecKernels(raw_tiles.tiles),
+    Raw: CodecKernels(raw_tiles.tiles, has_rules=done),
     Lossless: CodecKernels(decode_into=decode_lossless.decode_into),
     Group: CodecKernels(
         group_tiles.tiles,

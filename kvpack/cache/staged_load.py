@@ -15,6 +15,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
+from kvpack.file.container import located
 from kvpack.file.header import layout_bytes
 from kvpack.file.payload import Span
 from kvpack.formats.base import DTYPE_BYTES
@@ -128,17 +129,19 @@ def _check(
     ]
     digests = dispatch.digests([place for _, place in hashed])
     stored = [
-        (file.side(place.layer, place.side).codec, streams, f"{file.where}: {place.layer}.{place.side}")
+        (entry.codec, streams, entry.runs, f"{place.layer}.{place.side}")
         for place, side in sides
+        for entry in [file.side(place.layer, place.side)]
         for streams in side.stored_streams()
     ]
     codecs = file.header.codecs
-    check_values = dispatch.check_values([(codecs[codec], streams, where) for codec, streams, where in stored if codec in ruled])
+    check_values = dispatch.check_values([(codecs[codec], *rest) for codec, *rest in stored if codec in ruled])
     file.check_digests((name, digest) for (name, _), digest in zip(hashed, digests(), strict=True))
-    check_values()
-    for codec, streams, where in stored:
-        if codec in chunked:
-            dispatch.check_chunks(codecs[codec], streams, where)
+    with located(file.where):
+        check_values()
+        for codec, streams, _, where in stored:
+            if codec in chunked:
+                dispatch.check_chunks(codecs[codec], streams, where)
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
@@ -163,8 +166,7 @@ def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], devi
     """Return the bytes of a layer's ``sides`` if the device checks all of them: the rules apply only to bytes whose digests match."""
     if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
-    fewest = min(end - begin for side in sides for begin, end in side.streams.values())
-    return file.span(sides) if dispatch.checks_digests(fewest, device) else None
+    return file.span(sides) if dispatch.checks_digests(device) else None
 
 
 def _copies(number: int, group: _Group) -> Iterator[Copy]:

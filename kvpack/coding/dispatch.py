@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import xxhash
 
 from kvpack.file import row
 from kvpack.formats import rans
@@ -25,6 +27,7 @@ from . import triton_version
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy
     import torch
 
     from kvpack.formats.base import Codec
@@ -94,33 +97,75 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def checks_values(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_values`` performs the checks of ``codec.check`` on ``device``. Raises the errors of ``uses_triton``."""
+    """Return True if ``check_values`` performs the checks of ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
     from kvpack.kernels.bitpack import rules
 
+    if isinstance(codec, WithSideCars):
+        # The signs of a residual are too many to be copied back.
+        if codec.sketches:
+            return False
+        codec = codec.codec
     return codecs.of_codec(codec).has_rules(codec) and rules.rules_of(codec) is not None
 
 
-def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], str]]) -> Callable[[], None]:
-    """Begin to check the dense streams of sides, each with its name, on a device that ``checks_values`` supports.
+def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
+    """Begin to check sides, each as ``(codec, streams, runs, where)``, on a device that ``checks_values`` supports.
 
-    Returns a function that waits for the device and raises InvalidPayload, as ``codec.check`` does, naming the first side that breaks a
-    rule.
+    The streams are dense, and ``runs`` are the numbers of tokens of their runs. The streams of side-cars, which are small, are copied to
+    the host and checked there. Returns a function that waits for the device and raises InvalidPayload, as ``codec.check`` and
+    ``codec.check_runs`` do, naming the first side that breaks a rule.
     """
     if not sides:
         return lambda: None
     from kvpack.kernels.bitpack import rules
 
-    wrong_sides = rules.wrong_sides([(codec, streams) for codec, streams, _ in sides])
+    wrong_sides = rules.wrong_sides(
+        [(codec.codec if isinstance(codec, WithSideCars) else codec, streams) for codec, streams, _, _ in sides]
+    )
+    places = [
+        (number, name)
+        for number, (codec, *_) in enumerate(sides)
+        if isinstance(codec, WithSideCars)
+        for name in codec.side_car_layout(1, 1, 0)
+    ]
+    arrays = _to_host([sides[number][1][name] for number, name in places])
 
     def refuse() -> None:
-        for number in wrong_sides():
-            codec, streams, where = sides[number]
-            codec.check({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
+        wrong = set(wrong_sides())
+        of_side: dict[int, dict[str, numpy.ndarray[Any, Any]]] = {}
+        for (number, name), array in zip(places, arrays(), strict=True):
+            of_side.setdefault(number, {})[name] = array
+        for number, (codec, streams, runs, where) in enumerate(sides):
+            if number in wrong:
+                codec.check(dict(zip(streams, _to_host([*streams.values()])(), strict=True)), where)
+            if isinstance(codec, WithSideCars):
+                codec.check_side_cars(of_side.get(number, {}), runs, codec.batch_of(streams), where)
 
     return refuse
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
+    """Begin to copy ``tensors`` of one device to host memory together.
+
+    Returns a function that waits for the copy and returns numpy arrays of their shapes; bfloat16 as its bits, uint16.
+    """
+    if not tensors:
+        return list
+    import torch
+
+    shapes = [(tensor.shape, torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype, tensor.nbytes) for tensor in tensors]
+    memory = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+
+    def arrays() -> list[numpy.ndarray[Any, Any]]:
+        parts = memory.cpu().split([nbytes for _, _, nbytes in shapes])  # type: ignore[no-untyped-call]
+        # Copies begin at multiples of their items.
+        found = [part.clone().view(dtype).view(shape).numpy() for part, (shape, dtype, _) in zip(parts, shapes, strict=True)]
+        return [array.view("<u2") if array.dtype == "<i2" else array for array in found]
+
+    return arrays
 
 
 def checks_chunks(codec: Codec, device: torch.device) -> bool:
@@ -144,26 +189,34 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
     check(codec, streams, where)
 
 
-def checks_digests(nbytes: int, device: torch.device) -> bool:
-    """Return True if ``digests`` supports tensors of ``nbytes`` and more on ``device``. Raises the errors of ``uses_triton``."""
-    if not uses_triton(device):
-        return False
-    from kvpack.kernels.bitpack import digests
-
-    return nbytes >= digests.MIN_BYTES
+def checks_digests(device: torch.device) -> bool:
+    """Return True if ``digests`` supports tensors on ``device``. Raises the errors of ``uses_triton``."""
+    return uses_triton(device)
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
     """Begin to compute the digests of byte ranges ``[begin, end)`` of memory, uint8, on a device that ``checks_digests`` supports.
 
-    Each range begins at a multiple of 8 bytes. Returns a function that waits for the digests and returns them.
+    Each range begins at a multiple of 8 bytes; short ones are copied to the host and hashed there. Returns a function that waits for the
+    digests and returns them.
     """
     if not places:
         return list
     from kvpack.kernels.bitpack import digests
 
-    found = digests.digests(places)
-    return lambda: [digest.tobytes() for digest in found.cpu().numpy().astype(">i8")]
+    large, small = [], []
+    for number, (_, begin, end) in enumerate(places):
+        (large if end - begin >= digests.MIN_BYTES else small).append(number)
+    found = digests.digests([places[number] for number in large]) if large else None
+    arrays = _to_host([memory[begin:end] for memory, begin, end in map(places.__getitem__, small)])
+
+    def wait() -> list[bytes]:
+        result = dict(zip(small, map(xxhash.xxh3_128_digest, arrays()), strict=True))
+        if found is not None:
+            result.update(zip(large, (digest.tobytes() for digest in found.cpu().numpy().astype(">i8")), strict=True))
+        return [result[number] for number in range(len(places))]
+
+    return wait
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:

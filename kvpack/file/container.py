@@ -99,7 +99,7 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
     where = path_text(path)
     source: Source = OnDisk(open_regular(where))
     try:
-        with _located(where):
+        with located(where):
             if memory_limit is not None:
                 check_size(source.size, memory_limit)
             if copy:
@@ -116,7 +116,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
     the name.
     """
     if memory_limit is not None:
-        with _located(where):
+        with located(where):
             check_size(len(data), memory_limit)
     return File(InMemory(data), where, memory_limit)
 
@@ -145,7 +145,7 @@ class File:
         self.size = source.size
         self._source = source
         try:
-            with _located(where):
+            with located(where):
                 self.header, self.front = read_front(source, memory_limit)
         except BaseException:
             self.close()
@@ -173,7 +173,7 @@ class File:
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
         entry, place, start = self.tensors[name], self.front.places[name], len(self.front.text)
-        with _located(self.where):
+        with located(self.where):
             stored = self._source.view(start + place.begin, start + place.end)
             if name not in self._verified:
                 if any(pad := self._source.view(start + place.pad, start + place.begin)):
@@ -197,7 +197,7 @@ class File:
             if check_values and stream != "tail":
                 arrays[stream] = layout.array(data[stream])
         if check_values:
-            with _located(self.where):
+            with located(self.where):
                 self._check(entry, arrays, f"{layer}.{side}")
         return data
 
@@ -210,7 +210,7 @@ class File:
         for _, group in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
             extents = {number: self._extent(number) for _, number in group}
             begin, end = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
-            with _located(self.where), contextlib.closing(self._source.ahead(begin, end)) as ahead:
+            with located(self.where), contextlib.closing(self._source.ahead(begin, end)) as ahead:
                 reached = begin
                 for number, (_, last) in extents.items():
                     while reached < last:
@@ -228,7 +228,7 @@ class File:
         """Return the decoded bytes of a state; digest and pad are checked on first use. Raises DigestMismatch and InvalidPayload."""
         data = self.tensor(state.where)
         if self.header.is_basis:
-            with _located(self.where):
+            with located(self.where):
                 basis.check_frame_values(state, state.layout.array(data))
         return data
 
@@ -237,7 +237,7 @@ class File:
 
         Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
-        with _located(self.where):
+        with located(self.where):
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
@@ -261,7 +261,7 @@ class File:
         """
         entry, arrays, prefix = self.side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
         layouts, tensors = self.header.streams[entry], self._placed(places)
-        with _located(self.where):
+        with located(self.where):
             span = span_of(self.front, tensors)
             if span is not None:
                 read_span(self._source, span, 0, span.end - span.begin, memory[: span.end - span.begin])
@@ -287,7 +287,7 @@ class File:
 
     def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
         """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, as ``payload.read_span``."""
-        with _located(self.where):
+        with located(self.where):
             read_span(self._source, span, first, last, memory)
 
     @property
@@ -297,12 +297,12 @@ class File:
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
         """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, as ``payload.check_pads``."""
-        with _located(self.where):
+        with located(self.where):
             check_pads(self._source, span, first, last, memory)
 
     def check_digests(self, found: Iterable[tuple[str, bytes]]) -> None:
         """Raise DigestMismatch for the first tensor whose digest in ``found`` differs from the header's."""
-        with _located(self.where):
+        with located(self.where):
             for name, digest in found:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)
 
@@ -316,7 +316,7 @@ class File:
         for number, layer in enumerate(self.header.layers):
             for side, entry in layer.sides():
                 stored = {stream: self.tensors[f"{number}.{side}.{stream}"] for stream in self.header.streams[entry]}
-                with _located(self.where):
+                with located(self.where):
                     layouts = self.header.streams[entry]
                     arrays = {stream: self._checked_array(tensor, layouts[stream]) for stream, tensor in stored.items()}
                     arrays.pop("tail", None)
@@ -326,7 +326,7 @@ class File:
                     progress(done, total)
             for state in self.header.states_of(number):
                 tensor = self.tensors[state.where]
-                with _located(self.where):
+                with located(self.where):
                     array = self._checked_array(tensor, state.layout)
                     if self.header.is_basis:
                         basis.check_frame_values(state, array)
@@ -373,7 +373,8 @@ def _flat(name: str, array: Any) -> memoryview:
 
 
 @contextlib.contextmanager
-def _located(where: str) -> Iterator[None]:
+def located(where: str) -> Iterator[None]:
+    """Name the file ``where`` at the beginning of every KvpackError."""
     try:
         yield
     except KvpackError as error:

@@ -61,8 +61,8 @@ def random_bytes(count: int, seed: int = 0) -> bytes:
 
 
 EDGES = (
-    *range(LEAST, LEAST + 18), 319, 320, 321, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 63, BLOCK + 64, BLOCK + 65, 2 * BLOCK - 1, 2 * BLOCK,
-    2 * BLOCK + 1, 32 * BLOCK, 32 * BLOCK + 1, 33 * BLOCK, 33 * BLOCK + 1, 64 * BLOCK, 65 * BLOCK + 7, 100_001,
+    0, 1, 8, LEAST - 1, *range(LEAST, LEAST + 18), 319, 320, 321, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 63, BLOCK + 64, BLOCK + 65,
+    2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 32 * BLOCK, 32 * BLOCK + 1, 33 * BLOCK, 33 * BLOCK + 1, 64 * BLOCK, 65 * BLOCK + 7, 100_001,
 )  # fmt: skip
 
 
@@ -201,16 +201,27 @@ def test_the_first_digest_of_the_file_is_told(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("recipe", ["kvpack-2", "octopus-3", "oscar-2", "kivi-2", "turboangle-k8v4", "int-3-med3", "fp16"])
+def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side-cars included, whose streams have few bytes, or none."""
+    cache = kvpack.pack(random_pairs(2, 70, batch=1), recipe)
+    kvpack.save(cache, tmp_path / "a")
+    with container.open_file(tmp_path / "a") as file:
+        assert recipe == "fp16" or min(tensor.stored_bytes for tensor in file.tensors.values()) < LEAST
+    names = hashed_by_the_host(monkeypatch)
+    assert load(tmp_path / "a").tokens == cache.tokens
+    assert not names
+
+
 @pytest.mark.parametrize(
-    "options", [{"compress": True}, {"tokens": 2}, {"recipe": "kivi-2-u8"}, {"recipe": "kivi-2"}, {"recipe": "bf16"}], ids=str
+    "options", [{"compress": True}, {"recipe": "kivi-2-u8"}, {"recipe": "nvfp4"}, {"recipe": "octopus-qjl-2"}], ids=str
 )
 def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """zstd frames, tensors of few bytes, and bytes whose rules the host checks: these must have their digests before."""
-    recipe, tokens, path = options.get("recipe", "octopus-3;raw=0"), options.get("tokens", 70), tmp_path / "a"
-    kvpack.save(kvpack.pack(random_pairs(2, tokens, batch=1), recipe), path, compress="compress" in options)
+    """zstd frames, and bytes whose rules the host checks: these must have their digests before."""
+    recipe, path = options.get("recipe", "octopus-3"), tmp_path / "a"
+    kvpack.save(kvpack.pack(random_pairs(2, 70, batch=1), recipe), path, compress="compress" in options)
     names = hashed_by_the_host(monkeypatch)
     load(path)
-    assert not dispatch.checks_digests(LEAST - 1, torch.device(DEVICE))
     with container.open_file(path) as file:
         compressed = [name for name, tensor in file.tensors.items() if tensor.filter != "none"]
         assert bool(compressed) == ("compress" in options)

@@ -103,8 +103,12 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
 
 
 @pytest.mark.parametrize(
-    "recipe", ["octopus-3", "octopus-3;raw=0", "kivi-2;raw=0", "kivi-2-u8", "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2"]
-)
+    "recipe",
+    [
+        "octopus-3", "kvpack-2", "oscar-2", "int-3-med3", "octopus-3;raw=0", "kivi-2-u8",
+        "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2",
+    ],
+)  # fmt: skip
 def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
     cache, refused = kvpack.pack(random_pairs(3, 40), recipe), 0
     contents, arrays = files.stored(cache)

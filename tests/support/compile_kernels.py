@@ -223,10 +223,8 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode.encode(side.codec, x))
         if dispatch.checks_values(side.codec, out.device):
-            streams = side.runs[0].streams
-            compiled.attempt(
-                f"{recipe}: {name}'s rules", lambda side=side, streams=streams: dispatch.check_values([(side.codec, streams, "x")])()
-            )
+            checked = side.codec, side.runs[0].streams, [TOKENS], "x"
+            compiled.attempt(f"{recipe}: {name}'s rules", lambda checked=checked: dispatch.check_values([checked])())
         if dispatch.checks_chunks(side.codec, out.device):
             compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
 

@@ -135,7 +135,8 @@ def _check(
         for streams in side.stored_streams()
     ]
     codecs = file.header.codecs
-    check_values = dispatch.check_values([(codecs[codec], *rest) for codec, *rest in stored if codec in ruled])
+    ruled_sides = [(codecs[codec], streams, runs, where) for codec, streams, runs, where in stored if codec in ruled]
+    check_values = dispatch.check_values(ruled_sides)
     file.check_digests((name, digest) for (name, _), digest in zip(hashed, digests(), strict=True))
     with located(file.where):
         check_values()

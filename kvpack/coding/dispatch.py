@@ -204,14 +204,13 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
         return list
     from kvpack.kernels.bitpack import digests
 
-    large, small = [], []
-    for number, (_, begin, end) in enumerate(places):
-        (large if end - begin >= digests.MIN_BYTES else small).append(number)
+    large = [number for number, (_, begin, end) in enumerate(places) if end - begin >= digests.MIN_BYTES]
+    small = [number for number, (_, begin, end) in enumerate(places) if end - begin < digests.MIN_BYTES]
     found = digests.digests([places[number] for number in large]) if large else None
     arrays = _to_host([memory[begin:end] for memory, begin, end in map(places.__getitem__, small)])
 
     def wait() -> list[bytes]:
-        result = dict(zip(small, map(xxhash.xxh3_128_digest, arrays()), strict=True))
+        result = dict(zip(small, (xxhash.xxh3_128_digest(array.tobytes()) for array in arrays()), strict=True))
         if found is not None:
             result.update(zip(large, (digest.tobytes() for digest in found.cpu().numpy().astype(">i8")), strict=True))
         return [result[number] for number in range(len(places))]

@@ -151,9 +151,7 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
 
 
 def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
-    """Let layers of the same kind as ``layer`` skip its checks in calls with many queries; with few queries, each layer has its own
-    launches.
-    """
+    """Let layers of the same kind as ``layer`` skip its checks in calls with many queries; with few, each layer has its own launches."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
@@ -172,7 +170,7 @@ def check_call(
     sink_logits: torch.Tensor | None,
     lengths: object = None,
 ) -> tuple[Side, Side]:
-    """Return the sides of ``layer`` after checking all arguments of ``attend``. Raises the errors of ``attend``."""
+    """Check all arguments of ``attend``, and return the sides of ``layer``. Raises the errors of ``attend``."""
     k, v = _sides(layer)
     _check(q, k, v, causal, sliding_window, softcap, scale)
     _check_held(q.shape[2], layer, sliding_window, lengths)
@@ -195,7 +193,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """Return ``kvpack.kernels.attend.many_queries`` if it can attend ``layer`` with ``q``, which ``attention_kernels`` does not take.
+    """Return ``kvpack.kernels.attend.many_queries`` if it can attend ``layer`` with ``q``, for calls that ``attention_kernels`` rejects.
 
     Raises the errors of ``uses_triton``.
     """
@@ -265,7 +263,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
 
 
 def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths: object) -> None:
-    """Raise InvalidParameter if a query sees tokens that the layer no longer holds."""
+    """Raise InvalidParameter if a query sees tokens that the layer no longer contains."""
     if not layer.skipped:
         return
     held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"
@@ -287,7 +285,7 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
-    """Return ``lengths`` or ``starts`` as a tensor of numbers from 0 to ``tokens``; a tensor on a device is clamped there.
+    """Convert ``lengths`` or ``starts`` to a tensor of numbers from 0 to ``tokens``; a tensor on a device is clamped there.
 
     Both count the ``skipped`` tokens of the layer.
     """

@@ -1,4 +1,4 @@
-"""The names under which models take and return their caches: transformers 5.24 calls ``past_key_values`` ``cache``."""
+"""Parameter names under which models accept and return their caches: in transformers 5.24, ``past_key_values`` became ``cache``."""
 
 from __future__ import annotations
 

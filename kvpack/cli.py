@@ -38,7 +38,7 @@ BROKEN_PIPE = 141
 
 
 class _Version(argparse.Action):
-    """Prints the version and the backend of each kind of device, which is only determined on request."""
+    """Print the version and the backend of each kind of device, which is determined only on request."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -113,7 +113,7 @@ def _complain(message: str) -> None:
 
 
 def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Show one of kvpack's own warnings as one line, and any other warning as ``show`` does."""
+    """Show one of kvpack's own warnings as one line, and any other warning with ``show``."""
     if issubclass(category, RoundedWarning):
         _complain(f"warning: {message}")
     else:

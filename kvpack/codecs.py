@@ -1,9 +1,9 @@
-"""The codecs as objects, from which a recipe can be made without its text::
+"""The codecs as objects, from which a recipe can be built without its text::
 
     Recipe(k=Octahedral(b=3), v=Group(b=3, group=32), window=32)
 
-The options are those of the recipe's text, by name: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of
-side-cars, are on the pages of spec/codecs/ and spec/side-cars.md; the recipe refuses others.
+The options are those of the recipe's text, by name: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of side-cars,
+are on the pages of spec/codecs/ and spec/side-cars.md; the recipe refuses others.
 """
 
 from __future__ import annotations

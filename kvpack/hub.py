@@ -1,4 +1,4 @@
-"""Folders of models: a path, or the name of a model on the hub, whose files are in huggingface_hub's cache."""
+"""Model folders: a path, or the name of a model on the hub, whose files are in huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of ``model``: its path, or its name on the hub, of which ``revision``, or the newest in huggingface_hub's cache, is
-    taken.
+    """Return the folder of ``model``, given as a path or as a name on the hub.
 
-    A model that is not in the cache is downloaded there, unless HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises
-    MissingFile, naming the command that gets the model, and MissingPackage without huggingface_hub.
+    A name selects ``revision``, or the newest one in huggingface_hub's cache. A model that is not in the cache is downloaded unless
+    HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises MissingFile, naming the command that downloads the model, and
+    MissingPackage without huggingface_hub.
     """
     folder = Path(model)
     if (folder / "config.json").is_file():
@@ -37,7 +37,7 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revisio
 
 
 def _cached(name: str, weights: bool, revision: str | None) -> Path | None:
-    """Return the folder in the cache; None unless it is complete."""
+    """Return the folder in the cache, or None unless it is complete."""
     config = _library(name).try_to_load_from_cache(name, "config.json", revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder is not None and _is_complete(folder, weights) else None
@@ -48,7 +48,7 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
-    """Return True if ``folder`` has all weights of this kind: a model of several files has an index of them."""
+    """Return True if ``folder`` has all weights of this kind, according to the index of a model with several files."""
     for index in folder.glob(f"{pattern}.index.json"):
         try:
             return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())

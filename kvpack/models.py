@@ -1,4 +1,4 @@
-"""The language models of commands: a transformers folder, a model on the hub, or the demo's own."""
+"""Language models for commands: a transformers folder, a model on the hub, or the demo's own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ BOS = 256
 
 
 def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdpa", dtype: torch.dtype | str = torch.float32) -> Any:
-    """Return the causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
+    """Load the causal language model ``path``, a folder or a name on the hub, or the demo's, with the named transformers attention.
 
-    ``dtype`` "auto" is that of its weights.
-
-    A model without scaled dot-product attention (Gemma-2, GPT-OSS) has its eager one in place of "sdpa". Raises MissingFile,
-    InvalidParameter for a model with an encoder and for one that transformers does not load so, and MissingPackage without transformers.
+    ``dtype`` "auto" keeps the dtype of its weights. For a model without scaled dot-product attention (Gemma-2, GPT-OSS), "sdpa" selects
+    eager attention. Raises MissingFile, InvalidParameter for a model with an encoder or one that transformers does not load as a causal
+    model, and MissingPackage without transformers.
     """
     library, refusals = transformers_library(), []
     if attention == "kvpack":
@@ -51,7 +50,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """The folder of a transformers model: ``path``, a folder or a name on the hub, or the demo's own. Raises MissingFile."""
+    """Yield the folder of a transformers model: ``path``, a folder or a name on the hub, or the demo's own. Raises MissingFile."""
     if path is None:
         with as_file(files("kvpack.demo") / "tinylm") as folder:
             yield folder
@@ -60,14 +59,14 @@ def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
 
 
 class ByteTokenizer:
-    """The tokenizer of models whose tokens are bytes of UTF-8, after one token that begins every sequence."""
+    """A tokenizer for models whose tokens are UTF-8 bytes, after one token that begins every sequence."""
 
     chat_template = None
     bos_token_id = BOS
     is_fast = True
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False) -> dict[str, Any]:
-        """Return the ids of ``text`` as ``input_ids``, and where each begins and ends in it as ``offset_mapping``."""
+        """Return the ids of ``text`` as ``input_ids``, and their start and end in it as ``offset_mapping``."""
         data = [(byte, number) for number, char in enumerate(text) for byte in char.encode(errors="replace")]
         first = [BOS] if add_special_tokens else []
         result: dict[str, Any] = {"input_ids": [*first, *(byte for byte, _ in data)]}
@@ -100,7 +99,7 @@ def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
     """Return each layer's keys and values in the caches of the model ``path``, a folder or a name on the hub; None for a layer without any.
 
     Only the configuration is read: a model without weights computes one token. Raises MissingFile, MissingPackage, and InvalidParameter for
-    a configuration of which transformers makes no decoder.
+    a configuration from which transformers creates no decoder.
     """
     library = transformers_library()
     folder = hub.model_folder(path, weights=False)
@@ -131,7 +130,7 @@ def demo_text() -> bytes:
 
 
 def transformers_library() -> Any:
-    """Return the module transformers, its progress bars off. Raises MissingPackage if it is not installed, or too old."""
+    """Return the module transformers with progress bars off. Raises MissingPackage if it is not installed or is too old."""
     transformers = installed()
     transformers.utils.logging.disable_progress_bar()
     return transformers

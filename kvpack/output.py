@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option that every command has."""
+    """Add the option ``--json``, which every command has."""
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 
@@ -33,7 +33,7 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None],
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are text and the others numbers; it is as wide as its cells, never cut."""
+    """Print a table with ``left`` text columns first and numbers after them; it is as wide as its cells, never cut."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -54,7 +54,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """A progress bar on standard error as a callback; None with ``--json`` or without a terminal."""
+    """Show a progress bar on standard error, and yield its callback; None with ``--json`` or without a terminal."""
     if arguments.json or not sys.stderr.isatty():
         yield None
         return
@@ -85,10 +85,10 @@ def bytes_text(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return ``count`` with thousands separators and its noun, whose plural ends in s."""
+    """Return ``count`` with thousands separators and its noun, with an s in the plural."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """Text from a file with every control character escaped, so that a terminal does not interpret it."""
+    """Escape every control character in text from a file, so that a terminal does not interpret it."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -41,7 +41,7 @@ _CALLS = 3
 
 
 class _Way(NamedTuple):
-    """One way to attend: the bytes that it reads, and whether kernels other than PyTorch's do it."""
+    """One way to attend: the bytes that it reads, and whether kernels other than PyTorch's run it."""
 
     name: str
     bytes: int
@@ -111,7 +111,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
 
 
 def _read_speed() -> float:
-    """Return bytes per second that one thread reads from memory, when it adds up integers."""
+    """Return the bytes per second that one thread reads from memory while adding up integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0].process
 

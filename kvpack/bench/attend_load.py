@@ -1,4 +1,4 @@
-"""Attention over many pages, compared with one page; and on a machine with every core busy, compared with an idle one."""
+"""Attention over many pages compared with one page, and on a machine with every core busy compared with an idle one."""
 
 from __future__ import annotations
 

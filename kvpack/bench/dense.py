@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
+    """Compute attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
     batch, heads, _, dim = k.shape
     scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v

@@ -1,4 +1,4 @@
-"""Seconds of calls that end with a model's answer: process time on a CPU, wall time on a device."""
+"""Times of calls until the device has finished: process time on a CPU, wall time on a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPEATS = 3
 
 
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """Return the seconds of each call, or the error that it ends with."""
+    """Return the seconds of each call, or the error that it raises."""
     if device == "cpu":
         return [(own.process, None) for own in interleaved(calls, REPEATS)]
     return [outcome(partial(_median, call, device)) for call in calls]

@@ -1,7 +1,7 @@
 """kvpack bench kernels: encoding on a CUDA device, compared with a copy of the input and the papers' times; whole pack and unpack.
 
-One side of the LLM row of OCTOPUS Table 7. Encoding times are of the kernels alone, in CUDA graphs that cycle over inputs
-larger together than the L2 cache; packing and unpacking are the library's calls, including allocation and checks.
+Inputs are one side of the LLM row of OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle over inputs larger
+together than the L2 cache; packing and unpacking are the library's calls, including allocation and checks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield the sides of ``recipe``, which may name a synthetic basis of klt, and their codecs, without duplicates and raw codecs."""
+    """Yield the sides and codecs of ``recipe``, which may name a synthetic basis of klt, without duplicates and raw codecs."""
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     found: list[Codec] = []

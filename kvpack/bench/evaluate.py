@@ -162,7 +162,7 @@ def evaluate(
 def _places(
     words: Sequence[Text], model: Any, tokens: int | None, score: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the start and the text of each window, and their sizes. Raises InvalidParameter."""
+    """Return the start and text of each window, and the window sizes. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "by the model's positions and the longest text")

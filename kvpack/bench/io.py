@@ -70,7 +70,7 @@ class Source:
 
 
 def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
-    """Return the KV cache that the options of ``kvpack bench io`` ask for.
+    """Return the KV cache that the options of ``kvpack bench io`` select.
 
     Raises InvalidParameter for a wrong shape or more tokens than the text has, and MissingFile for an unreadable text.
     """
@@ -131,9 +131,9 @@ def run(
 
     With a CUDA ``device``, ``device_rows`` has the rows of ``io_device.run`` and nothing else is measured.
 
-    A row's ``of_copy`` is its speed over that of a copy of the bf16 cache into memory in use (above 1 is faster), ``of_safetensors`` its
-    time over that of the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, load_file
-    and attention. Raises InvalidParameter.
+    A row's ``of_copy`` is its speed relative to a copy of the bf16 cache into memory already in use (above 1 is faster). ``of_safetensors``
+    is its time relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors,
+    load_file and attention. Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
@@ -221,7 +221,7 @@ def _packed(cache: Source, recipe: str, path: str) -> list[_Timed]:
 
 
 def _remove(path: str) -> None:
-    """Remove a file, or a folder of files, if it is there."""
+    """Remove a file, or a folder of files, if it exists."""
     if os.path.isdir(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):

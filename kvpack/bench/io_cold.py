@@ -1,4 +1,4 @@
-"""kvpack bench io --cold: files that are not in the page cache, compared with what fio reads past it from the same disk."""
+"""kvpack bench io --cold: files outside the page cache, compared with fio's direct reads from the same disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure files of ``cache`` and return JSON values: one row per recipe and way, its ``of_fio`` above 1 if it is faster than fio.
+    """Measure files of ``cache`` and return JSON values: one row per recipe and way; ``of_fio`` above 1 is faster than fio.
 
     Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
@@ -109,7 +109,7 @@ def _load_to(path: str, device: torch.device) -> kvpack.Cache:
 
 
 def _read_by_ring(path: str) -> None:
-    """Read all sides through the staging memory of a load to a device, without one."""
+    """Read all sides through the staging memory of a load to a device, but without a device."""
     with open_file(path) as file:
         places = [file.side_places(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
         span = file.span(places)
@@ -121,7 +121,7 @@ def _read_by_ring(path: str) -> None:
 
 
 def _fio(path: str) -> float:
-    """Return the seconds that fio takes to read a file. Raises InvalidParameter with its message if it fails."""
+    """Return the seconds in which fio reads a file. Raises InvalidParameter with its message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

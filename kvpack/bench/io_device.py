@@ -82,7 +82,7 @@ def _rows(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of ``1 + repeats`` calls, each until the device is done."""
+    """Return the seconds of ``1 + repeats`` calls, each until the device has finished."""
     seconds = []
     for _ in range(1 + repeats):
         torch.cuda.synchronize(device)
@@ -96,7 +96,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def _write(path: str, data: memoryview) -> None:
-    """Replace ``path`` with ``data`` as a file is saved: a new file, then a rename."""
+    """Replace ``path`` with ``data`` as saving does: a new file, then a rename."""
     descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         done = 0

@@ -1,8 +1,8 @@
 """kvpack bench kernels: attention over packed rows on a CUDA device, compared with the best bf16 attention in the same run.
 
-Times are of CUDA graphs that cycle over buffers larger together than the L2 cache: main kernel and merge, and also all of ``attend``,
-which may rotate the query before. Ratios to bf16 are of the latter, as that is what a caller waits for. Calls are also timed as a program
-makes them, one after the other.
+Times are of CUDA graphs that cycle over buffers larger together than the L2 cache: main kernel and merge, and all of ``attend``, which may
+first rotate the query. Ratios to bf16 use the latter, because that is what a caller waits for. Calls are also timed as a program makes
+them, one after the other.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Return bytes per second that a kernel reads and writes when it inverts all bits."""
+    """Return the bytes per second that a kernel reads and writes while inverting all bits."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # In a graph a plain copy of this size was two thirds as fast on an H200.
@@ -211,7 +211,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
 
 
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
-    """Return the launches after the query rotation in a call over ``layer``: the split kernels and the merge."""
+    """Return a function that runs the launches after the query rotation: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 

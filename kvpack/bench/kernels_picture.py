@@ -1,4 +1,4 @@
-"""The picture of a sweep of kvpack bench kernels: time of whole calls against context length, and next to it the ratio to bf16's time."""
+"""Plot a sweep of kvpack bench kernels: time of whole calls against context length, and the ratio to bf16's time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Needle recall: facts are planted in a text and asked for after it.
 
-A model of bytes gets key lines, ``[[key QWERTY = 8J2K9XPL]]``, LINES in a prompt, with 6 and 8 random characters of A-Z and 0-9. A model
-with a tokenizer gets one pass key of 5 digits, at a depth that is given. An answer is right when every token of it is the model's first
-choice, given the true tokens before it.
+A model of bytes gets LINES key lines per prompt, ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. A model with
+a tokenizer gets one pass key of 5 digits, at a given depth. An answer is right if every token of it is the model's first choice, given the
+true tokens before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIGITS = "0123456789"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with facts in it, and the (question, value) of each fact, all as token ids.
+    """A text with planted facts, and the (question, value) of each fact, all as token ids.
 
     ``depths`` says where each fact begins, as a share of the text.
     """
@@ -48,7 +48,7 @@ class Prompt:
 
 
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
-    """Return ``ids`` of ``text``, which are bytes, with LINES key lines at random places and the end cut off to keep the length.
+    """Insert LINES key lines at random positions into ``ids`` of ``text``, which are bytes, and cut the end to keep the length.
 
     ``ids`` must be longer than all lines together.
     """
@@ -59,10 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """Return ``ids`` of ``text`` with one pass key at ``depth``, a share of the prompt, and the end cut off to keep the length.
-
-    ``ids`` must be longer than the lines about the key.
-    """
+    """Insert one pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and cut the end to keep the length."""
     key = _word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
@@ -83,7 +80,7 @@ def _planted(
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Return True if each answer is right; ``cache`` returns the model's cache of the prompt, a new one for each question."""
+    """Return, for each question, True if the answer is right; ``cache`` returns the model's cache of the prompt, a new one per question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -1,4 +1,4 @@
-"""The picture of a quality report: KL divergence against the bits of the file, on paper or a screen."""
+"""Plot a quality report: KL divergence against the bits of the file, for print or screen."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def figure(report: dict[str, Any]) -> Any:
 def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     """Draw the recipes, the Pareto front and the forgotten past.
 
-    The legend beside the axes names every recipe; ``narrow`` axes have the names next to the points instead.
+    A legend next to the axes names every recipe; on ``narrow`` axes the names are next to the points instead.
     """
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
@@ -127,7 +127,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
 
 
 def _needs_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Return True if the name of a recipe is to the left of its point, because of another point, or the end of the axis, to the right."""
+    """Return True if a recipe's name belongs to the left of its point, because another point or the end of the axis is to the right."""
     x, y = row["bits_per_value"], _drawn(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_drawn(other) / y))) for other in rows]
     return _NEAR * x > max(other["bits_per_value"] for other in rows) or any(

@@ -1,4 +1,4 @@
-"""Seconds that the process works, and that pass: in one thread (``modes.one_thread``), other load disturbs the former least."""
+"""Process time and wall time; in one thread (``modes.one_thread``), other load disturbs process time least."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """The averages of one call: of the process, in all its threads, and on the clock."""
+    """The averages of one call: process time over all its threads, and wall time."""
 
     process: float
     wall: float
@@ -30,14 +30,12 @@ def interleaved(
     average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
 ) -> list[Seconds]:
-    """Return the seconds per call of each function: the median over ``repeats`` rounds of ``at_once`` calls of each in turn, after a
-    warm-up round.
+    """Return the seconds per call of each function: the median over ``repeats`` rounds of ``at_once`` calls of each in turn.
 
-    ``average`` is another average than the median, for calls that now and then do what the others leave to them.
-
-    What ``before`` holds for a call is called before its timing, and what the last call returns is freed after it. With ``new_memory`` the
-    allocator first gives what is free back to the system: otherwise a call takes pages that the one before it left, or pays for new ones,
-    by chance.
+    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work that the others leave to them.
+    ``before`` maps a call to a function that is called before its timing; the result of the last call is freed after it. With
+    ``new_memory`` the allocator first returns free memory to the system; otherwise it is a matter of chance whether a call reuses pages of
+    the previous one or pays for new ones.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]

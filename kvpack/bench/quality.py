@@ -1,10 +1,10 @@
-"""kvpack bench quality: the quality that packing costs a model, measured on packed files of its own KV caches.
+"""kvpack bench quality: the cost of packing in model quality, measured on packed files of the model's own KV caches.
 
 A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed, saved and
-loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at once, appending their keys and values,
+loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at a time, appending their keys and values,
 which are packed too. These predictions are compared with those of the uncompressed model at the same positions.
 
-Without a text of the user's, a language model reads windows of prose and of code and one long window; it is asked for pass keys in prompts
+Without a text from the user, a language model reads windows of prose and of code and one long window. It is asked for pass keys in prompts
 of several lengths, and generates a text, which is then read over the packed caches token by token.
 """
 
@@ -190,7 +190,7 @@ def _check(settings: Settings, basis: Basis | None) -> None:
 
 
 def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
-    """Change the keys of ``network`` by the settings, and return the report's description of the change."""
+    """Change the keys of ``network`` according to the settings, and return the report's description of the change."""
     result: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
@@ -236,7 +236,7 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
 
 
 def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
-    """Return tokens of the prompts with needles: those of a window for a model of bytes, or else some lengths, as far as they fit."""
+    """Return the token counts of the prompts with needles: a window's for a model of bytes, otherwise several lengths that fit."""
     if text.of_bytes:
         return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), most_positions or len(text.ids))

@@ -1,4 +1,4 @@
-"""kvpack bench quality --peers: transformers' QuantizedCache, by quanto and by HQQ, in the windows that recipes are measured in."""
+"""kvpack bench quality --peers: transformers' QuantizedCache, with quanto and HQQ, in the windows used for recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT_BYTES = 2
 
 @dataclass(frozen=True)
 class Peer:
-    """One backend at one number of bits."""
+    """One backend with one number of bits."""
 
     backend: str
     bits: int
@@ -42,7 +42,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerMeasured:
-    """The results of a peer in a window, as ``windows.Measured`` has them; ``bytes`` are those that it keeps in memory."""
+    """The results of a peer in a window, as in ``windows.Measured``; ``bytes`` is its memory use."""
 
     log_perplexity: float
     kl_divergence: float
@@ -67,7 +67,7 @@ def _is_installed(module: str) -> bool:
 
 
 def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasured:
-    """Quantize the window's first part as keys and values in bf16, and read the rest over it, at most ``step`` tokens at once."""
+    """Quantize the window's first part as keys and values in bf16, and read the rest over it, at most ``step`` tokens at a time."""
     from transformers.cache_utils import QuantizedCache
 
     axis = AXES[peer.backend]

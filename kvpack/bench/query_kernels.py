@@ -1,6 +1,6 @@
 """kvpack bench kernels: many queries over a packed layer on a CUDA device, compared with SDPA over bf16 keys and values.
 
-This is the prefill of what follows a stored prefix. Times are of whole calls, as a program makes them, several in a row.
+This is the prefill after a stored prefix. Times are of whole calls, as a program makes them, several in a row.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
 
 def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
-    """Return the seconds of each SDPA backend that supports the shape, without a mask, with which only FlashAttention would be aligned."""
+    """Return the seconds of each SDPA backend that supports the shape, without a mask; only FlashAttention aligns queries without one."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

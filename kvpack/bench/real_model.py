@@ -41,7 +41,7 @@ Its weights of 4 bits are written here in fp16. The model is of Hugging Face, an
 
 
 def place() -> Path:
-    """Return the folder of the model: the one that the environment variable names, or one in kvpack's cache folder."""
+    """Return the model's folder: the one named by the environment variable, or one in kvpack's cache folder."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -72,7 +72,7 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibrate(on: str = "prose") -> None:
-    """Make the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
+    """Create the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = place() / made
     if not target.is_file():

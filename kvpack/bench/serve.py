@@ -1,4 +1,4 @@
-"""kvpack bench serve: a user's view of a model: decode steps, ``generate``, the first token after a stored prefix, and memory.
+"""kvpack bench serve: what a user of a model sees: decode steps, ``generate``, the first token after a stored prefix, and memory.
 
 The model has a known shape, or that of a configuration, and random weights; keys and values are random. Every result is compared with
 transformers' own caches, or with recomputing, in the same run. On a CPU, times are process times in one thread, and each round runs every
@@ -81,11 +81,12 @@ def run(
     dtype: str | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Measure; the report that ``show`` prints. ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or its folder.
+    """Measure a model, and return the report that ``show`` prints.
 
-    ``dtype``, a name in DTYPES, is that of weights, keys and values; None: the configuration's, or bf16. With ``compiled``, a device also
-    generates over a StaticCache as transformers compiles it. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA
-    device, and for layers without full or sliding attention.
+    ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or its folder. ``dtype``, a name in DTYPES, is that of
+    weights, keys and values; None means the configuration's, or bf16. With ``compiled``, a device also generates over a StaticCache as
+    transformers compiles it. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA device, and for layers without
+    full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -184,7 +185,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _kept(config: Any, tokens: int) -> list[int]:
-    """Return the number of ``tokens`` in the cache of each layer: a sliding window has dropped the others."""
+    """Return the number of ``tokens`` in the cache of each layer; a sliding window has dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
@@ -211,7 +212,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _with_dropped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Return the states of all layers, as ``kvpack.pack`` takes them: with how many of ``tokens`` each has dropped."""
+    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of ``tokens`` that each has dropped."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 
@@ -248,8 +249,7 @@ def _decode_rows(
 
 
 def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool) -> list[dict[str, Any]]:
-    """Return rows of transformers' own caches: a DynamicCache with the attention that PyTorch chooses and with flash attention, and the
-    others."""
+    """Return rows for transformers' own caches: DynamicCache with PyTorch's choice of attention and with FlashAttention, and others."""
     try:
         states = _states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
@@ -298,7 +298,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
 
 
 def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return seconds of steps by cache: a DynamicCache, also with flash attention, ``recipe``, also without graphs, and none."""
+    """Return the seconds of steps by cache: DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and none."""
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
@@ -310,7 +310,7 @@ def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> 
 
 
 def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
-    """Return random keys and values of all layers, of which one is dense at a time."""
+    """Return a packed cache of random keys and values; only one layer is dense at a time."""
     layers = []
     for kept in _kept(model.config, tokens):
         pair = _layer_states(model, batch, kept, device)
@@ -349,7 +349,7 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
 
 
 def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
-    """Return seconds of ``generate`` for each token that it adds to ``past``, with all that it does before the first."""
+    """Return the seconds of ``generate`` per token that it adds to ``past``, including its setup."""
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -361,7 +361,7 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
 
 
 def _steps(model: Any, past: Any, batch: int, device: str) -> float:
-    """Return seconds of one decode step, the mean of several after those that compile."""
+    """Return the seconds of one decode step, the mean of several after those that compile."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.over(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
@@ -376,7 +376,7 @@ def _steps(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
+    """Return the seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache

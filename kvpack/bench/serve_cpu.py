@@ -31,17 +31,17 @@ def with_plain_attention(model: Any) -> Any:
 
 
 def room() -> int:
-    """Return tokens that are added to each cache."""
+    """Return the number of tokens added to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache: the ``DynamicCache`` ``dense`` and the ``others`` of the model ``plain``, and ``packed`` of ``model``.
+    """Return one row per cache: ``dense``, a ``DynamicCache``, and ``others`` for the model ``plain``, and ``packed`` for ``model``.
 
-    All hold the tokens of ``ids`` ``[batch, token]`` but the last. Times are seconds per step and per token that ``generate`` adds. A
-    cache that cannot be made has a row with the ``error``.
+    All contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per token that ``generate`` adds. A
+    cache that cannot be created has a row with the ``error``.
     """
     from kvpack.integrations.transformers import KvpackCache
 

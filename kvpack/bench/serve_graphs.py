@@ -19,7 +19,8 @@ ROOM = 256
 
 
 def flash_attention() -> AbstractContextManager[None]:
-    """Inside it SDPA is flash attention; else PyTorch chooses, on an H100 cuDNN's, which plans again for each length."""
+    """Return a context in which SDPA is FlashAttention; otherwise PyTorch chooses, on an H100 cuDNN's, which plans again for each length.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     result: AbstractContextManager[None] = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
@@ -27,9 +28,9 @@ def flash_attention() -> AbstractContextManager[None]:
 
 
 class StaticStates:
-    """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or flash attention.
+    """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or FlashAttention.
 
-    Inside a ``with`` block the model's attention is this; ``cache`` is what the model is given. ``states`` of a layer may be those that a
+    Inside a ``with`` block it replaces the model's attention; ``cache`` is passed to the model. ``states`` of a layer may be those that a
     sliding window has kept of ``tokens``.
     """
 
@@ -72,7 +73,7 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """Return a transformers cache that reports ``tokens`` tokens but keeps none: a layer returns the states that it is given."""
+    """Return a transformers cache that reports ``tokens`` tokens but keeps none; a layer returns the states it is given."""
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -104,7 +105,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Return seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
+    """Return the seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

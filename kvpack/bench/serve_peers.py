@@ -1,4 +1,4 @@
-"""transformers' other caches in bench serve: StaticCache, and QuantizedCache by each backend that it has."""
+"""transformers' other caches in bench serve: StaticCache, and QuantizedCache with each of its backends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """Return, by name, the function that makes each cache with ``states`` of ``tokens`` tokens and room for ``room`` more.
+    """Return, by name, a function that creates each cache with ``states`` of ``tokens`` tokens and room for ``room`` more.
 
-    A call raises what transformers does for a model or a backend that it cannot make the cache for.
+    A call raises transformers' error for a model or a backend for which it cannot create the cache.
     """
     library = transformers_library()
 
@@ -49,8 +49,8 @@ def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of cache ``name`` that ``measure`` gives, or one with the ``error`` that it ends with: other caches are still
-    measured."""
+    """Return the row that ``measure`` returns for the cache ``name``, or one with its ``error``, so that other caches are still measured.
+    """
     found, error = outcome(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(found or {})}
     return row if error is None else {**row, "error": error}

@@ -27,7 +27,7 @@ _NOTHING = "kvpack bench nothing"
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of ``model`` over ``past``; ``flash``: with flash attention where SDPA attends.
+    """Decode steps of ``model`` over ``past``; ``flash`` selects FlashAttention for SDPA.
 
     Without ``graphs``, steps over a KvpackCache are never replayed.
     """
@@ -40,7 +40,7 @@ class Steps:
 
 
 def alone(model: Any, tokens: int) -> Steps:
-    """Return steps after ``tokens`` tokens of ``model`` with attention that only returns its queries; its attention stays so."""
+    """Return steps after ``tokens`` tokens of ``model`` with attention that only returns its queries; the model keeps that attention."""
     library = transformers_library()
 
     def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
@@ -54,7 +54,7 @@ def alone(model: Any, tokens: int) -> Steps:
 
 @contextmanager
 def without_graphs(past: Any) -> Iterator[None]:
-    """Steps over the KvpackCache ``past`` that are run as they are."""
+    """Run the steps over the KvpackCache ``past`` in the block without graphs."""
     before, past.graphs = past.graphs, None
     try:
         yield
@@ -63,7 +63,7 @@ def without_graphs(past: Any) -> Iterator[None]:
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Return seconds of one step of each of ``runs`` by its name: the median of its turns, each a mean after steps to warm up."""
+    """Return the seconds of one step of each of ``runs`` by name: the median of its turns, each a mean after warm-up steps."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     found: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):

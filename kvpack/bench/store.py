@@ -138,7 +138,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """Return a cache of Gaussian values, every chunk the same: the measured operations do not depend on values."""
+    """Return a cache of Gaussian values with identical chunks; the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     one = kvpack.pack([(x, x)] * layers, recipe)
@@ -214,7 +214,7 @@ def _path(store: Store, key: bytes) -> str:
 
 
 def _read(path: str, memory: memoryview) -> memoryview:
-    """Return the bytes of a file, in ``memory`` that is in use already."""
+    """Read the bytes of a file into ``memory`` that is already in use."""
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memory[done:]):
@@ -279,7 +279,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Return the cost of a chunk among ``count`` entries: the existing ones, and small ones added up to that number."""
+    """Return the cost of a chunk among ``count`` entries: the existing ones, plus small ones added up to that number."""
     backend = Directory(folder, Counters())
     there = backend.size()[0]
     now = time.time_ns()

@@ -1,7 +1,7 @@
 """kvpack bench store --location: the cost of a store with many entries, at a location that keeps them.
 
-Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location that contains fewer than asked for is
-filled first. What is measured then stores some more, under the location's present size as its budget.
+Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
+filled first. The measurements then store some more, with the location's present size as its budget.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run(
 
 
 class _Like:
-    """Entries of one chunk's values under any key: made again, a million of them would take half an hour."""
+    """Entries with the values of one chunk under any key, because encoding a million of them would take half an hour."""
 
     def __init__(self, chunk: kvpack.Cache) -> None:
         key, parent, ids = (bytes([value]) * size for value, size in ((1, KEY_BYTES), (2, KEY_BYTES), (3, CHUNK * ID_BYTES)))
@@ -163,7 +163,7 @@ class _Scale:
         return len(numbers) * CHUNKS
 
     def match(self) -> dict[str, float]:
-        """Return prefixes of 10 and of 100 chunks, each of which is looked up once."""
+        """Return the times of looking up prefixes of 10 and of 100 chunks, each once."""
         with self._store() as store:
             return {f"match {count} chunks": self._looked(store.match, count) for count in (10, 100)}
 
@@ -176,7 +176,7 @@ class _Scale:
             return {"stats, first": _ms(store.stats), "stats": statistics.median(_ms(store.stats) for _ in range(5))}
 
     def save(self) -> dict[str, float]:
-        """10 chunks at the budget: on the clock, and the CPU of the rounds that make room, of a folder."""
+        """Save 10 chunks at the budget; return wall time, and for a folder the CPU time of the rounds that make room."""
         rounds: list[float] = []
         real = Evictor._try_round
 
@@ -195,8 +195,7 @@ class _Scale:
         return found | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
 
     def processes(self) -> dict[str, float]:
-        """Return the CPU of a save at the budget with several processes, of that with one, and how long one waits for the rounds of
-        others."""
+        """Return the CPU time of a save at the budget with several processes and with one, and the wait for rounds of others."""
         (one, *_), (many, waited, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
         several = f"save with {PROCESSES} processes"
         return {
@@ -242,7 +241,7 @@ class _Scale:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the ms of each save, and the chunks that were not stored, which cost nothing."""
+        """Return the ms of each save, and the number of chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
@@ -253,8 +252,7 @@ class _Scale:
         return taken, refused
 
     def _cpu_of(self, processes: int) -> tuple[float, list[float], int]:
-        """Return the CPU of a save, in ms; for each entry how long it waited for the rounds of others; and the chunks that were not
-        stored."""
+        """Return the CPU time of a save in ms, each entry's wait for the rounds of others, and the number of chunks not stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
@@ -280,7 +278,7 @@ class _Scale:
 
 @contextmanager
 def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Record for every entry the ms from the first round of another process to room for the entry, less its own rounds.
+    """Record, for every entry, the ms from another process's first round until it has room, less its own rounds.
 
     Rounds that an entry tries once it has room make it wait for nobody.
     """
@@ -326,6 +324,7 @@ def _ids(number: int) -> list[int]:
 
 
 def _ms(call: Callable[[], object]) -> float:
+    """Return the milliseconds of a call."""
     begun = time.perf_counter()
     call()
     return 1000 * (time.perf_counter() - begun)

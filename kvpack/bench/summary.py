@@ -1,4 +1,4 @@
-"""The report of a measurement, from its windows, and the report's table."""
+"""The report of a measurement, computed from its windows, and the report's table."""
 
 from __future__ import annotations
 
@@ -125,10 +125,7 @@ def mark_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
-    """Set ``of_reference`` in every row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None.
-
-    The ratio is the geometric mean of the windows' ratios.
-    """
+    """Set ``of_reference`` in every row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None."""
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
@@ -186,7 +183,7 @@ def family(recipe: str) -> str:
 
 
 def recall(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Return the number of ``asked`` questions that were answered, in total, by depth, and by prompt length, as JSON values."""
+    """Return how many of the ``asked`` questions were answered, in total, by depth, and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in asked:

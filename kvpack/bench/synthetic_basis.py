@@ -1,8 +1,8 @@
-"""Bases of random numbers: the cost of the kernels of klt and transform depends on widths and bits, not on the model.
+"""Random bases, because the cost of the kernels of klt and transform depends on widths and bits, not on the model.
 
-``klt=63211000:53100000`` has these widths of the runs of keys and of values, and ``transform=0.6:head`` this many bits per value with
-frames of a scope. Of transform, the values that are packed are made of those that are given, as widely distributed as columns of a model
-are.
+``klt=63211000:53100000`` selects these widths for the runs of keys and of values, and ``transform=0.6:head`` this many bits per value with
+frames of a scope. For transform, the packed values are derived from the given ones so that they are as widely distributed as a model's
+columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MIN_TABLE, _TABLES, _REACH = -4, 41, 63
 
 
 def check(recipe: str) -> None:
-    """Raise InvalidParameter unless ``recipe`` is one, or names a synthetic basis."""
+    """Raise InvalidParameter unless ``recipe`` is a recipe or names a synthetic basis."""
     if recipe.startswith(NAME):
         _widths(recipe)
     elif recipe.startswith(TRANSFORM):
@@ -59,8 +59,9 @@ def check(recipe: str) -> None:
 
 
 def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """Return the recipe and, if it needs one, the basis to pack with for ``recipe``, given KV ``heads`` and the ``dims`` of keys and
-    values.
+    """Return the recipe and, if it needs one, the basis to pack with, for ``recipe``.
+
+    The model has ``heads`` KV heads and the head dims ``dims`` of keys and values.
     """
     if recipe.startswith(TRANSFORM):
         rate, scope = _rate(recipe)
@@ -73,7 +74,7 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
-    """Return ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, by a synthetic basis where it names one."""
+    """Pack ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, with a synthetic basis if it names one."""
     named, basis = named_by(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
@@ -95,7 +96,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
     """Return the basis of ``recipe`` for one layer, and the bits per value at which its runs have their widths.
 
-    A head of fewer runs has the first of the widths, and one of more has runs without codes behind them.
+    A head with fewer runs uses the first of the widths, and one with more has runs without codes after them.
     """
     rows, all_widths = {}, {}
     for side, given, dim in zip(SIDES, _widths(recipe), dims, strict=True):
@@ -127,7 +128,7 @@ def _weight(width: int) -> float:
 
 
 def _rate(recipe: str) -> tuple[str, str]:
-    """Return bits per value, and the scope of frames."""
+    """Return the bits per value, and the scope of frames."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:
         raise InvalidParameter(f"{recipe!r}: expected {TRANSFORM}0.6:head, bits per value and the scope of frames, {' or '.join(SCOPES)}")
@@ -136,7 +137,7 @@ def _rate(recipe: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=4)
 def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """Return a basis of one layer with frames that are rotations, and keys that RoPE turns."""
+    """Return a basis of one layer with frames that are rotations, and keys with RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * runs_of(dim), dim, seed) for seed in range(heads)])
@@ -156,7 +157,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 
 def _normal_tables() -> Tables:
-    """Return tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the least one, in steps."""
+    """Return tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the smallest one, in steps."""
     # Level l, above 0, begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
@@ -170,7 +171,7 @@ def _normal_tables() -> Tables:
 
 
 def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Return keys or values with the columns of ``x`` ``[batch, kv_head, token, dim]``, times the deviations that their scales imply."""
+    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the deviations that their scales imply."""
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)

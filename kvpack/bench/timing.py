@@ -1,4 +1,4 @@
-"""Seconds that a CUDA device works."""
+"""Times of work on a CUDA device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
+    """Return the seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return seconds of one call as a program makes it, of many in turn: the longer of the host's time and the device's."""
+    """Return the seconds of one call as a program makes it, of many in turn: the longer of host time and device time."""
     rounds = max(1, _EAGER_CALLS // len(calls))
     seconds = []
     for _ in range(_REPLAYS + 1):
@@ -58,7 +58,7 @@ def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _elapsed(call: Callable[[], object]) -> float:
-    """Return seconds that the device works on ``call``."""
+    """Return the seconds that the device works on ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     call()
@@ -73,8 +73,7 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return seconds of one of several calls in a row, of the device or, if it is slower, the host: the median of three runs after a
-    warm-up."""
+    """Return the seconds of one of several calls in a row, on the device or, if slower, the host: the median of three runs."""
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):
@@ -85,9 +84,9 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Return the seconds that the device needs for one of several calls in a row; None for calls that wait for it.
+    """Return the device seconds of one of several calls in a row; None for calls that wait for the device.
 
-    The device is kept busy until all calls are in its queue, so that it then waits for no host.
+    The device is kept busy until all calls are in its queue, so that it does not wait for the host.
     """
     call()
     torch.cuda.synchronize()

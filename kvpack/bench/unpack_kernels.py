@@ -1,6 +1,6 @@
-"""kvpack bench kernels: unpacking a layer to bf16 on a CUDA device, compared with a copy of the same values.
+"""kvpack bench kernels: unpack a layer to bf16 on a CUDA device, compared with a copy of the same values.
 
-Times are of the library's calls, many in a row: whichever takes longer, the device or the calls' own work; and of the device alone.
+Times are of the library's calls, many in a row (the longer of device time and host time), and of the device alone.
 """
 
 from __future__ import annotations

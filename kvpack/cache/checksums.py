@@ -20,7 +20,7 @@ _FACTOR = 0x9E3779B1
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
-    """Return True if ``x`` is a tensor ``[batch, kv_head, token, dim]`` of numbers that ``checksums`` takes."""
+    """Return True if ``x`` is a numeric tensor ``[batch, kv_head, token, dim]`` that ``checksums`` supports."""
     return isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point() and x.element_size() in _INTEGERS
 
 

@@ -30,7 +30,7 @@ def contents_of(
     metadata: Mapping[str, Value],
     offsets: Sequence[int] | None,
 ) -> Contents:
-    """Return the header contents for a file of ``layers``, whose range begins at position ``start``."""
+    """Build the header contents for a file of ``layers``, whose range begins at position ``start``."""
     codecs: dict[Codec, int] = {}
     listed = []
     for layer in layers:

@@ -34,9 +34,9 @@ VALUES_AT_ONCE = 1 << 24
 
 
 def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """Return ``layers``, whose first token is at position ``start``, encoded with another recipe, and the recipe's text.
+    """Encode ``layers``, whose first token is at position ``start``, with another recipe; return them and the recipe's text.
 
-    A side of the same codec is kept, or repacked if only its packing differs.
+    A side with the same codec is kept, or repacked if only its packing differs.
     """
     recipe.check_length()
     recipe.check_layers(len(layers))
@@ -66,7 +66,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
 
 
 def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return the norms of a layer's keys, computed once, for codecs that choose raw tokens by them."""
+    """Return a function that computes the norms of a layer's keys once, for codecs that choose raw tokens by them."""
     found = cache(lambda: None if layer.k is None else layer.k.norms())
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -76,7 +76,7 @@ def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
 
 
 def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
-    """Encode the values of ``side``, which begins at position ``first``, with ``codec``: in parts unless a stream depends on all of them.
+    """Encode the values of ``side``, which begins at position ``first``, with ``codec``; in parts unless a stream depends on all of them.
     """
     # Another dtype would not keep what NaN holds.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
@@ -120,7 +120,7 @@ def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """Return the side with another window: tokens that no longer fit its tail are encoded, as by ``pack``."""
+    """Return the side with another window; tokens that no longer fit its tail are encoded as by ``pack``."""
     if window == side.window:
         return side
     tokens = side.tail.shape[2]

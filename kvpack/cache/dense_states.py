@@ -57,7 +57,7 @@ class DenseLayer(NamedTuple):
 
 
 def layers_of_cache(past: Any) -> list[DenseLayer]:
-    """Return the layers of a transformers cache, or of an object that resembles one. Raises as ``packing.dense_states``."""
+    """Return the layers of a transformers cache, or of an object that resembles one. Raises the errors of ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
             f"the {type(past).__name__} holds two caches, one for the decoder's tokens and one for the "
@@ -121,8 +121,10 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """Return the keys and values that a layer of a transformers cache holds. Raises InvalidParameter if they are not all that it has
-    seen."""
+    """Return the keys and values in a layer of a transformers cache.
+
+    Raises InvalidParameter if they are not all that it has seen.
+    """
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values
@@ -169,7 +171,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value is a plain setting: it contains no tensor and no object that could hold one."""
+    """Return True if a value is a plain setting, with no tensor and no object that could contain one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

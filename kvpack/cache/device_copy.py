@@ -1,8 +1,8 @@
-"""Copies between pinned host memory and a CUDA device, on a stream of their own (``StreamBus``); ``HostBus`` stands in for a device.
+"""Copies between pinned host memory and a CUDA device, on their own stream (``StreamBus``); ``HostBus`` stands in for a device.
 
-Copies run while the host reads, checks or writes other pieces. Their stream is one for all loads and saves of a device. The caller's stream
-is the one that is current when the bus is made. Device memory that is allocated outside ``work`` belongs to the caller's stream, which may
-still be using it: call ``follow`` before a copy to new memory, and ``order`` or ``close`` before memory is freed.
+Copies run while the host reads, checks or writes other pieces. All loads and saves of a device share one copy stream. The caller's stream
+is the stream that is current when the bus is created. Device memory that is allocated outside ``work`` belongs to the caller's stream,
+which may still be using it: call ``follow`` before a copy to new memory, and ``order`` or ``close`` before memory is freed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Bus(Protocol):
     device: torch.device
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Return host memory, uint8 ``[nbytes]``, that copies begin or end in. Its content is undefined."""
+        """Allocate host memory, uint8 ``[nbytes]``, as source or target of copies. Its content is undefined."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Within ``work``, begin to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
+        """Within ``work``, start to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
         ...
 
     def mark(self) -> Any:
-        """Return the end of the copies begun so far."""
+        """Return a mark at the end of the copies started so far."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -43,7 +43,7 @@ class Bus(Protocol):
         ...
 
     def order(self, mark: Any) -> None:
-        """Make later work of the caller's stream wait for the copies before ``mark``; the host goes on."""
+        """Make later work of the caller's stream wait for the copies before ``mark``, without blocking the host."""
         ...
 
     def work(self) -> AbstractContextManager[Any]:
@@ -51,15 +51,15 @@ class Bus(Protocol):
         ...
 
     def close(self) -> None:
-        """Make the caller's stream wait for every copy, so that memory it frees is not written or read any more."""
+        """Make the caller's stream wait for every copy, so that memory it frees is no longer written or read."""
         ...
 
 
 class StreamBus:
-    """The bus of a CUDA device that exists.
+    """The bus of an existing CUDA device.
 
-    Staging memory comes from torch's caching allocator of pinned memory: the first call allocates it, later calls reuse it, and
-    none is reused before the copies from and to it are done.
+    Staging memory comes from torch's caching allocator of pinned memory: the first call allocates it, later calls reuse it, and none is
+    reused before the copies from and to it have finished.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""save and load: a Cache as a kvpack file, and back as views of the mapped file."""
+"""save and load: write a Cache to a kvpack file, and open one as views of the mapped file."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def load(
 
 
 def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """Return ``cache``, converted to ``recipe``. Raises as ``Cache.convert`` and ``find``."""
+    """Convert ``cache`` to ``recipe``, if given. Raises the errors of ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.takes_basis and parsed.basis is None and bases is not None:
         own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -173,7 +173,7 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bas
 
 
 def _with_basis(file: container.File, basis: Bases | None) -> Header:
-    """Return the header of an open cache file with the bases of its codecs, and make it the file's header."""
+    """Add the bases of its codecs to the header of an open cache file, and return the header."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where}: is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
@@ -189,7 +189,7 @@ def read_to(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the cache, or a part, of an open file to the device of ``bus``, and close the file. Raises the errors of ``load``."""
+    """Read the cache, or part of it, from an open file to the device of ``bus``, and close the file. Raises the errors of ``load``."""
     with float32_no_grad(bus.device), file:
         _with_basis(file, basis)
         part = _part(file, layers, tokens)
@@ -225,10 +225,10 @@ def read(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
+    """Return the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
 
-    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch, InvalidPayload and, as ``load``, for
-    ``basis``.
+    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the errors
+    of ``load``.
     """
     header = _with_basis(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
@@ -259,7 +259,7 @@ def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) ->
 
 @contextlib.contextmanager
 def _located(where: str) -> Iterator[None]:
-    """Name the file in OutOfBounds."""
+    """Add the file name to OutOfBounds raised in the block."""
     try:
         yield
     except OutOfBounds as error:

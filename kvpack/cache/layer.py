@@ -114,7 +114,7 @@ class Layer:
         return replace(self, k=k, v=v, states=MappingProxyType({name: state[list(rows)] for name, state in self.states.items()}))
 
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
-        """Return the layer with the tokens of ``k`` and ``v`` after its own.
+        """Return the layer with the tokens of ``k`` and ``v`` appended.
 
         ``start`` is the position at which the cache begins, if known; ``where`` names the layer in error messages. Raises InvalidParameter
         if a side is missing, if k and v differ in tokens, or if the layer has states.
@@ -154,10 +154,10 @@ def _one_moment(layer: Layer, request: str) -> str:
 
 
 def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Return tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on, as ``cache[:,
-    start:stop]``.
+    """Return tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on.
 
-    Raises OutOfBounds, which names the layer, when it does not hold all of them, and when ``start`` is inside a token group.
+    The result is that of ``cache[:, start:stop]``. Raises OutOfBounds, which names the layer, if it does not contain all of them, and if
+    ``start`` is inside a token group.
     """
     start, stop = tokens
     whole = tokens == (0, count) and layer.seen == stop

@@ -1,4 +1,4 @@
-"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine keeps them, packed and restored bit for bit."""
+"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine stores them, packed and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST = 3.4e38
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Minifloats:
-    """The keys or the values of one layer as an engine keeps them.
+    """The keys or the values of one layer as an engine stores them.
 
     ``elements`` is ``[batch, kv_head, token, dim]`` of torch.float8_e4m3fn or float8_e5m2, or ``[batch, kv_head, token, dim / 2]`` of
     torch.float4_e2m1fn_x2, with the even channel in the lower 4 bits. They may be uint8 too if ``element`` names them: e4m3, e5m2 or e2m1.
@@ -114,7 +114,7 @@ class Minifloats:
         )
 
     def _of_blocks(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of scales of blocks; None for other scales."""
+        """Return the granularity and dtype of block scales; None for other scales."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
@@ -160,7 +160,7 @@ class Minifloats:
         return self.elements.contiguous().view(torch.uint8)
 
     def _numbers(self, given: torch.Tensor, heads: int) -> torch.Tensor:
-        """Scales of one row per run, ``[batch, heads, 1]``."""
+        """Return scales with one row per run, ``[batch, heads, 1]``."""
         return given.reshape(-1 if given.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
 
     @cached_property
@@ -217,11 +217,10 @@ class Minifloats:
 
     @classmethod
     def of(cls, side: Side) -> Self:
-        """Return the elements and scales of a packed side, bit for bit; e2m1 as uint8, two per byte, and scales in the longest of their
-        shapes.
+        """Return the elements and scales of a packed side, bit for bit.
 
-        Raises InvalidParameter for another codec, a raw tail, runs with different scales and an odd dim of e2m1, and InvalidType for
-        anything but a side.
+        e2m1 is returned as uint8, two per byte, and scales in their longest shape. Raises InvalidParameter for another codec, a raw tail,
+        runs with different scales and an odd dim of e2m1, and InvalidType for anything but a side.
         """
         given: Any = side
         if not isinstance(given, Side):

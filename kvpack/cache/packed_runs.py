@@ -39,7 +39,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """Consecutive runs with their ``ends``; streams are as a file stores them, with the rows of run after run."""
+    """Consecutive runs with their ``ends``; streams are as a file stores them, with the rows of one run after another."""
 
     codec: Codec
     ends: Ends
@@ -47,7 +47,7 @@ class Stretch:
 
     @staticmethod
     def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
-        """Return a stretch of at least one run; ``runs`` are the tokens of each."""
+        """Create a stretch of at least one run; ``runs`` are the token counts."""
         return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property
@@ -72,7 +72,7 @@ class Stretch:
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """For every stream with one row per entry, the first row of each token, or of each row of its counts, and the end.
+        """First row of each token (or of each row of its counts), and the end, for every stream with one row per entry.
 
         They are int64 ``[token + 1]`` or ``[row + 1]``, on the CPU.
         """
@@ -91,12 +91,14 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """The token of each entry, ascending int64 on the CPU, of streams whose entries name theirs."""
+        """Token of each entry, ascending int64 on the CPU, for streams whose entries name their tokens."""
         return {name: token.cpu() for name, token in self.codec.ordered(self.streams).items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` as views, except for entries that name their tokens; ``start`` is at a token
-        group."""
+        """Return the streams of tokens ``[start, stop)`` as views, except for entries that name their tokens.
+
+        ``start`` must begin a token group.
+        """
         # An empty range after the last token belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
@@ -122,7 +124,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Return tokens ``[start, stop)``, at least one; streams are shared, except for what ``Codec.cut`` encodes again.
+        """Return tokens ``[start, stop)``, at least one; streams are shared, except for those that ``Codec.cut`` encodes again.
 
         Raises OutOfBounds if ``start`` is inside a token group.
         """
@@ -155,7 +157,7 @@ class Stretch:
 
     @cached_property
     def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """True if each run after the first can be joined to the one before (``PackedRun.continued_by``)."""
+        """Mask, for each run after the first, of those that can be joined to the one before (``PackedRun.continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -185,48 +187,50 @@ class PackedRun:
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` as views; ``start`` is a multiple of the codec's token group."""
+        """Return the streams of tokens ``[start, stop)`` as views; ``start`` must be a multiple of the codec's token group."""
         return self.stretch.rows(start, stop)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` decoded to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
         aligned = start - start % self.codec.token_group
         # Of a group that is coded together, more tokens than those of the rows may be decoded.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Return tokens ``[start, stop)``, at least one; ``start`` is a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``, at least one; ``start`` must be a multiple of the codec's token group."""
         return self.stretch.slice(start, stop).page(0)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` decoded to the original frame: ``[batch, kv_head, token, dim]`` in the exact dtype, or
-        float32."""
+        """Decode tokens ``[start, stop)`` to ``[batch, kv_head, token, dim]`` in the original frame.
+
+        The dtype is the exact dtype, or float32.
+        """
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries ``[batch, kv_head, row, dim]`` in the coded frame, for products with the keys of ``frame``."""
+        """Map queries ``[batch, kv_head, row, dim]`` to the coded frame, for products with the keys of ``frame``."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return sums ``[batch, kv_head, row, dim]`` of ``frame``'s values, in the original frame."""
+        """Map sums ``[batch, kv_head, row, dim]`` of ``frame``'s values to the original frame."""
         return self.codec.original(sums, self.streams)
 
     def continued_by(self, other: PackedRun) -> bool:
-        """Return True if ``other`` can be joined on: the last token group is whole, and the streams with one row per run are equal."""
+        """Return True if ``other`` can be joined on: the last token group is complete, and the streams with one row per run are equal."""
         if self.tokens % self.codec.token_group:
             return False
         of_runs = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
         return all(torch.equal(self.streams[name], other.streams[name]) for name in of_runs)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
-        """Return the sequences ``indices``, int64 ``[row]`` inside the batch, in that order; codes are copied, never decoded."""
+        """Return the sequences ``indices``, int64 ``[row]`` within the batch, in that order; codes are copied, never decoded."""
         return replace(self, streams=select(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each ``continued_by`` the next; more than one page means a copy."""
+        """Join consecutive runs, each ``continued_by`` the next; joining more than one page makes a copy."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -240,14 +244,13 @@ class PackedRun:
 
 
 def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
-    """Return the streams of consecutive ``parts``, each of some tokens, ready to be joined: entries name tokens counted from the first
-    part's."""
+    """Return the streams of consecutive ``parts``, ready to be joined: entries name tokens counted from the first part's."""
     firsts = accumulate((tokens for tokens, _ in parts), initial=0)
     return [{**streams, **codec.shifted(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
 class PackedRuns(Sequence[PackedRun]):
-    """The runs of a side, in order. Runs of a stretch of many runs are created on request and not kept."""
+    """The runs of a side, in order. Runs of a stretch with many runs are created on request and not cached."""
 
     def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
         self.stretches = tuple(stretches)
@@ -255,7 +258,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
-        """Make ``PackedRuns`` with one stretch per page; return an argument that is ``PackedRuns`` unchanged."""
+        """Create ``PackedRuns`` with one stretch per page; return ``PackedRuns`` unchanged."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(map(attrgetter("stretch"), runs))
 
     def __repr__(self) -> str:
@@ -291,12 +294,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _first_pages(self) -> Ends:
-        """The number of the first page of every stretch."""
+        """Number of the first page of every stretch."""
         return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """The first token of every stretch, and the end."""
+        """First token of every stretch, and the end."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -305,7 +308,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def ends(self) -> Ends:
-        """The end of each page, in tokens."""
+        """End of each page, in tokens."""
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
@@ -319,12 +322,12 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(found)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Return the runs with ``change`` applied to the streams of each stretch; the result has ``codec``."""
+        """Apply ``change`` to the streams of each stretch; the result has ``codec``."""
         return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """True if each page after the first can be joined to the one before (``PackedRun.continued_by``)."""
+        """Mask, for each page after the first, of those that can be joined to the one before (``PackedRun.continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         parts = [stretch.continues for stretch in self.stretches[:1]]
@@ -355,10 +358,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns([Stretch(one.codec, self.ends[last], streams)])
 
     def added(self, page: PackedRun) -> PackedRuns:
-        """Return these runs and ``page``, joined with the last runs as long as those are no longer than it.
-
-        Adding n pages this way copies n log n of them and leaves log n runs.
-        """
+        """Append ``page``, joined with the last runs as long as those are no longer than it."""
         number, tokens, after = len(self), page.tokens, page
         while number:
             before = self[number - 1]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Encoded(Protocol):
-    """Keys or values that an engine has encoded, such as Minifloats: they are stored bit for bit by ``codec``."""
+    """Keys or values that an engine has encoded, such as Minifloats; ``codec`` stores them bit for bit."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]: ...
@@ -152,10 +152,10 @@ def pack(
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """Return the layers of a cache in any form that callers use.
+    """Return the layers of a cache in any of the accepted forms.
 
-    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and
-    InvalidParameter for a cache that is empty or whose layers do not hold tokens of the same range.
+    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and InvalidParameter
+    for a cache that is empty or whose layers do not hold tokens of the same range.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
         raise InvalidType(f"a {type(past).__name__} is packed already: change its recipe with Cache.convert")
@@ -185,8 +185,9 @@ def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the ``states_at`` before the end of ``cache``. Raises InvalidParameter unless each has the same layers, names and shapes as
-    the cache's own states.
+    """Return the ``states_at`` before the end of ``cache``.
+
+    Raises InvalidParameter unless each has the same layers, names and shapes as the cache's own states.
     """
     check_mapping(states_at, "states_at", "recording(model).states_at(past_key_values)")
     expected = [{name: state.shape for name, state in layer.states.items()} for layer in cache]
@@ -205,7 +206,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return the inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for those that were recorded for other tokens."""
+    """Return the inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for inputs recorded for other tokens."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
@@ -227,7 +228,8 @@ def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tenso
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
-    """Raise InvalidParameter if keys and values differ from those that ``inputs`` were recorded for, provided that all layers are given."""
+    """Raise InvalidParameter if keys and values differ from those for which ``inputs`` were recorded, provided that all layers are given.
+    """
     given = {(number, name): (x, start + held.skipped) for number, held in enumerate(states) for name, x in (("k", held.k), ("v", held.v))}
     sums = inputs.sums or {}
     if sums.keys() != {place for place, (x, _) in given.items() if has_checksums(x)}:
@@ -291,8 +293,8 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
     """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it is out of the range of ``codec``.
 
-    A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and
-    with side-cars that map values first, have no such range.
+    A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and with
+    side-cars that map values first, have no such range.
     """
     if not spreads_channels(codec) or not x.shape[2]:
         return None
@@ -313,7 +315,7 @@ def spreads_channels(codec: Codec) -> bool:
 
 
 def _warn_of_outlier_channels(found: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning for the caller of ``pack``, which names the largest of the channels ``found`` in ``layers`` layers."""
+    """Issue one KvpackWarning to the caller of ``pack``, naming the largest of the channels ``found`` in ``layers`` layers."""
     if found:
         worst = max(found, key=lambda one: one.ratio)
         warnings.warn(

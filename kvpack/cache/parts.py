@@ -18,7 +18,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """The layers ``numbers`` in ascending order, and the tokens ``[start, stop)`` of the ``tokens`` that their range has."""
+    """The layers ``numbers`` in ascending order, and the tokens ``[start, stop)`` out of ``tokens`` in their range."""
 
     numbers: tuple[int, ...]
     start: int
@@ -31,8 +31,9 @@ class CachePart:
 
     @classmethod
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
-        """Return the part of a file with ``header``; None for all. Raises InvalidParameter, and OutOfBounds for layers and tokens that the
-        file lacks.
+        """Return the part of a file with ``header``; None selects all.
+
+        Raises InvalidParameter, and OutOfBounds for layers and tokens that the file lacks.
         """
         count = len(header.layers)
         numbers = tuple(range(count)) if layers is None else _numbers(layers, count)

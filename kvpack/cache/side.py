@@ -89,7 +89,7 @@ class Side:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """The number of tokens in runs."""
+        """Number of tokens in runs."""
         return self._runs.tokens
 
     @property
@@ -99,7 +99,7 @@ class Side:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in runs and tail."""
+        """Number of tokens in runs and tail."""
         return self.packed_tokens + self.tail.shape[2]
 
     @cached_property
@@ -120,7 +120,7 @@ class Side:
         return page, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
-        """Return tokens ``[start, stop)``, inside one page or the tail, as float32, and the page whose coded frame they are in."""
+        """Return tokens ``[start, stop)``, within one page or the tail, as float32, and the page whose coded frame they are in."""
         page, first = self.place(start, stop)
         if page is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
@@ -147,7 +147,7 @@ class Side:
         return result
 
     def unpack_into(self, out: torch.Tensor) -> None:
-        """Decode all tokens, as ``unpack``, into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
+        """Decode all tokens like ``unpack`` into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
 
         Raises InvalidParameter and InvalidType for a tensor on another device.
         """
@@ -185,8 +185,7 @@ class Side:
         for_each_block(unpack_tile, tiles, self.device)
 
     def norms(self, start: int = 0) -> torch.Tensor:
-        """Return the norms of the tokens from ``start`` on, in each head, as far as they are decoded: float32 ``[batch, kv_head,
-        token]``."""
+        """Return the norms of the tokens from ``start`` on, in each head, as decoded: float32 ``[batch, kv_head, token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
@@ -270,10 +269,9 @@ class Side:
             return replace(self, runs=self._runs.added(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Return the tail followed by ``x``, exactly: in the tail's dtype if it represents ``x``, otherwise in a dtype that represents
-        both.
+        """Append ``x`` to the tail exactly: in the tail's dtype if it represents ``x``, otherwise in a dtype that represents both.
 
-        Raises InvalidType if the runs have kept every value so far, but would round values of ``x``.
+        Raises InvalidType if the runs have kept every value so far but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
@@ -290,9 +288,9 @@ class Side:
         return torch.cat([self.tail.to(wide), x.to(wide)], 2)
 
     def concat(self, *others: Side) -> Side:
-        """This side, then ``others``.
+        """Append ``others`` to this side.
 
-        Raises NotConsecutive if sides differ in codec or shape, or when any except the last ends in a raw tail.
+        Raises NotConsecutive if sides differ in codec or shape, or if any except the last ends in a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
@@ -317,7 +315,7 @@ class Side:
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
+        """Return the streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
         return [stretch.streams for stretch in self._runs.stretches]
 
     def repacked(self, codec: Codec) -> Side:
@@ -350,12 +348,12 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return the number of sequences, at least one, of which a token group of any of ``sides`` can be decoded at once."""
+    """Return the number of sequences, at least one, whose token groups of all ``sides`` can be decoded at once."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """Return the tokens of a tile, with ``values`` values each: a multiple of ``multiple``, or if too many, whole token groups."""
+    """Return the tokens of a tile with ``values`` values each: a multiple of ``multiple``, or if that is too many, whole token groups."""
     tokens = TILE_VALUES * caches_of(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
@@ -376,7 +374,7 @@ def check_tensor(x: Any, where: str) -> None:
 def packed_side(
     x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
 ) -> Side:
-    """Return a side of ``x``, whose tokens begin at position ``first``, encoded by ``codec`` except for the tail that ``window`` leaves.
+    """Encode ``x``, whose tokens begin at position ``first``, with ``codec``, except for the tail that ``window`` leaves.
 
     ``norms`` ``[batch, kv_head, token]`` are those of the layer's keys, if they are known.
     """

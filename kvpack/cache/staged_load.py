@@ -1,6 +1,6 @@
-"""Load layers of a file to a device: read in threads in staging memory, copied from there, and checked there or on the device.
+"""Load layers of a file to a device: threads read into staging memory, and the bytes are copied and checked from there.
 
-The bytes that are checked are thus the bytes that are used, whatever happens to the file meanwhile.
+Thus the checked bytes are the ones used, whatever happens to the file meanwhile.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Group:
-    """Sides, each with its place in one piece of memory of ``nbytes`` bytes: of one layer, or of layers one after another.
+    """Sides, each with its place in one block of memory of ``nbytes`` bytes: those of one layer, or of consecutive layers.
 
-    ``span`` contains them in the file, with the same places, if the device checks them; the host checks others, side by side.
+    ``span`` covers them in the file, with the same places, if the device checks them; otherwise the host checks them one by one.
     """
 
     sides: Sequence[tuple[SidePlaces, int]]
@@ -54,10 +54,10 @@ def load_layers(
 ) -> dict[int, Layer]:
     """Return the layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
 
-    Bytes are copied as soon as they are read, while those that follow are read. With all tokens, a layer's streams are views of one buffer,
-    and the device checks what its kernels can, once all is there: digests, the codec's rules, and errors visible only after full decoding.
-    The host waits for that; what it checks itself, it checks before the copy. Raises the errors of ``File.read_side``, the first error in
-    the order of the file, those that the device finds last, digests first, and OutOfBounds as ``Cache.slice``. ``progress`` counts pieces.
+    Bytes are copied as soon as they are read, while the next ones are read. With all tokens, a layer's streams are views of one buffer, and
+    the device checks what its kernels support once everything has arrived: digests, the codec's rules, and errors visible only after full
+    decoding. The host waits for these checks; its own checks precede the copy. Raises the errors of ``File.read_side``, the first error in
+    file order, followed by those found on the device, digests first; and OutOfBounds as in ``Cache.slice``. ``progress`` counts pieces.
     """
     header = file.header
     places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
@@ -116,7 +116,7 @@ def _check(
     ruled: AbstractSet[int],
     chunked: AbstractSet[int],
 ) -> None:
-    """Let the device check ``sides``, which are in the memory of ``groups``; the host waits for it.
+    """Check ``sides``, which are in the memory of ``groups``, on the device, and wait for the result.
 
     Raises DigestMismatch and InvalidPayload.
     """
@@ -146,8 +146,7 @@ def _check(
 
 
 def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
-    """Return the groups of the sides of ``layers``, in order: those that the device checks and the file contains one after another, of a
-    copy."""
+    """Group the sides of ``layers``, in order: consecutive sides that the device checks are combined, up to the size of a copy."""
     groups: list[_Group] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -164,7 +163,7 @@ def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractS
 
 
 def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], device: torch.device) -> Span | None:
-    """Return the bytes of a layer's ``sides`` if the device checks all of them: the rules apply only to bytes whose digests match."""
+    """Return the bytes of a layer's ``sides`` if the device checks all of them; the rules apply only to bytes whose digests match."""
     if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
     return file.span(sides) if dispatch.checks_digests(device) else None
@@ -208,7 +207,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Return the tokens of ``part`` of the side in ``memory``, copied to the device. Raises OutOfBounds."""
+    """Copy the tokens of ``part`` of the side in ``memory`` to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
     side = sliced(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
@@ -217,7 +216,7 @@ def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart,
 
 
 def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """Return ``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, on the device: a copy for every head at most."""
+    """Copy ``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, to the device, with at most one copy per head."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

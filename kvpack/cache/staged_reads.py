@@ -1,4 +1,4 @@
-"""Bytes of a file in staging memory, one copy after another, read ahead of their consumer."""
+"""Read bytes of a file into staging memory, one copy after another, ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _WAITING = 2
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes ``[begin, end)`` of the memory of the group with that ``number``, for ``side`` if the host checks that."""
+    """Bytes ``[begin, end)`` of the memory of group ``number``; ``side`` is set if the host checks them."""
 
     number: int
     begin: int
@@ -58,7 +58,7 @@ class Copy:
     side: SidePlaces
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return the reads of threads as places in the group's memory, each of at most ``nbytes`` bytes, or all of them."""
+        """Split the bytes into reads for threads, as places in the group's memory, of at most ``nbytes`` bytes each."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)
@@ -84,7 +84,7 @@ def _read_by_library(
 ) -> Generator[torch.Tensor, None, None]:
     """Run ``staged`` for copies with spans of an open file. Raises MemoryError immediately if no thread can be started.
 
-    A file that is not in the page cache is read past it, into whole blocks of the staging memory, if its file system allows that.
+    A file outside the page cache is read directly into whole blocks of the staging memory, if its file system allows that.
     """
     spans = [copy.span for copy in copies if copy.span is not None]
     descriptor, direct = file.descriptor, None
@@ -135,7 +135,7 @@ def _read_by_library(
 def _read_in_threads(
     copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Return ``staged`` for any copies, in threads of Python's."""
+    """Run ``staged`` for any copies in Python threads."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]

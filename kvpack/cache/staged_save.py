@@ -1,4 +1,4 @@
-"""Save a cache from a device: copied to staging memory, digested and written, all three at the same time."""
+"""Save a cache from a device: copy to staging memory, digest and write, all at the same time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save_from(
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Return the pieces of every tensor, in order; each is yielded when its copy is done, and ``_COPIES_AHEAD`` more have begun."""
+    """Yield the pieces of every tensor, in order, when their copies have finished; ``_COPIES_AHEAD`` more have been started."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -72,7 +72,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
 
 
 def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the file with its name, as its bytes, uint8 ``[byte]``, on the device."""
+    """Yield every tensor of the file with its name, as uint8 ``[byte]`` on the device."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
             with bus.work():

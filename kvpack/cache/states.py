@@ -1,4 +1,4 @@
-"""The states of a cache's layers at several positions, from which a model with states can continue in the middle of a prompt."""
+"""The states of a cache's layers at several positions, from which a model with states can resume in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def states_of(layers: Iterable[Layer]) -> States:
 
 
 def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
-    """Return ``layers`` with these states instead of their own."""
+    """Replace the states of ``layers``."""
     return tuple(replace(layer, states=MappingProxyType(dict(own))) for layer, own in zip(layers, states, strict=True))
 
 
 def selected(states: States, rows: Sequence[int]) -> States:
-    """Return these rows of every state."""
+    """Select these rows of every state."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 
 @dataclass(frozen=True)
 class KeptStates:
-    """States with a lazy selection of ``rows`` (None: all): beams are selected at every step, and states are large."""
+    """States with a lazy selection of ``rows`` (None: all), because beams are selected at every step and states are large."""
 
     states: States
     rows: tuple[int, ...] | None = None
@@ -48,5 +48,5 @@ class KeptStates:
 
     @property
     def now(self) -> States:
-        """The rows that are used."""
+        """Apply the selection and return the states."""
         return self.states if self.rows is None else selected(self.states, self.rows)

@@ -1,4 +1,4 @@
-"""The parts of a cache as a file contains them: sides from their tensors and back, and the cache that a header describes."""
+"""The parts of a cache in a file: sides from their tensors and back, and the cache that a header describes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
 def side_of(
     header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> Side:
-    """Side ``name`` of layer ``number``, which ``entry`` describes, of its stored ``tensors``, which are on ``device``.
-
-    It encodes new tokens as the header's recipe says.
-    """
+    """Create side ``name`` of layer ``number``, described by ``entry``, from its stored ``tensors`` on the device."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
@@ -54,13 +51,13 @@ def side_of(
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Return layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
+    """Create layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
-    """Return the cache of ``layers`` that the header describes."""
+    """Create the cache of ``layers`` that the header describes."""
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)

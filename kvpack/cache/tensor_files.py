@@ -1,6 +1,6 @@
-"""safetensors files that are not kvpack's, read within limits and written without a second copy of their tensors.
+"""safetensors files other than kvpack's, read within limits and written without a second copy of their tensors.
 
-safetensors' own reader maps a file: the system would end the process if another one truncated it meanwhile.
+safetensors' own reader maps a file, so the system would end the process if another one truncated it meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MAX_DIMS = 16
 
 
 class _Entry(NamedTuple):
-    """A tensor of a file: its bytes are ``[begin, end)``."""
+    """A tensor of a file with the bytes ``[begin, end)``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,10 +68,11 @@ class _Entry(NamedTuple):
 def read(
     path: str, check: Callable[[list[str], dict[str, str]], Found], max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, torch.Tensor], Found]:
-    """Return the tensors of a safetensors file, and the result of ``check`` for their names and metadata, which runs before any is read.
+    """Read the tensors of a safetensors file; also return the result of ``check``.
 
-    The tensors are copies: the file may change afterwards. Raises MissingFile, Truncated for a file that becomes shorter while it is
-    read, InvalidParameter when the file is not a safetensors file or has a tensor that torch cannot hold, and the errors of ``check``.
+    ``check`` is called with names and metadata before any tensor is read. The tensors are copies: the file may change afterwards. Raises
+    MissingFile, Truncated for a file that becomes shorter while it is read, InvalidParameter if the file is not a safetensors file or has a
+    tensor that torch cannot represent, and the errors of ``check``.
     """
     source = OnDisk(open_regular(path))
     try:
@@ -83,7 +84,7 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return a safetensors file of ``tensors`` on the CPU, as pieces that share their memory: safetensors' own writer would hold a copy."""
+    """Return a safetensors file of ``tensors`` on the CPU as pieces that share their memory; safetensors' own writer would copy them."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, found = 0, []
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Attention by PyTorch operations: packed pages are decoded tile by tile, with the running softmax of FlashAttention."""
+"""Attention by PyTorch operations: packed pages are decoded tile by tile, with FlashAttention's online softmax."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def attend_chunk(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return attention of scaled queries ``[batch, q_head, q_len, dim]``, float32, of which the first is at ``position``.
+    """Compute attention of scaled float32 queries ``[batch, q_head, q_len, dim]``, the first of which is at ``position``.
 
-    The other arguments are those of ``kvpack.attend``. On the CPU every thread attends parts of the tokens.
+    The other arguments are those of ``kvpack.attend``. On the CPU every thread attends to part of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
@@ -88,7 +88,8 @@ def attend_chunk(
 
 
 class _Part(NamedTuple):
-    """Attention over some tokens: largest score and total weight of each row, ``[batch, kv_head, row, 1]``, and its sum of values."""
+    """Attention over some tokens: the largest score and the total weight of each row, ``[batch, kv_head, row, 1]``, and its sum of values.
+    """
 
     largest: torch.Tensor
     total: torch.Tensor
@@ -96,7 +97,7 @@ class _Part(NamedTuple):
 
 
 def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the sums of values ``shape``, divided by the total weight; zeros for rows that see no token."""
+    """Divide the sums of values, ``shape``, by the total weight; zeros for rows that see no token."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -108,12 +109,12 @@ def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device
 
 
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
-    """Return the shift of the scores: 0 for a row that has seen no token, whose maximum is -inf, so that exp returns 0 and not NaN."""
+    """Return the shift of the scores: 0 for a row that has seen no token, whose maximum is -inf, so that exp returns 0 instead of NaN."""
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 
 def _in_few_pages(side: Side, per_tile: int) -> Side:
-    """Return ``side`` with its pages merged if most are smaller than half a tile: tiles end at page ends, and short tiles are no faster."""
+    """Merge the pages of ``side`` if most are smaller than half a tile: tiles end at page ends, and short tiles are no faster."""
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 
@@ -182,8 +183,9 @@ def _hide(
 def _without_hidden(
     values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides, because raw values may be NaN, and 0 times
-    NaN is NaN.
+    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides.
+
+    Raw values may be NaN, and 0 times NaN is NaN.
     """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:

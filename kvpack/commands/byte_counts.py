@@ -15,7 +15,7 @@ _UNITS: dict[str, int] = {
 
 
 def byte_count(text: str) -> int:
-    """Return the number of bytes that ``text`` names, such as ``1000000000``, ``1GB`` or ``1.5GiB``. Raises ArgumentTypeError."""
+    """Parse a number of bytes, such as ``1000000000``, ``1GB`` or ``1.5GiB``. Raises ArgumentTypeError."""
     match = _COUNT.fullmatch(text.strip())
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
@@ -25,7 +25,7 @@ def byte_count(text: str) -> int:
 
 
 def positive_byte_count(text: str) -> int:
-    """Return ``byte_count`` of at least 1. Raises ArgumentTypeError."""
+    """Parse a ``byte_count`` of at least 1. Raises ArgumentTypeError."""
     count = byte_count(text)
     if not count:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is less than one byte; expected at least 1")
@@ -37,7 +37,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def seconds(text: str) -> int:
-    """Return the seconds that ``text`` names, such as ``90s``, ``30m``, ``12h`` or ``7d``. Raises ArgumentTypeError."""
+    """Parse a number of seconds, such as ``90s``, ``30m``, ``12h`` or ``7d``. Raises ArgumentTypeError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a time, such as 90s, 30m, 12h or 7d")

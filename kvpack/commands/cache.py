@@ -1,4 +1,4 @@
-"""kvpack cache: a text to a file with its KV cache."""
+"""kvpack cache: compute the KV cache of a text and save it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(path: str) -> str:
-    """Return the text in the file at ``path``, or of standard input for "-". Raises MissingFile, InvalidParameter."""
+    """Read the text in the file at ``path``, or from standard input for "-". Raises MissingFile and InvalidParameter."""
     from kvpack.file.user_files import read_bytes
     from kvpack.formats.errors import InvalidParameter
 

@@ -1,4 +1,4 @@
-"""The model, the tokenizer and the options of the commands that let a model read and write: cache and generate."""
+"""The model, the tokenizer and the options of the commands cache and generate, in which a model reads and writes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """The option that both commands have."""
+    """Add the option ``--device``, which both commands have."""
     parser.add_argument("--device", choices=DEVICES, help="device of the model (default: cuda if there is one, otherwise cpu)")
 
 
 def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model, in the dtype of its weights, and its tokenizer; None is the demo's. Raises the errors of
-    ``kvpack.models.load_model``."""
+    """Load the model, in the dtype of its weights, and its tokenizer; None selects the demo's.
+
+    Raises the errors of ``kvpack.models.load_model``.
+    """
     import torch
 
     from kvpack.models import BOS, ByteTokenizer, load_model, load_tokenizer, model_folder

@@ -1,4 +1,4 @@
-"""kvpack convert: write a file in another recipe."""
+"""kvpack convert: write a file with another recipe."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def add(commands: Any) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that writes a kvpack file."""
+    """Add the options of every command that writes a kvpack file."""
     parser.add_argument("--compress", action="store_true", help="compress tensors with zstd if that saves 3 %% or more")
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add_force(parser)
 
 
 def add_basis(parser: argparse.ArgumentParser) -> None:
-    """The option of every command that reads or writes files of the codecs klt and transform."""
+    """Add the option ``--basis`` of every command that reads or writes files of the codecs klt and transform."""
     parser.add_argument(
         "--basis",
         metavar="FILE",
@@ -53,7 +53,7 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
 def recipe_of(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
     """Return the recipe to write, with its basis if it needs one.
 
-    Raises InvalidParameter for a basis that neither it nor, with ``reads_cache``, the input may need.
+    Raises InvalidParameter for a basis that neither the recipe nor, with ``reads_cache``, the input may need.
     """
     from kvpack.coding.recipes import Recipe, parse_recipe
 

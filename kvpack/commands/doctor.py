@@ -1,4 +1,4 @@
-"""kvpack doctor: installed packages, kernels that run and whether they work here, and how to fix what is missing."""
+"""kvpack doctor: list the installed packages and the kernels that run here, check that they work, and say how to fix problems."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _files(device: str) -> str:
-    """Pack, save, load and attend a cache in every recipe, and compare attention with that over the unpacked values."""
+    """Pack, save, load and attend a cache with every recipe, and compare attention with that over the unpacked values."""
     import torch
 
     import kvpack
@@ -209,7 +209,7 @@ def _store() -> str:
 
 
 def _model() -> str:
-    """Return the demo's model answers a question about a prompt from a file."""
+    """Check that the demo's model answers a question about a prompt from a file."""
     from kvpack.integrations.transformers import Chat
     from kvpack.models import ByteTokenizer, demo_text, load_model
 
@@ -227,7 +227,7 @@ def _model() -> str:
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
-    """Return advice on missing packages and features, the most important first."""
+    """Return advice on missing packages and features, most important first."""
     advice = [f"{check['name']} failed: report it with the output of kvpack doctor --json" for check in checks if not check["ok"]]
     if "not built" in kernels.get("cpu", ""):
         advice.append(

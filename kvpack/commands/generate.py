@@ -1,4 +1,4 @@
-"""kvpack generate: a model's answer to a prompt that continues a file, token by token."""
+"""kvpack generate: print a model's answer to a prompt that continues a file, token by token."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the model's ``generate``. Raises InvalidParameter."""
+    """Return the options for the model's ``generate``. Raises InvalidParameter."""
     if arguments.max_tokens < 1:
         raise InvalidParameter(f"--max-tokens is {arguments.max_tokens}, expected at least 1")
     if arguments.update and arguments.output is not None:
@@ -95,7 +95,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the hub's name of the model in the file at ``path``. Raises MissingFile if it names none that has an owner.
+    """Return the hub name of the model in the file at ``path``. Raises MissingFile if it names none with an owner.
 
     A name without an owner may be the last part of a folder, and another model on the hub.
     """
@@ -110,7 +110,7 @@ def hub_name(path: str) -> str:
 
 
 def _streamer(tokenizer: Any) -> Any:
-    """Prints the text of new tokens as it comes, and no control characters of it."""
+    """Return a streamer that prints new text as it arrives, without control characters."""
     from transformers import TextStreamer
 
     class Printer(TextStreamer):  # type: ignore[misc]

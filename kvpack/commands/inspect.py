@@ -1,4 +1,4 @@
-"""kvpack inspect: the contents of a file, from its checked header, and the SHA-256 of a basis."""
+"""kvpack inspect: print the contents of a file, from its checked header, and the SHA-256 of a basis."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    """Yield (first layer, last layer, side name, side) for runs of layers that are the same."""
+    """Yield (first layer, last layer, side name, side) for runs of identical layers."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
         numbered = list(run)
         for name, side in numbered[0][1].items():

@@ -1,4 +1,4 @@
-"""A store that a command works on: its backend, its keys, and its faults, reported as one line and an exit code."""
+"""The store that a command uses: its backend, its keys, and its faults, reported as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SECRETS = re.compile(r"//[^/@]*@")
 
 
 class Opened:
-    """The store that ``arguments`` name; with ``looking`` nothing in it is changed. Raises what opening it and reading its keys raise."""
+    """The store named by ``arguments``; with ``looking`` nothing in it is changed. Raises the errors of opening it and reading its keys."""
 
     def __init__(self, arguments: argparse.Namespace, *, looking: bool = True, **options: Any) -> None:
         self.arguments = arguments
@@ -56,9 +56,9 @@ class Opened:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: Entry) -> Basis | None:
-        """Return the basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not hold it.
+        """Return the basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not have it.
 
-        Raises DigestMismatch, and as decrypting and ``Basis`` do: nothing in the store is changed.
+        Raises DigestMismatch, and the errors of decryption and ``Basis``. Nothing in the store is changed.
         """
         from kvpack.coding.recipes import Recipe, basis_named
         from kvpack.store.bases import basis_in
@@ -70,7 +70,7 @@ class Opened:
         return next((basis_in(key, data, digest, self.cipher) for key, data in found if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """Return the worst of ``codes`` and the code of the store's faults; prints the first fault."""
+        """Return the worst of ``codes`` and the code of the store's faults, after printing the first fault."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

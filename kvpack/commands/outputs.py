@@ -1,4 +1,4 @@
-"""Output files of commands: never one of the inputs, and an existing file only with ``--force``."""
+"""Output files of commands: never one of the inputs, and existing files only with ``--force``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model",
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Add the option of every command that writes a file."""
+    """Add the option ``--force`` of every command that writes a file."""
     parser.add_argument("--force", action="store_true", help="replace the output file if it exists")
 
 

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse's, which also names the closest word where one is not known."""
+"""The parser of the command line: argparse's, extended to suggest the closest known word."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _suggested(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Return the closest command or option for each of ``words`` that neither the parser nor the command's parser knows."""
+    """Yield the closest command or option for each of ``words`` that neither the parser nor the command's parser knows."""
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
     for number, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""kvpack recipes: the published configurations by name, and the bits per value of any recipe."""
+"""kvpack recipes: list the presets by name, and the bits per value of any recipe."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def _bits(value: float | None) -> str:
 
 
 def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
-    """Return ``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for another, and for layers that
-    differ."""
+    """Complete ``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for a different shape or unequal
+    layers."""
     shapes = basis.shapes
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
@@ -198,7 +198,7 @@ def _measured() -> dict[str, float]:
 
 
 def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """Return a description of the keys that the recipe is not suited to."""
+    """Return descriptions of the keys for which the recipe is unsuitable."""
     from kvpack.cache.packing import spreads_channels
     from kvpack.formats.errors import MissingBasis
 
@@ -210,7 +210,7 @@ def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
 
 
 class _Priced(NamedTuple):
-    """A layer of a cache that is priced."""
+    """A layer of a cache whose size is computed."""
 
     heads: int
     dim_k: int
@@ -223,12 +223,12 @@ def _uniform(layers: int, heads: int, tokens: int, dim: int) -> list[_Priced | N
 
 
 def _tokens_of(layer: LayerShape | None, tokens: int) -> _Priced | None:
-    """Return a layer of a model after ``tokens`` tokens: a sliding window contains its own."""
+    """Return a layer of a model after ``tokens`` tokens; a sliding window limits its tokens."""
     return None if layer is None else _Priced(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return the first two of ``prices`` for layers that are the same."""
+    """Return the first two results of ``prices`` for identical layers."""
     return prices(recipe, _uniform(layers, heads, tokens, dim))[:2]
 
 

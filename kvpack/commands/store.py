@@ -1,4 +1,4 @@
-"""kvpack store: look at, check, clean, export and import the prefixes of a store."""
+"""kvpack store: list, check, clean, export and import the prefixes of a store."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def _until(until: int | None) -> str:
 
 
 def run_rm(arguments: argparse.Namespace) -> int:
-    """Remove the entries that fit all that is requested, except pinned ones."""
+    """Remove the entries that match all conditions, except pinned ones."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import Choice, remove
@@ -290,7 +290,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
-    """Unpin the one prefix that a key names; return 2 if none or several are."""
+    """Unpin the one prefix that a key names; return 2 if none or several match."""
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.holds import checked_owner
 
@@ -319,7 +319,7 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; return the worst exit code of the refused ones, 3 if the store does not answer."""
+    """Check all entries; return the worst exit code of the refused ones, or 3 if the store does not answer."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
@@ -402,7 +402,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store a file's prefix; return 3 when not all of its whole chunks are stored."""
+    """Store a file's prefix; return 3 unless all of its whole chunks are stored."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -439,7 +439,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the processes and print their table; return 1 when their tokens differ."""
+    """Run the processes and print their table; return 1 if their tokens differ."""
     from kvpack.demo import store as demo
 
     with progress("demo", arguments) as callback:

@@ -61,11 +61,10 @@ def write_file(
     complete: Callable[[int], None] | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with the bytes of ``pieces`` and return their number, as ``replace_file`` does.
+    """Replace ``path`` with the bytes of ``pieces`` and return their number; see ``replace_file``.
 
-    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and
-    ``complete(descriptor)`` after the last, before the rename, which ``rename(unfinished, path)`` does where it is given: an exception
-    from any of them ends the writing.
+    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and ``complete(descriptor)``
+    after the last. ``rename(unfinished, path)``, if given, then renames the file. An exception from any of them aborts the write.
     """
 
     # A file system may write the bytes of a file that replaces another before the rename, unless its blocks were reserved.
@@ -182,12 +181,13 @@ def remove_dead(folder: str) -> Unfinished:
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:
+    """Return True if a folder entry is an unfinished file."""
     name = entry.name
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False)
 
 
 def _followed(path: str | os.PathLike[str]) -> str:
-    """Return the file that a symbolic link points to, whether it exists or not; another path as it is. Raises WriteFailed for a loop."""
+    """Return the file that a symbolic link points to, whether it exists or not; other paths unchanged. Raises WriteFailed for a loop."""
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -198,7 +198,7 @@ def _followed(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed for an existing file that is read-only, which a rename would replace all the same."""
+    """Raise WriteFailed for an existing read-only file, which a rename would replace anyway."""
     try:
         status = os.stat(target)
     except OSError:
@@ -237,7 +237,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 
 
 def _new_mode(folder: str) -> int:
-    """Return the mode that a new file gets in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
+    """Return the mode of a new file in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
     descriptor, path = _create(folder, mode=0o666)
     try:
         os.unlink(path)
@@ -328,7 +328,7 @@ def _names(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces``, many per call: one call for each small piece would take twice the time."""
+    """Write ``pieces``, many per call; one call for each small piece would take twice as long."""
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -344,8 +344,9 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate the blocks of a new file at once, if the file system supports it. Allocation page by page takes half as long again as the
-    write.
+    """Allocate the blocks of a new file at once, if the file system supports it.
+
+    Allocating them page by page takes 1.5x as long as the write.
     """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
         # Writing tells what is wrong where this fails.

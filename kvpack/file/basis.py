@@ -1,4 +1,4 @@
-"""The required feature ``basis``: the file contains the rows of a model's basis in place of a cache (spec/basis.md)."""
+"""The required feature ``basis``: the file contains the rows of a model's basis instead of a cache (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BasisSide(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer of a header, as the rules of basis files need it."""
+    """The part of a header's layer that the rules of basis files need."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
         """Return the sides that are present, by name."""
@@ -66,7 +66,7 @@ class HasSides(Protocol):
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader, which names the place, unless every side contains rows of a basis."""
+    """Raise InvalidHeader, naming the position, unless every side contains rows of a basis."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
@@ -79,7 +79,7 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
 
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
-    """Raise InvalidHeader, which names the state, unless the states of a basis that describe frames fit each other and the sides."""
+    """Raise InvalidHeader, naming the state, unless the states that describe a basis's frames fit each other and the sides."""
     found = {(state.layer, state.name): state for state in states}
     framed = False
     for number, layer in enumerate(layers):
@@ -113,7 +113,7 @@ def _check_frames_of(where: str, side: BasisSide | None, dim: int, frames: State
 
 
 def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader unless the balanced frames of a layer, and what belongs to them, have the heads and the dim of its keys."""
+    """Raise InvalidHeader unless the balanced frames of a layer and their parameters have the heads and the dim of its keys."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():
         raise InvalidHeader(f"{frames.where}: layer {number} has neither {' nor '.join(KEY_FRAMES.values())}, expected one of them with it")
@@ -152,7 +152,7 @@ def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> 
 
 
 def check_frame_values(state: StateEntry, array: Array) -> None:
-    """Raise InvalidPayload, which names the place, where the values of a state that describes frames break a rule."""
+    """Raise InvalidPayload, naming the position, if the values of a state that describes frames break a rule."""
     name = state.name
     if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")

@@ -1,6 +1,6 @@
-"""The values that a header may hold: a table has a rule for each field, and one walker refuses every other value.
+"""Check the values of a header: a table has a rule for each field, and one function refuses every other value.
 
-Messages name the place (``where``), the rule and the refused value.
+Messages name the position (``where``), the rule and the refused value.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A value of exactly the type ``kind``, as a bool is not an integer.
+    """A value of exactly the type ``kind``; a bool is not an integer.
 
-    An integer is ``low`` to ``high``; of anything else, ``high`` is the most UTF-8 bytes, bytes or entries. Text is one of ``choices`` if
-    there are any. The entries of a list or tuple, and the values of a map from text, follow the rule ``each``.
+    An integer must be from ``low`` to ``high``; for other kinds, ``high`` limits the UTF-8 bytes, bytes or entries. Text must be one of
+    ``choices``, if there are any. The entries of a list or tuple, and the values of a map from text, follow the rule ``each``.
     """
 
     kind: Any
@@ -36,7 +36,7 @@ BINARY_BY_NAME = Rule(dict, MAX_NAMES, each=BINARY)
 
 
 def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
-    """Check the attributes of ``holder`` that ``rules`` names. Raises as ``check``."""
+    """Check the attributes of ``holder`` that ``rules`` names. Raises the errors of ``check``."""
     for name, rule in rules.items():
         check(name, getattr(holder, name), rule)
 
@@ -68,7 +68,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_argument(where: str, value: Any, rule: Rule) -> None:
-    """``check`` for the value of a caller. Raises InvalidParameter."""
+    """Run ``check`` for a caller's value. Raises InvalidParameter."""
     try:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:
@@ -76,7 +76,7 @@ def check_argument(where: str, value: Any, rule: Rule) -> None:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return the length of ``value`` as it is stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
+    """Return the length of ``value`` as stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
     try:
         return len(value.encode() if isinstance(value, str) else value)
     except UnicodeEncodeError:
@@ -91,5 +91,5 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
 
 
 def _shown(name: Any) -> str:
-    """Return a name from a file, with terminal control characters escaped."""
+    """Return a name from a file with terminal control characters escaped."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)

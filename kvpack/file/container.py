@@ -1,4 +1,4 @@
-"""The kvpack file: a safetensors file in which a check covers every bit (spec/container.md).
+"""The kvpack file: a safetensors file in which every bit is covered by a check (spec/container.md).
 
 A length, a JSON header, then the data: the tensor ``kvpack.header`` and the payload tensors at multiples of 64.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """Return the exact size in bytes of the file that ``write`` makes without compression. Raises LimitExceeded."""
+    """Return the exact size in bytes of the file that ``write`` produces without compression. Raises LimitExceeded."""
     return undigested_front(contents).file_bytes
 
 
@@ -62,12 +62,12 @@ def write(
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """Return the bytes of the file that ``write`` makes. Raises InvalidParameter and LimitExceeded."""
+    """Return the bytes of the file that ``write`` produces. Raises InvalidParameter and LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """Return the bytes of the file that ``write`` makes, as consecutive pieces. Raises InvalidParameter and LimitExceeded."""
+    """Return the bytes of the file that ``write`` produces, as consecutive pieces. Raises InvalidParameter and LimitExceeded."""
     if set(arrays) != set(contents.layouts):
         odd = sorted(map(str, set(arrays) ^ set(contents.layouts)))
         raise InvalidParameter(f"arrays missing or not in the layout: {', '.join(odd[:8])}")
@@ -112,8 +112,9 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
-    """Open a file that is already in memory; tensors are views of ``data``. Raises the errors of ``open_file``, with ``where`` as
-    the name.
+    """Open a file that is already in memory; tensors are views of ``data``.
+
+    Raises the errors of ``open_file``, with ``where`` as the name.
     """
     if memory_limit is not None:
         with located(where):
@@ -123,7 +124,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 
 @dataclass(frozen=True)
 class SidePlaces:
-    """The places ``[begin, end)`` of a side's decoded tensors in one piece of memory of ``nbytes`` bytes, by stream name.
+    """The places ``[begin, end)`` of a side's decoded tensors in one block of memory of ``nbytes`` bytes, by stream name.
 
     Every tensor begins at a multiple of 64, as in a file: without a filter, the bytes are those of the file.
     """
@@ -137,7 +138,7 @@ class SidePlaces:
 class File:
     """An open kvpack file: ``header``, ``front``, ``size`` in bytes, ``tensors`` by name. A context manager.
 
-    Made by ``open_file`` and ``open_bytes``. Every error names ``where``.
+    ``open_file`` and ``open_bytes`` create it. Every error names ``where``.
     """
 
     def __init__(self, source: Source, where: str, memory_limit: int | None) -> None:
@@ -286,17 +287,17 @@ class File:
         return span_of(self.front, tensors)
 
     def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, as ``payload.read_span``."""
+        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, of their size, with ``payload.read_span``."""
         with located(self.where):
             read_span(self._source, span, first, last, memory)
 
     @property
     def descriptor(self) -> int | None:
-        """The descriptor from which bytes of a span may be read, which ``check_pads`` follows; None if there is none."""
+        """Descriptor from which bytes of a span may be read, before ``check_pads``; None if there is none."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, as ``payload.check_pads``."""
+        """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, with ``payload.check_pads``."""
         with located(self.where):
             check_pads(self._source, span, first, last, memory)
 
@@ -356,7 +357,7 @@ class File:
         return [(self.tensors[f"{places.layer}.{places.side}.{stream}"], *place) for stream, place in places.streams.items()]
 
     def side(self, layer: int, side: str) -> SideEntry:
-        """Return the entry of one side in the header. Raises OutOfBounds if the file does not have the side."""
+        """Return the header entry of one side. Raises OutOfBounds if the file does not have the side."""
         layers = self.header.layers
         held = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": held.k, "v": held.v}.get(side) if held else None

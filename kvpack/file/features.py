@@ -1,4 +1,4 @@
-"""Ignorable features whose data does not fit one entry: ``name.0``, ``name.1`` and so on, one after the other."""
+"""Ignorable features whose data does not fit one entry, stored as ``name.0``, ``name.1`` and so on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:
-    """Return ``data`` as features of at most ``MAX_BINARY_BYTES`` bytes each; no data gives none."""
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each; no data gives none."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Return the data of the features that ``split`` makes, up to the first that is missing."""
+    """Join the data of the features that ``split`` creates, up to the first missing one."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

@@ -74,7 +74,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return values of a head that are decoded together: those of a token group, and of a row of its run."""
+    """Return the values of a head that are decoded together: those of a token group, and of a row of its run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.run_values if longest else 0)
 

@@ -103,7 +103,7 @@ class Front:
 
 
 def make_front(header: Header) -> Front:
-    """Return the front of the file with ``header``. Raises LimitExceeded."""
+    """Build the front of the file with ``header``. Raises LimitExceeded."""
     front = _front_of(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
@@ -112,7 +112,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of the file whose ``kvpack.header`` is ``tensor``: the bytes of ``header``."""
+    """Build the front of the file whose ``kvpack.header`` is ``tensor``, the bytes of ``header``."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -138,8 +138,10 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents`` with zeros as digests: its places and sizes are final. Raises
-    LimitExceeded."""
+    """Build the front of an uncompressed file of ``contents`` with zeros as digests; its positions and sizes are final.
+
+    Raises LimitExceeded.
+    """
     zeros = bytes(DIGEST_BYTES)
     tensors = (
         TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), zeros) for name, layout in contents.layouts.items()
@@ -194,7 +196,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def aligned(end: int) -> int:
-    """Return the first place, from ``end`` on, at which a tensor may begin."""
+    """Return the first position, from ``end`` on, at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
@@ -210,7 +212,7 @@ def front_bytes(beginning: bytes | memoryview) -> int:
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first byte in which two texts of equal length differ, found with integers instead of one step per byte."""
+    """Return the index of the first different byte of two texts of equal length, using integers instead of one step per byte."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
@@ -276,10 +278,10 @@ def _packed(header: Contents, tensors: list[Any]) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse the bytes that ``pack_header`` makes, and refuse all others.
+    """Parse the bytes that ``pack_header`` creates, and refuse all others.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the place. Unknown versions, features
-    and codecs are reported first, whatever else the header holds.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the position. Unknown versions, features and codecs
+    are reported first, whatever else the header contains.
     """
     try:
         return _parsed(data)
@@ -334,8 +336,9 @@ def _parsed(data: bytes) -> Header:
 
 
 def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
-    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except for its codecs. Faster than encoding the
-    Header again.
+    """Return True if ``data`` is the canonical encoding of ``top``, a header that is valid except for its codecs.
+
+    This is faster than encoding the Header again.
     """
     for layer in top["layers"]:
         for side in layer.values():
@@ -346,7 +349,7 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
 
 
 def newer(version: int) -> str:
-    """Return the message for a file of a later major number."""
+    """Return the message for a file with a later major version."""
     return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
 
 
@@ -356,7 +359,7 @@ def _packed_side(side: SideEntry) -> dict[str, Any]:
 
 
 def unpacked_header(data: bytes) -> Any:
-    """Return the value of the msgpack of a header tensor, within the limits of the format. Raises InvalidHeader and LimitExceeded."""
+    """Unpack the msgpack of a header tensor within the limits of the format. Raises InvalidHeader and LimitExceeded."""
     check_header_size(len(data))
     limit = left = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
 
@@ -394,7 +397,7 @@ def check_header_size(size: int) -> None:
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """Return the codec of a map, and True if the map is the codec's stored form."""
+    """Create the codec of a map; also return True if the map is the codec's stored form."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)

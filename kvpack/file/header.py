@@ -1,7 +1,7 @@
 """The header of a kvpack file as frozen dataclasses (spec/container.md, Fields).
 
-Constructors check every rule, so every Header object is valid, whether it was read or will be written.
-Messages name the place as the header spells it, such as ``layers[3].k.codec``.
+Constructors check every rule, so every Header object is valid, whether it was read or will be written. Messages name the position as the
+header spells it, such as ``layers[3].k.codec``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SideEntry:
 
     @property
     def packed(self) -> int:
-        """The number of packed tokens: all except the tail."""
+        """Number of packed tokens: all except the tail."""
         return sum(self.runs)
 
     @property
@@ -215,31 +215,31 @@ class Contents:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The position of the first token of every layer."""
+        """Position of the first token of every layer."""
         data = self._entry(layer_positions.FEATURE)
         return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
 
     @cached_property
     def states(self) -> tuple[layer_states.StateEntry, ...]:
-        """The states of all layers, in file order."""
+        """States of all layers, in file order."""
         data = self._entry(layer_states.FEATURE)
         return () if data is None else layer_states.layer_states(data, self.layers)
 
     @cached_property
     def batch(self) -> int:
-        """The number of sequences that every layer with sides or states has at least; 0 if none has."""
+        """Smallest number of sequences of any layer with sides or states; 0 if none has any."""
         sides = (side.batch for layer in self.layers for _, side in layer.sides())
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
 
     @cached_property
     def tokens(self) -> int:
-        """The number of tokens of the file's range; 0 if no layer has sides."""
+        """Number of tokens of the file's range; 0 if no layer has sides."""
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
         return max(ends, default=self.start) - self.start
 
     @cached_property
     def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
-        """The tokens that no query may attend to."""
+        """Tokens that no query may attend to."""
         data = self._entry(hidden_tokens.FEATURE)
         if data is None:
             return ()
@@ -272,7 +272,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """Each distinct side at its first occurrence: most layers are equal, so one check covers them."""
+        """Each distinct side at its first occurrence; most layers are equal, so one check covers them."""
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -333,12 +333,12 @@ class Header(Contents):
 
     @classmethod
     def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
-        """Return the header of ``contents`` stored as ``tensors``."""
+        """Create the header of ``contents`` stored as ``tensors``."""
         return cls(**{field.name: getattr(contents, field.name) for field in dataclasses.fields(Contents)}, tensors=tensors)
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Name (after ``prefix``), dtype and shape of every tensor of a side, in file order (spec/container.md, Runs and tail)."""
+    """Return the name (after ``prefix``), dtype and shape of every tensor of a side, in file order (spec/container.md, Runs and tail)."""
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row
@@ -370,5 +370,5 @@ def lacking(feature: str) -> str:
 
 
 def within(where: str, error: KvpackError) -> KvpackError:
-    """Return ``error`` with ``where`` put before the field that its message begins with."""
+    """Return ``error`` with ``where`` prepended to the field with which its message begins."""
     return type(error)(f"{where}.{error}")

@@ -1,7 +1,7 @@
-"""Find unknown features of a header by a walk over its msgpack that builds no objects (spec/container.md, Header tensor).
+"""Find unknown features of a header by walking over its msgpack without building objects (spec/container.md, Header tensor).
 
-A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The walk
-looks only for ``format``, ``required`` and the ids of ``codecs``, and goes as far as the bytes go.
+A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The walk looks only
+for ``format``, ``required`` and the ids of ``codecs``, and stops where the bytes end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class _Ended(Exception):
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Return the features and codecs of the header ``data`` that a reader with ``features`` and ``codecs`` does not know, in linear
-    time.
+    """Return the features and codecs of the header ``data`` that a reader with ``features`` and ``codecs`` does not know.
+
+    The walk takes linear time.
     """
     walk = _Walk(data)
     found: dict[str, int | str | None] = {}
@@ -86,7 +87,8 @@ class _Walk:
         self._data, self._at = data, 0
 
     def value(self) -> tuple[int, int]:
-        """Enter the next value; return its kind and an integer's value, a string's bytes or a container's number of entries."""
+        """Enter the next value; return its kind and the value of an integer, the bytes of a string or the number of entries of a container.
+        """
         first = self._take(1)[0]
         if first < 0x80:
             return _INTEGER, first
@@ -111,7 +113,7 @@ class _Walk:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip ``values`` values and their contents, without recursion: the bytes could nest to any depth."""
+        """Skip ``values`` values and their contents without recursion, because the bytes could nest to any depth."""
         # Regular expressions and sums handle many bytes per step. An opening container leaves at least as many values to skip
         # as before it, and n bytes of short values end at most n values.
         while values:

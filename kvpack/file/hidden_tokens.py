@@ -20,7 +20,7 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class Hidden(NamedTuple):
-    """The positions ``[start, stop)`` of sequence ``row``, which an attention mask hides."""
+    """The positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
 
     row: int
     start: int
@@ -28,7 +28,7 @@ class Hidden(NamedTuple):
 
 
 def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with tokens that are hidden. Raises LimitExceeded for more than an entry holds."""
+    """Return ``required`` and ``ignorable`` for a file with hidden tokens. Raises LimitExceeded for more than an entry can list."""
     data = b"".join(_RECORD.pack(*stretch) for stretch in hidden)
     if len(data) > MAX_BINARY_BYTES:
         raise LimitExceeded(
@@ -39,7 +39,7 @@ def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, by
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidden, ...]:
-    """Return the hidden tokens that the entry ``data`` lists, of a file of ``batch`` sequences and the range ``[start, stop)``.
+    """Return the hidden tokens in the entry ``data`` of a file with ``batch`` sequences and the range ``[start, stop)``.
 
     Raises InvalidHeader, which names the record.
     """

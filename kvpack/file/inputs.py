@@ -107,7 +107,7 @@ class Inputs:
 
     @property
     def tokens(self) -> int:
-        """The number of known ids of each row."""
+        """Number of known ids of each row."""
         return len(self.known[0]) // ID_BYTES
 
     @property
@@ -192,7 +192,7 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Return the clauses about the ids that a file with room for only ``count`` ids per row leaves out."""
+        """Return the clauses about the ids that do not fit a file with room for only ``count`` ids per row."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -281,7 +281,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """Return the clause about tokens ``[start, stop)`` whose ids differ between rows."""
+    """Return a clause about tokens ``[start, stop)`` whose ids differ between rows."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
@@ -290,7 +290,8 @@ def _differ(inputs: Inputs) -> bool:
 
 
 def _rows(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids that all ``rows`` begin with; if rows differ, also the rows, and the clause about the difference with its position."""
+    """Return the ids with which all ``rows`` begin; if rows differ, also the rows, and the clause about the difference with its position.
+    """
     if len(set(rows)) == 1:
         return rows[0], (), []
     words = [memoryview(row).cast("I") for row in rows]

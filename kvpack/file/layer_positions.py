@@ -38,7 +38,7 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Return the first position of every layer, from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
+    """Parse the first position of every layer from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, {len(layers)} layers take {START_BYTES * len(layers)}")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))

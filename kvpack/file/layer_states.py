@@ -65,7 +65,7 @@ class StateEntry:
 
     @property
     def where(self) -> str:
-        """The name of its tensor in a file."""
+        """Name of its tensor in a file."""
         return f"{self.layer}.state.{self.name}"
 
     @property
@@ -90,7 +90,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Return the states that the entry ``data`` lists, in file order. Raises InvalidHeader or LimitExceeded, which name the place."""
+    """Parse the states in the entry ``data``, in file order. Raises InvalidHeader or LimitExceeded, which name the position."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one")
     states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

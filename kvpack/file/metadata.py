@@ -47,7 +47,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Return the map in the feature's bytes; an empty one for bytes that ``to_bytes`` does not make."""
+    """Parse the map in the feature's bytes; empty for bytes that ``to_bytes`` does not create."""
     try:
         found = dict(_entries(data))
         return found if to_bytes(found) == data else {}

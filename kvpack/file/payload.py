@@ -1,4 +1,4 @@
-"""Stored tensors as arrays with checked digests: whole, or read in pieces from a file that is not mapped."""
+"""Stored tensors as arrays with checked digests, read whole or in pieces from a file that is not mapped."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ class InPieces:
 
 
 def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Layout, *, checksums: bool) -> Array:
-    """Return the tensor, after checks of its pad and digest: a small one is read at once, a large one in pieces, a zstd frame whole.
-
-    ``checksums`` is that of ``decompressed``. Raises DigestMismatch, InvalidPayload and Truncated.
-    """
+    """Return the tensor after checking its pad and digest: small ones are read at once, large ones in pieces, zstd frames whole."""
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
     check_pad(tensor.name, source.read(start + place.pad, begin))
@@ -74,10 +71,7 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
 
 
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
-    """Copy the decoded tensor into ``memory``, of its size; what is checked (pad, digest, frame) is the copy, not the file.
-
-    ``checksums`` is that of ``decompressed``. Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
-    """
+    """Copy the decoded tensor into ``memory``, of its size; the checks (pad, digest, frame) apply to the copy, not the file."""
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
     check_pad(tensor.name, source.read(start + place.pad, begin))
@@ -97,9 +91,10 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes ``[begin, end)`` of a file: unfiltered tensors, and the pads among them; ``pads`` holds these and the pad before, in order.
+    """Bytes ``[begin, end)`` of a file: unfiltered tensors, and the pads between them, listed in order in ``pads`` with the pad before
+    them.
 
-    A pad is the name of the tensor behind it and its place in the file.
+    A pad is the name of the tensor after it and its position in the file.
     """
 
     begin: int
@@ -108,8 +103,10 @@ class Span:
 
 
 def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
-    """Return the span of ``tensors``, each with its place ``[begin, end)`` in memory; None unless they are there as in the file, from 0
-    on."""
+    """Return the span of ``tensors``, each with its place ``[begin, end)`` in memory.
+
+    The result is None unless they are laid out as in the file, starting at 0.
+    """
     places = [front.places[tensor.name] for tensor, _, _ in tensors]
     for (tensor, begin, end), place in zip(tensors, places, strict=True):
         if tensor.filter != "none" or (place.begin - places[0].begin, place.end - places[0].begin) != (begin, end):
@@ -120,9 +117,9 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 
 
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` by one read, and check the pads among them; digests are left.
+    """Read bytes ``[first, last)`` of ``span`` into all of ``memory`` with one read, and check the pads, but not the digests.
 
-    Many threads that read wait for each other at every call: so each makes few. Raises the errors of ``check_pads``.
+    Reading threads wait for each other at every call, so each makes few. Raises the errors of ``check_pads``.
     """
     source.read_into(span.begin + first, memory)
     check_pads(source, span, first, last, memory)
@@ -131,7 +128,7 @@ def read_span(source: Source, span: Span, first: int, last: int, memory: memoryv
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Check the pads among bytes ``[first, last)`` of ``span``, which are in ``memory``, and the one before the span if ``first`` is 0.
 
-    ``first`` is a multiple of ``TENSOR_ALIGNMENT``, and so is ``last``, or it is the end: a pad is in one range. Raises InvalidPayload,
+    ``first`` must be a multiple of ``TENSOR_ALIGNMENT``, and ``last`` too or the end, so that no pad is split. Raises InvalidPayload,
     MissingFile and Truncated.
     """
     pads = span.pads

@@ -46,7 +46,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Return the offset of each sequence, by the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
+    """Parse the offset of each sequence from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one")
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))

@@ -63,7 +63,7 @@ class RowLayout(NamedTuple):
 
     @property
     def pads(self) -> list[tuple[int, int]]:
-        """The padding ``[begin, end)`` after streams."""
+        """Padding ``[begin, end)`` after streams."""
         begins = [*(begin for begin, _ in self.places.values()), self.nbytes]
         ends = [self.payload, *(end for _, end in self.places.values())]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
@@ -180,7 +180,7 @@ def _aligned(at: int) -> int:
 
 
 def _difference_of(data: bytes, expected: bytes) -> str:
-    """Return the first field in which the map ``data`` differs from the map ``expected``, with both values: for messages."""
+    """Return the first field in which the map ``data`` differs from the map ``expected``, with both values, for messages."""
     try:
         found = unpacked_header(data)
     except (InvalidHeader, LimitExceeded) as error:

@@ -1,6 +1,6 @@
-"""Streamed writing of files whose tensors arrive in pieces, such as from a device: data first, each at its final place, then the header.
+"""Write files whose tensors arrive in pieces, such as from a device: data first, each piece at its final position, then the header.
 
-Nothing is held in memory but the pieces on their way. Until the rename, the file has another name, as with ``container.write``.
+Only pieces in transit are in memory. Until the rename, the file has another name, as in ``container.write``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WRITES_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """The next bytes of tensor ``name``. ``release`` is called, in any thread, once ``data`` is not read any more."""
+    """The next bytes of tensor ``name``. ``release`` is called, in any thread, once ``data`` is no longer read."""
 
     name: str
     data: memoryview
@@ -44,9 +44,9 @@ def write_pieces(
 ) -> int:
     """Write an uncompressed file of ``contents`` atomically and return its size in bytes.
 
-    ``pieces`` gives the bytes of every tensor of ``contents.layouts`` that has any, in order; the caller's thread takes them one by
-    one, ahead of those being written. ``progress(done, total)`` counts bytes.
-    Raises InvalidParameter for more or fewer bytes than a tensor takes, LimitExceeded, and WriteFailed as ``container.write``.
+    ``pieces`` yields the bytes of every nonempty tensor of ``contents.layouts``, in order; the caller's thread consumes them one by one,
+    ahead of those being written. ``progress(done, total)`` counts bytes. Raises InvalidParameter for more or fewer bytes than a tensor
+    needs, LimitExceeded, and WriteFailed as ``container.write`` does.
     """
     front = undigested_front(contents)
 
@@ -77,7 +77,7 @@ def write_pieces(
 
 
 class _Data:
-    """The places of pieces in the file, and the digests of the tensors that they make."""
+    """Positions of pieces in the file, and digests of the tensors that they form."""
 
     def __init__(self, contents: Contents, start: int, begins: dict[str, int]) -> None:
         self._contents, self._start, self._begins = contents, start, begins
@@ -85,7 +85,7 @@ class _Data:
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
     def placed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece with its place in the file, once it is part of its tensor's digest. Raises InvalidParameter."""
+        """Yield each piece with its position in the file, after adding it to its tensor's digest. Raises InvalidParameter."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)
@@ -94,7 +94,7 @@ class _Data:
             yield piece, self._start + self._begins[piece.name] + size
 
     def header(self) -> Header:
-        """Return the header of the file. Raises InvalidParameter if a tensor is not whole."""
+        """Return the header of the file. Raises InvalidParameter if a tensor is incomplete."""
         tensors = []
         for name, layout in self._contents.layouts.items():
             self._check(name, whole=True)

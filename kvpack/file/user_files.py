@@ -35,7 +35,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def path_text(path: Any) -> str:
-    """Return ``path`` as text; messages show an empty one as ``''``. Raises InvalidParameter for anything but a path."""
+    """Return ``path`` as text; an empty one appears as ``''`` in messages. Raises InvalidParameter for anything but a path."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise InvalidType(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
@@ -75,8 +75,10 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> str:
-    """Return the text of a UTF-8 file, without a byte order mark. Raises the errors of ``read_bytes``, and InvalidParameter for other
-    bytes."""
+    """Read the text of a UTF-8 file, without a byte order mark.
+
+    Raises the errors of ``read_bytes``, and InvalidParameter for other encodings.
+    """
     return read_text_and_mode(path, max_bytes, what)[0]
 
 
@@ -150,27 +152,28 @@ class Source(Protocol):
 
     @property
     def descriptor(self) -> int | None:
-        """The descriptor of an open file; None for other bytes."""
+        """Descriptor of an open file; None for other bytes."""
         ...
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Read bytes ``[begin, end)`` of the file as it is now. Raises Truncated, MissingFile.
+        """Read the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
 
         The copy goes ``into`` memory that the caller reuses, if it is given and large enough.
         """
         ...
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Read the bytes from ``begin`` on as they are now into all of ``memory``. Raises Truncated, MissingFile."""
+        """Read the current bytes from ``begin`` on into all of ``memory``. Raises Truncated and MissingFile."""
         ...
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated, MissingFile."""
+        """Return bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated and MissingFile."""
         ...
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Read bytes ``[begin, end)`` into memory for views, in order, and return the end of the bytes read so far. Raises the errors of
-        ``view``.
+        """Read bytes ``[begin, end)`` into memory for views, in order, and yield the end of the bytes read so far.
+
+        Raises the errors of ``view``.
         """
         ...
 
@@ -210,7 +213,7 @@ class InMemory:
 
 
 class OnDisk:
-    """An open file: ``read`` copies its bytes, ``view`` returns a view of a private mapping, made on first use.
+    """An open file: ``read`` copies its bytes, ``view`` returns a view of a private mapping, created on first use.
 
     ``read`` raises Truncated if the file was cut meanwhile. Touching the mapping of such a file ends the process.
     """
@@ -265,7 +268,7 @@ class OnDisk:
         return self._mapping[begin:end]
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Map the pages of the next pieces in threads meanwhile; views alone would make the disk wait at every page."""
+        """Map the pages of the next pieces in threads; with views alone, reading would wait for the disk at every page."""
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         memory = self.view(page, end)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if end > page else 0

@@ -53,7 +53,7 @@ def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -
 
 
 def _no_content(name: str, stored: memoryview) -> memoryview:
-    """Decode a frame of no content to its end: zstandard's decompress() does not read the blocks of a frame that states 0 bytes.
+    """Decode a frame without content to its end; zstandard's decompress() does not read the blocks of a frame that states 0 bytes.
 
     Raises InvalidPayload, and ZstdError for a block or a checksum that is wrong.
     """

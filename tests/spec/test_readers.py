@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -10,7 +13,7 @@ import pytest
 from kvpack.file import container
 from spec.generate.vector_files import FOLDER, manifest
 from support import spec_readers
-from support.spec_readers import READERS, Answer
+from support.reader_programs import ENTRY_READERS, READERS, READERS_FOLDER, Answer
 from support.vector_checks import Expected
 
 LINES = manifest()
@@ -25,6 +28,28 @@ def test_a_reader_agrees_with_all_vectors(name: str) -> None:
         pytest.skip(reason)
     with spec_readers.started(name) as reader:
         assert list(spec_readers.vector_differences(reader)) == []
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("name", ENTRY_READERS)
+def test_a_reader_agrees_with_all_store_entries(name: str) -> None:
+    if reason := spec_readers.missing(name):
+        pytest.skip(reason)
+    with spec_readers.started(name) as reader:
+        assert list(spec_readers.entry_differences(reader)) == []
+
+
+def test_an_entry_of_another_class_is_a_difference(tmp_path: Path) -> None:
+    answers = {name: "DigestMismatch" if line.get("damaged") else "Undecryptable" for name, line in spec_readers.entries().items()}
+
+    def read(path: Path, bases: object = (), wanted: object = None) -> Answer:
+        line = spec_readers.entries().get(path.name, {"file": path.name})
+        return Answer("ok", "", numpy.zeros(1, "f4"), {}) if "file" in line else Answer(answers[path.name], "", None, {})
+
+    reader = SimpleNamespace(name="x", read=read, folder=tmp_path)
+    assert list(spec_readers.entry_differences(reader)) == []
+    answers |= {"encrypted-damaged.entry": "Undecryptable", "encrypted-by-another-key.entry": "DigestMismatch"}
+    assert len(list(spec_readers.entry_differences(reader))) == 2
 
 
 def test_a_refusal_of_another_class_is_a_difference() -> None:
@@ -67,17 +92,25 @@ def test_a_reader_that_accepts_what_the_library_refuses_is_a_difference() -> Non
 def test_a_reader_that_differs_in_a_packed_page_is_found() -> None:
     folder = FOLDER.parent / "row-vectors"
     values = numpy.fromfile(folder / "raw.f32", "<f4")
-    right = SimpleNamespace(name="x", read=lambda path: Answer("ok", "", values, {}))
-    wrong = SimpleNamespace(name="x", read=lambda path: Answer("ok", "", values + numpy.float32(1), {}))
-    refusing = SimpleNamespace(name="x", read=lambda path: Answer("DigestMismatch", "row-4", None, {}))
+    right = SimpleNamespace(name="x", read=lambda path, bases: Answer("ok", "", values, {}))
+    wrong = SimpleNamespace(name="x", read=lambda path, bases: Answer("ok", "", values + numpy.float32(1), {}))
+    refusing = SimpleNamespace(name="x", read=lambda path, bases: Answer("DigestMismatch", "row-4", None, {}))
     whole, damaged = ((folder / f"{name}.row").read_bytes() for name in ("raw", "damaged"))
     assert [bool(list(spec_readers.row_differences([one], whole))) for one in (right, wrong, refusing)] == [False, True, True]
     assert [bool(list(spec_readers.row_differences([one], damaged))) for one in (right, refusing)] == [True, False]
 
 
 def test_lines_fit_their_columns() -> None:
-    sources = [path for folder in ("readers", "viewer") for path in (spec_readers.ROOT / "spec" / folder).rglob("*.js")]
-    assert len(sources) > 10
+    sources = [path for folder in ("readers", "viewer") for path in (spec_readers.ROOT / "spec" / folder).rglob("*.[chj]*")]
+    sources = [path for path in sources if path.suffix in (".c", ".h", ".js")]
+    assert len(sources) > 30
     for path in sources:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             assert len(line) <= 110, f"{path}:{number}"
+
+
+def test_the_reader_in_c_is_formatted() -> None:
+    if (program := shutil.which("clang-format")) is None:
+        pytest.skip("clang-format is not installed")
+    sources = [path for path in (READERS_FOLDER / "c").iterdir() if path.suffix in (".c", ".h")]
+    subprocess.run([program, "--dry-run", "-Werror", *map(str, sources)], check=True)

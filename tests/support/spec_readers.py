@@ -8,19 +8,16 @@ with 1 if there is any. A reader whose program cannot run here is skipped, with 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hypothesis
 import numpy
@@ -37,87 +34,19 @@ from kvpack.coding.basis_sources import bound
 from kvpack.file import container
 from kvpack.file.header import layout_bytes
 from kvpack.formats.errors import KvpackError
+from spec.generate.expected import read_manifest
 from spec.generate.page_vectors import FOLDER as ROW_FOLDER
 from spec.generate.page_vectors import manifest as row_manifest
 from spec.generate.vector_files import FOLDER, manifest
+from support.reader_programs import ENTRY_READERS, READERS, ROOT, Answer, Reader, differences, in_files, missing, started
 from support.second_decoder import decoder, decompress
 from support.strategies import CASES, CONTENTS, DIMS, SIDE_CAR_DIMS, SIDE_CARS, contents
 from support.vector_checks import Expected
 
-ROOT = Path(__file__).resolve().parents[2]
-READERS_FOLDER = ROOT / "spec" / "readers"
-C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-"""How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
-READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(READERS_FOLDER / "javascript" / "answer.js"))}
-"""The command of each reader's program, or of its compiler."""
-
-FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
-"""Decoders of Zstandard may differ in which malformed frames they take: the rule of readers, and the section of the second decoder."""
+ENTRY_FOLDER = ROOT / "spec" / "store-vectors"
 MAX_MUTATED_BYTES = 1 << 14
-
-
-class Answer(NamedTuple):
-    """What a reader makes of a file: its values and what else it tells, or the class and the rule of its refusal."""
-
-    kind: str
-    rule: str
-    values: Any
-    facts: dict[str, Any]
-
-    @property
-    def accepted(self) -> bool:
-        return self.kind == "ok"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A running program."""
-
-    name: str
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def read(self, path: Path, bases: Sequence[Path] = ()) -> Answer:
-        """Return the answer for one file. A program that ends raises RuntimeError."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        output = self.folder / f"{self.name}.values"
-        output.unlink(missing_ok=True)
-        self.process.stdin.write("\t".join(map(str, (path, output, *bases))) + "\n")
-        self.process.stdin.flush()
-        kind, _, rest = self.process.stdout.readline().rstrip("\n").partition("\t")
-        if not kind:
-            raise RuntimeError(f"the program of {self.name} ended with {self.process.wait()} on {path}")
-        if kind == "ok":
-            return Answer(kind, "", numpy.fromfile(output, "<f4"), json.loads(rest))
-        return Answer(kind, rest.partition("\t")[0], None, {})
-
-
-def missing(name: str) -> str | None:
-    """Why a reader cannot run here; None if it can."""
-    program = READERS[name][0]
-    return None if shutil.which(program) else f"{program} is not installed"
-
-
-def _command(name: str, folder: Path) -> Sequence[str]:
-    """Return the command of a reader's program, which is compiled into ``folder`` if it is in C."""
-    if name != "c":
-        return READERS[name]
-    program = folder / "reader"
-    sources = sorted((READERS_FOLDER / "c").glob("*.c"))
-    subprocess.run([*READERS[name], *map(str, sources), "-lm", "-o", str(program)], check=True)
-    return (str(program),)
-
-
-@contextmanager
-def started(name: str) -> Iterator[Reader]:
-    """The program of a reader, which ends with the context."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(_command(name, Path(folder)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-        try:
-            yield Reader(name, process, Path(folder))
-        finally:
-            process.communicate()
+INTACT = ("LimitExceeded", "OutOfMemory", "Undecryptable", "UnknownCodec", "UnsupportedVersion")
+"""The classes of refused entries that are not damaged."""
 
 
 def vector_differences(reader: Reader) -> Iterator[str]:
@@ -128,6 +57,26 @@ def vector_differences(reader: Reader) -> Iterator[str]:
             problem = _line_difference(reader.read(folder / file, bases), folder, line)
             if problem:
                 yield f"{file}: {problem}"
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """Return the line of every store entry, by its file."""
+    return read_manifest(ENTRY_FOLDER / "manifest.json")
+
+
+def entry_differences(reader: Reader) -> Iterator[str]:
+    """Yield how a reader differs from the lines of the manifest of store entries (spec/vectors.md, Store entries)."""
+    for file, line in entries().items():
+        wanted = {"key": line["key"], "tenant": line["tenant"]} | {name: str(line[name]) for name in ("parent", "start") if name in line}
+        wanted |= {f"secret.{name}": key for name, key in line["encryption_keys"].items()}
+        wanted |= {f"identity.{name}": text for name, text in line.get("identity", {}).items() if name != "tenant"}
+        answer = reader.read(ENTRY_FOLDER / file, wanted=wanted)
+        if "file" in line:
+            clear = reader.read(Path(shutil.copyfile(ENTRY_FOLDER / line["file"], reader.folder / "x.kvpack")))
+            if not answer.accepted or not clear.accepted or not numpy.array_equal(answer.values, clear.values):
+                yield f"{file}: is to be read, and the answer is {answer.kind} by {answer.rule}"
+        elif answer.accepted or ("damaged" in line and (answer.kind in INTACT) == line["damaged"]):
+            yield f"{file}: is to be absent, {'and damaged' if line.get('damaged') else 'not damaged'}, and the answer is {answer.kind}"
 
 
 def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> str | None:
@@ -177,15 +126,7 @@ def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Pat
         file, rule = None, str(refused)
     if accepts != (file is not None):
         yield f"the library {'accepts' if accepts else 'refuses'} it, and the second decoder: {rule or 'accepts'}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "x.kvpack")
-        path.write_bytes(data)
-        for reader in readers:
-            answer = reader.read(path, bases)
-            if answer.accepted != accepts and answer.rule != FRAME_RULE and not rule.startswith(FRAME_SECTION):
-                yield f"the library {'accepts' if accepts else 'refuses'} it, and {reader.name}: {answer.rule or 'accepts'}"
-            if answer.accepted and file is not None:
-                yield from _value_differences(reader.name, answer.values, file)
+    yield from differences(readers, data, ".kvpack", bases, file, rule)
 
 
 def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
@@ -194,33 +135,7 @@ def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
         file, rule = decoder.read_row(data).page, ""
     except decoder.Refused as refused:
         file, rule = None, str(refused)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "x.row")
-        path.write_bytes(data)
-        for reader in readers:
-            answer = reader.read(path)
-            if answer.accepted != (file is not None):
-                yield f"the second decoder {rule or 'accepts'}, and {reader.name}: {answer.rule or 'accepts'}"
-            elif answer.accepted:
-                yield from _value_differences(reader.name, answer.values, file)
-
-
-def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
-    sides = [side for layer in file.layers for side in layer.values() if side]
-    values = numpy.array([value for side in sides for value in side.values], numpy.float64)
-    allowed = numpy.array([bound for side in sides for bound in side.tolerances], numpy.float64)
-    if found.shape != values.shape:
-        yield f"{name} decodes {len(found)} values, and the second decoder {len(values)}"
-        return
-    with numpy.errstate(invalid="ignore"):
-        same = (found == values) | (numpy.isnan(found) & numpy.isnan(values))
-        # Which sums in binary32 are not finite depends on their order.
-        same |= (allowed > 0) & (~numpy.isfinite(found) | ~numpy.isfinite(values) | (numpy.abs(found - values) <= allowed))
-        # Both have their own rounding where a result is subnormal.
-        same |= (numpy.abs(found) < 2.0**-126) & (numpy.abs(values) < 2.0**-126) & (allowed > 0)
-    if not same.all():
-        at = int((~same).argmax())
-        yield f"{name} decodes value {at} to {found[at]}, and the second decoder to {values[at]}, with a tolerance of {allowed[at]}"
+    yield from differences(readers, data, ".row", [], file, rule)
 
 
 @st.composite
@@ -327,10 +242,11 @@ def main(words: list[str] | None = None) -> int:
             for problem in vector_differences(reader):
                 report(f"{reader.name}: {problem}")
             print(f"{reader.name}: {len(manifest()) + len(row_manifest())} vectors")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bases = [folder / f"{number}.kvbasis" for number in range(len(seeds.bases()))]
-        for path, data in zip(bases, seeds.bases(), strict=True):
-            path.write_bytes(data)
+            if reader.name in ENTRY_READERS:
+                for problem in entry_differences(reader):
+                    report(f"{reader.name}: {problem}")
+                print(f"{reader.name}: {len(entries())} store entries")
+        bases = in_files(seeds.bases())
         fresh: list[bytes] = []
 
         def visit(data: bytes) -> None:

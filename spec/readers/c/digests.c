@@ -1,219 +1,203 @@
 /* XXH3-128, XXH64 and SHA-256. */
-#include "kvpack.h"
-
-#include <string.h>
-
-#define P32_1 0x9e3779b1u
-#define P32_2 0x85ebca77u
-#define P32_3 0xc2b2ae3du
+#define P32 0x9e3779b1u
 #define P1 0x9e3779b185ebca87u
 #define P2 0xc2b2ae3d27d4eb4fu
 #define P3 0x165667b19e3779f9u
 #define P4 0x85ebca77c2b2ae63u
 #define P5 0x27d4eb2f165667c5u
 
-static const uint8_t secret[192] = {
-    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
-    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
-    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
-    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
-    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
-    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
-    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
-    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
-    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
-    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
-    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
-    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+static const u8 secret[192] = {0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7,
+    0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3,
+    0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72,
+    0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71,
+    0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa,
+    0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0,
+    0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64, 0xea, 0xc5, 0xac, 0x83,
+    0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb, 0x17, 0x0d, 0xdd, 0x51, 0xb7,
+    0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47,
+    0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04,
+    0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
 
-static uint64_t r64(const uint8_t *p) { return kv_little(p, 8); }
+static u64 r64(const u8 *p) { return little(p, 8); }
+static u64 r32(const u8 *p) { return little(p, 4); }
+static u64 rotl(u64 x, int r) { return x << r | x >> (64 - r); }
 
-static uint64_t r32(const uint8_t *p) { return kv_little(p, 4); }
-
-static uint64_t rotl(uint64_t x, int r) { return x << r | x >> (64 - r); }
-
-static uint64_t swap64(uint64_t x) {
-    uint64_t y = 0;
-    for (int i = 0; i < 8; i++, x >>= 8) y = y << 8 | (x & 255);
-    return y;
+static u64 swap64(u64 x) {
+  u8 bytes[8];
+  put_big(bytes, x, 8);
+  return little(bytes, 8);
 }
 
 typedef struct {
-    uint64_t low, high;
+  u64 low, high;
 } wide;
 
-static wide multiply(uint64_t a, uint64_t b) {
-    uint64_t al = a & 0xffffffff, ah = a >> 32, bl = b & 0xffffffff, bh = b >> 32;
-    uint64_t ll = al * bl, hl = ah * bl, lh = al * bh, hh = ah * bh;
-    uint64_t cross = (ll >> 32) + (hl & 0xffffffff) + lh;
-    return (wide){cross << 32 | (ll & 0xffffffff), (hl >> 32) + (cross >> 32) + hh};
+static wide multiply(u64 a, u64 b) {
+  u64 al = a & 0xffffffff, ah = a >> 32, bl = b & 0xffffffff, bh = b >> 32;
+  u64 ll = al * bl, hl = ah * bl, lh = al * bh, hh = ah * bh;
+  u64 cross = (ll >> 32) + (hl & 0xffffffff) + lh;
+  return (wide){cross << 32 | (ll & 0xffffffff), (hl >> 32) + (cross >> 32) + hh};
 }
 
-static uint64_t fold(uint64_t a, uint64_t b) {
-    wide product = multiply(a, b);
-    return product.low ^ product.high;
+static u64 fold(u64 a, u64 b) {
+  wide product = multiply(a, b);
+  return product.low ^ product.high;
 }
 
-static uint64_t avalanche(uint64_t h) {
-    h = (h ^ h >> 37) * 0x165667919e3779f9u;
-    return h ^ h >> 32;
+static u64 avalanche(u64 h) {
+  h = (h ^ h >> 37) * 0x165667919e3779f9u;
+  return h ^ h >> 32;
 }
 
-static uint64_t avalanche64(uint64_t h) {
-    h = (h ^ h >> 33) * P2;
-    h = (h ^ h >> 29) * P3;
-    return h ^ h >> 32;
+static u64 avalanche64(u64 h) {
+  h = (h ^ h >> 33) * P2;
+  h = (h ^ h >> 29) * P3;
+  return h ^ h >> 32;
 }
 
-static uint64_t mix16(const uint8_t *in, const uint8_t *key) {
-    return fold(r64(in) ^ r64(key), r64(in + 8) ^ r64(key + 8));
+static u64 mix16(const u8 *in, const u8 *key) { return fold(r64(in) ^ r64(key), r64(in + 8) ^ r64(key + 8)); }
+
+static void mix32(wide *acc, const u8 *a, const u8 *b, const u8 *key) {
+  acc->low = (acc->low + mix16(a, key)) ^ (r64(b) + r64(b + 8));
+  acc->high = (acc->high + mix16(b, key + 16)) ^ (r64(a) + r64(a + 8));
 }
 
-static void mix32(wide *acc, const uint8_t *a, const uint8_t *b, const uint8_t *key) {
-    acc->low = (acc->low + mix16(a, key)) ^ (r64(b) + r64(b + 8));
-    acc->high = (acc->high + mix16(b, key + 16)) ^ (r64(a) + r64(a + 8));
+static wide xxh3_short(const u8 *in, u64 n) {
+  if (!n)
+    return (wide){
+        avalanche64(r64(secret + 64) ^ r64(secret + 72)), avalanche64(r64(secret + 80) ^ r64(secret + 88))};
+  if (n <= 3) {
+    u32 low = (u32)in[0] << 16 | (u32)in[n >> 1] << 24 | in[n - 1] | (u32)n << 8;
+    u32 high = (u32)(swap64(low) >> 32);
+    high = high << 13 | high >> 19;
+    return (wide){avalanche64(low ^ r32(secret) ^ r32(secret + 4)),
+        avalanche64(high ^ r32(secret + 8) ^ r32(secret + 12))};
+  }
+  if (n <= 8) {
+    u64 keyed = (r32(in) + (r32(in + n - 4) << 32)) ^ r64(secret + 16) ^ r64(secret + 24);
+    wide m = multiply(keyed, P1 + (n << 2));
+    m.high += m.low << 1;
+    m.low ^= m.high >> 3;
+    m.low = (m.low ^ m.low >> 35) * 0x9fb21c651e98df25u;
+    return (wide){m.low ^ m.low >> 28, avalanche(m.high)};
+  }
+  u64 low = r64(in), high = r64(in + n - 8);
+  wide m = multiply(low ^ high ^ r64(secret + 32) ^ r64(secret + 40), P1);
+  m.low += (n - 1) << 54;
+  high ^= r64(secret + 48) ^ r64(secret + 56);
+  m.high += high + (high & 0xffffffff) * 0x85ebca76;
+  m.low ^= swap64(m.high);
+  wide h = multiply(m.low, P2);
+  return (wide){avalanche(h.low), avalanche(h.high + m.high * P2)};
 }
 
-static wide xxh3_short(const uint8_t *in, size_t n) {
-    if (!n)
-        return (wide){avalanche64(r64(secret + 64) ^ r64(secret + 72)),
-                      avalanche64(r64(secret + 80) ^ r64(secret + 88))};
-    if (n <= 3) {
-        uint32_t low = (uint32_t)in[0] << 16 | (uint32_t)in[n >> 1] << 24 | in[n - 1] | (uint32_t)n << 8;
-        uint32_t high = (uint32_t)(swap64(low) >> 32);
-        high = high << 13 | high >> 19;
-        return (wide){avalanche64(low ^ r32(secret) ^ r32(secret + 4)),
-                      avalanche64(high ^ r32(secret + 8) ^ r32(secret + 12))};
-    }
-    if (n <= 8) {
-        uint64_t keyed = (r32(in) + (r32(in + n - 4) << 32)) ^ r64(secret + 16) ^ r64(secret + 24);
-        wide m = multiply(keyed, P1 + (n << 2));
-        m.high += m.low << 1;
-        m.low ^= m.high >> 3;
-        m.low = (m.low ^ m.low >> 35) * 0x9fb21c651e98df25u;
-        return (wide){m.low ^ m.low >> 28, avalanche(m.high)};
-    }
-    uint64_t low = r64(in), high = r64(in + n - 8);
-    wide m = multiply(low ^ high ^ r64(secret + 32) ^ r64(secret + 40), P1);
-    m.low += (uint64_t)(n - 1) << 54;
-    high ^= r64(secret + 48) ^ r64(secret + 56);
-    m.high += high + (high & 0xffffffff) * (P32_2 - 1);
-    m.low ^= swap64(m.high);
-    wide h = multiply(m.low, P2);
-    return (wide){avalanche(h.low), avalanche(h.high + m.high * P2)};
+static wide xxh3_middle(const u8 *in, u64 n) {
+  wide acc = {n * P1, 0};
+  if (n <= 128) {
+    for (u64 i = (n - 1) / 32 + 1; i--;) mix32(&acc, in + 16 * i, in + n - 16 * (i + 1), secret + 32 * i);
+  } else {
+    for (u64 i = 32; i < 160; i += 32) mix32(&acc, in + i - 32, in + i - 16, secret + i - 32);
+    acc = (wide){avalanche(acc.low), avalanche(acc.high)};
+    for (u64 i = 160; i <= n; i += 32) mix32(&acc, in + i - 32, in + i - 16, secret + 3 + i - 160);
+    mix32(&acc, in + n - 16, in + n - 32, secret + 103);
+  }
+  u64 high = acc.low * P1 + acc.high * P4 + n * P2;
+  return (wide){avalanche(acc.low + acc.high), 0 - avalanche(high)};
 }
 
-static wide xxh3_middle(const uint8_t *in, size_t n) {
-    wide acc = {n * P1, 0};
-    if (n <= 128) {
-        for (size_t i = (n - 1) / 32 + 1; i--;)
-            mix32(&acc, in + 16 * i, in + n - 16 * (i + 1), secret + 32 * i);
-    } else {
-        for (size_t i = 32; i < 160; i += 32) mix32(&acc, in + i - 32, in + i - 16, secret + i - 32);
-        acc = (wide){avalanche(acc.low), avalanche(acc.high)};
-        for (size_t i = 160; i <= n; i += 32) mix32(&acc, in + i - 32, in + i - 16, secret + 3 + i - 160);
-        mix32(&acc, in + n - 16, in + n - 32, secret + 103);
-    }
-    uint64_t high = acc.low * P1 + acc.high * P4 + n * P2;
-    return (wide){avalanche(acc.low + acc.high), 0 - avalanche(high)};
+static void accumulate(u64 acc[8], const u8 *in, const u8 *key) {
+  for (int i = 0; i < 8; i++) {
+    u64 data = r64(in + 8 * i), keyed = data ^ r64(key + 8 * i);
+    acc[i ^ 1] += data;
+    acc[i] += (keyed & 0xffffffff) * (keyed >> 32);
+  }
 }
 
-static void accumulate(uint64_t acc[8], const uint8_t *in, const uint8_t *key) {
-    for (int i = 0; i < 8; i++) {
-        uint64_t data = r64(in + 8 * i), keyed = data ^ r64(key + 8 * i);
-        acc[i ^ 1] += data;
-        acc[i] += (keyed & 0xffffffff) * (keyed >> 32);
-    }
+static u64 merge(const u64 acc[8], const u8 *key, u64 sum) {
+  for (int i = 0; i < 4; i++)
+    sum += fold(acc[2 * i] ^ r64(key + 16 * i), acc[2 * i + 1] ^ r64(key + 16 * i + 8));
+  return avalanche(sum);
 }
 
-static uint64_t merge(const uint64_t acc[8], const uint8_t *key, uint64_t sum) {
-    for (int i = 0; i < 4; i++)
-        sum += fold(acc[2 * i] ^ r64(key + 16 * i), acc[2 * i + 1] ^ r64(key + 16 * i + 8));
-    return avalanche(sum);
+static wide xxh3_long(const u8 *in, u64 n) {
+  u64 acc[8] = {0xc2b2ae3d, P1, P2, P3, P4, 0x85ebca77, P5, P32};
+  u64 stripes = (n - 1) / 64;
+  for (u64 i = 0; i < stripes; i++) {
+    accumulate(acc, in + 64 * i, secret + 8 * (i % 16));
+    for (int k = 0; i % 16 == 15 && k < 8; k++)
+      acc[k] = (acc[k] ^ acc[k] >> 47 ^ r64(secret + 128 + 8 * k)) * P32;
+  }
+  accumulate(acc, in + n - 64, secret + 121);
+  return (wide){merge(acc, secret + 11, n * P1), merge(acc, secret + 117, ~(n * P2))};
 }
 
-static wide xxh3_long(const uint8_t *in, size_t n) {
-    uint64_t acc[8] = {P32_3, P1, P2, P3, P4, P32_2, P5, P32_1};
-    size_t stripes = (n - 1) / 64;
-    for (size_t i = 0; i < stripes; i++) {
-        accumulate(acc, in + 64 * i, secret + 8 * (i % 16));
-        for (int k = 0; i % 16 == 15 && k < 8; k++)
-            acc[k] = (acc[k] ^ acc[k] >> 47 ^ r64(secret + 128 + 8 * k)) * P32_1;
-    }
-    accumulate(acc, in + n - 64, secret + 121);
-    return (wide){merge(acc, secret + 11, n * P1), merge(acc, secret + 117, ~(n * P2))};
+static void xxh3(const u8 *in, u64 n, u8 digest[16]) {
+  wide h = n <= 16 ? xxh3_short(in, n) : n <= 240 ? xxh3_middle(in, n) : xxh3_long(in, n);
+  put_big(digest, h.high, 8);
+  put_big(digest + 8, h.low, 8);
 }
 
-void kv_xxh3(const uint8_t *in, size_t n, uint8_t digest[16]) {
-    wide h = n <= 16 ? xxh3_short(in, n) : n <= 240 ? xxh3_middle(in, n) : xxh3_long(in, n);
-    for (int i = 0; i < 8; i++) {
-        digest[i] = (uint8_t)(h.high >> (56 - 8 * i));
-        digest[8 + i] = (uint8_t)(h.low >> (56 - 8 * i));
-    }
+static u64 round64(u64 acc, u64 input) { return rotl(acc + input * P2, 31) * P1; }
+
+static u64 xxh64(const u8 *in, u64 n) {
+  const u8 *end = in + n;
+  u64 h = P5, v[4] = {P1 + P2, P2, 0, 0 - P1};
+  if (n >= 32) {
+    for (; end - in >= 32; in += 32)
+      for (int i = 0; i < 4; i++) v[i] = round64(v[i], r64(in + 8 * i));
+    h = rotl(v[0], 1) + rotl(v[1], 7) + rotl(v[2], 12) + rotl(v[3], 18);
+    for (int i = 0; i < 4; i++) h = (h ^ round64(0, v[i])) * P1 + P4;
+  }
+  h += n;
+  for (; end - in >= 8; in += 8) h = rotl(h ^ round64(0, r64(in)), 27) * P1 + P4;
+  for (; end - in >= 4; in += 4) h = rotl(h ^ r32(in) * P1, 23) * P2 + P3;
+  for (; in < end; in++) h = rotl(h ^ *in * P5, 11) * P1;
+  return avalanche64(h);
 }
 
-static uint64_t round64(uint64_t acc, uint64_t input) { return rotl(acc + input * P2, 31) * P1; }
+static u32 rotr(u32 x, int r) { return x >> r | x << (32 - r); }
 
-uint64_t kv_xxh64(const uint8_t *in, size_t n) {
-    const uint8_t *end = in + n;
-    uint64_t h = P5, v[4] = {P1 + P2, P2, 0, 0 - P1};
-    if (n >= 32) {
-        for (; end - in >= 32; in += 32)
-            for (int i = 0; i < 4; i++) v[i] = round64(v[i], r64(in + 8 * i));
-        h = rotl(v[0], 1) + rotl(v[1], 7) + rotl(v[2], 12) + rotl(v[3], 18);
-        for (int i = 0; i < 4; i++) h = (h ^ round64(0, v[i])) * P1 + P4;
-    }
-    h += n;
-    for (; end - in >= 8; in += 8) h = rotl(h ^ round64(0, r64(in)), 27) * P1 + P4;
-    for (; end - in >= 4; in += 4) h = rotl(h ^ r32(in) * P1, 23) * P2 + P3;
-    for (; in < end; in++) h = rotl(h ^ *in * P5, 11) * P1;
-    return avalanche64(h);
+/* The first 32 bits of the fraction of the cube root of every prime number. */
+static void fill_constants(u32 constants[64]) {
+  for (int n = 2, count = 0; count < 64; n++) {
+    int divisor = 2;
+    while (n % divisor) divisor++;
+    if (divisor == n) constants[count++] = (u32)((cbrt(n) - floor(cbrt(n))) * 0x1p32);
+  }
 }
 
-static const uint32_t round_constants[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
-
-static uint32_t rotr(uint32_t x, int r) { return x >> r | x << (32 - r); }
-
-static void sha_block(uint32_t state[8], const uint8_t *in) {
-    uint32_t w[64], s[8];
-    for (int i = 0; i < 16; i++)
-        w[i] = (uint32_t)in[4 * i] << 24 | (uint32_t)in[4 * i + 1] << 16 | (uint32_t)in[4 * i + 2] << 8 |
-               in[4 * i + 3];
-    for (int i = 16; i < 64; i++) {
-        uint32_t a = w[i - 15], b = w[i - 2];
-        w[i] = w[i - 16] + (rotr(a, 7) ^ rotr(a, 18) ^ a >> 3) + w[i - 7] +
-               (rotr(b, 17) ^ rotr(b, 19) ^ b >> 10);
-    }
-    memcpy(s, state, sizeof s);
-    for (int i = 0; i < 64; i++) {
-        uint32_t e = s[4], a = s[0];
-        uint32_t t1 = s[7] + (rotr(e, 6) ^ rotr(e, 11) ^ rotr(e, 25)) + ((e & s[5]) ^ (~e & s[6])) +
-                      round_constants[i] + w[i];
-        uint32_t t2 = (rotr(a, 2) ^ rotr(a, 13) ^ rotr(a, 22)) + ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
-        memmove(s + 1, s, 7 * sizeof *s);
-        s[4] += t1;
-        s[0] = t1 + t2;
-    }
-    for (int i = 0; i < 8; i++) state[i] += s[i];
+static void sha_block(u32 state[8], const u32 constants[64], const u8 *in) {
+  u32 w[64], s[8];
+  for (int i = 0; i < 16; i++) w[i] = (u32)big(in + 4 * i, 4);
+  for (int i = 16; i < 64; i++) {
+    u32 a = w[i - 15], b = w[i - 2];
+    w[i] = w[i - 16] + (rotr(a, 7) ^ rotr(a, 18) ^ a >> 3) + w[i - 7] + (rotr(b, 17) ^ rotr(b, 19) ^ b >> 10);
+  }
+  memcpy(s, state, sizeof s);
+  for (int i = 0; i < 64; i++) {
+    u32 e = s[4], a = s[0];
+    u32 t1 =
+        s[7] + (rotr(e, 6) ^ rotr(e, 11) ^ rotr(e, 25)) + ((e & s[5]) ^ (~e & s[6])) + constants[i] + w[i];
+    u32 t2 = (rotr(a, 2) ^ rotr(a, 13) ^ rotr(a, 22)) + ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
+    memmove(s + 1, s, 7 * sizeof *s);
+    s[4] += t1;
+    s[0] = t1 + t2;
+  }
+  for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-void kv_sha256(const uint8_t *data, size_t size, uint8_t digest[32]) {
-    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    size_t whole = size / 64 * 64, rest = size - whole, padded = rest < 56 ? 64 : 128;
-    uint8_t last[128] = {0};
-    for (size_t i = 0; i < whole; i += 64) sha_block(state, data + i);
-    if (rest) memcpy(last, data + whole, rest);
-    last[rest] = 0x80;
-    for (int i = 0; i < 8; i++) last[padded - 8 + (size_t)i] = (uint8_t)((uint64_t)size * 8 >> (56 - 8 * i));
-    for (size_t i = 0; i < padded; i += 64) sha_block(state, last + i);
-    for (int i = 0; i < 32; i++) digest[i] = (uint8_t)(state[i / 4] >> (24 - 8 * (i % 4)));
+static void sha256(const u8 *data, u64 size, u8 digest[32]) {
+  u32 state[8] = {
+      0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  u64 whole = size / 64 * 64, rest = size - whole, padded = rest < 56 ? 64 : 128;
+  u8 last[128] = {0};
+  u32 constants[64];
+  fill_constants(constants);
+  for (u64 i = 0; i < whole; i += 64) sha_block(state, constants, data + i);
+  if (rest) memcpy(last, data + whole, rest);
+  last[rest] = 0x80;
+  put_big(last + padded - 8, size * 8, 8);
+  for (u64 i = 0; i < padded; i += 64) sha_block(state, constants, last + i);
+  for (int i = 0; i < 8; i++) put_big(digest + 4 * i, state[i], 4);
 }

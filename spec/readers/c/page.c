@@ -1,108 +1,78 @@
 /* Packed pages of serving engines (row.md). */
-#include "kvpack.h"
+static u64 padded(u64 size) { return (size + 63) / 64 * 64; }
 
-#include <string.h>
-
-static uint64_t padded(uint64_t size) { return (size + 63) / 64 * 64; }
-
-static uint64_t checksum(kv_bytes page) {
-    uint64_t sum = 0;
-    for (size_t i = 0; i < page.size; i += 4)
-        sum = sum * 0x9e3779b97f4a7c15u + (i == 24 || i == 28 ? 0 : kv_little(page.data + i, 4));
-    return sum;
+static void check_zeros(kv_reader *r, const u8 *data, u64 from, u64 to) {
+  for (; from < to; from++) need(r, !data[from], "row-3", "byte %llu of the packed page is not zero", from);
 }
 
 /* The first bytes, the length and the checksum. */
 static kv_bytes open_page(kv_reader *r, kv_bytes bytes) {
-    if (bytes.size < 128)
-        kv_fail(r, TRUNCATED, "row-1", "a packed page has at least 128 bytes, and there are %u",
-                (unsigned)bytes.size);
-    if (memcmp(bytes.data, "kvpack-row 1\n\0\0", 16))
-        kv_fail(r, memcmp(bytes.data, "kvpack-row ", 11) ? NOT_KVPACK : UNSUPPORTED_VERSION, "row-1",
-                "the bytes do not begin as a packed page of this version");
-    uint64_t length = kv_little(bytes.data + 16, 8);
-    if (length < 128 || length > ((uint64_t)1 << 32) - 64 || length % 64)
-        kv_fail(r, INVALID_HEADER, "row-2", "a packed page cannot have %llu bytes",
-                (unsigned long long)length);
-    if (length > bytes.size)
-        kv_fail(r, TRUNCATED, "row-2", "the packed page has %llu bytes, and there are %llu",
-                (unsigned long long)length, (unsigned long long)bytes.size);
-    kv_bytes page = {bytes.data, (size_t)length};
-    if (checksum(page) != kv_little(bytes.data + 24, 8))
-        kv_fail(r, DIGEST_MISMATCH, "row-4", "the packed page does not have its checksum");
-    return page;
+  need(r, bytes.size >= 128, "row-1:size", "a packed page has at least 128 bytes, and there are %llu",
+      bytes.size);
+  bool begins = !memcmp(bytes.data, "kvpack-row ", 11), known = !memcmp(bytes.data + 11, "1\n\0\0", 5);
+  need(r, begins, "row-1:magic", "the bytes do not begin as a packed page does");
+  need(r, known, "row-1:version", "the packed page is of a later version");
+  u64 length = little(bytes.data + 16, 8), sum = 0;
+  bool right = length >= 128 && length <= ((u64)1 << 32) - 64 && length % 64 == 0;
+  need(r, right, "row-2", "a packed page cannot have %llu bytes", length);
+  need(r, length <= bytes.size, "row-2:cut", "the packed page has %llu bytes, of which %llu are there",
+      length, bytes.size);
+  for (u64 i = 0; i < length; i += 4)
+    sum = sum * 0x9e3779b97f4a7c15u + (i == 24 || i == 28 ? 0 : little(bytes.data + i, 4));
+  need(r, sum == little(bytes.data + 24, 8), "row-4", "the packed page does not have its checksum");
+  return (kv_bytes){bytes.data, length};
 }
 
 /* What container.md allows and a description does not. */
-static void check_description(kv_file *file) {
-    kv_reader *r = file->reader;
-    static const char *const features[] = {"balanced", "key-mean", "log-norms", "raw-positions",
-                                           "token-scale-per-head"};
-    static const char *const dtypes[] = {"bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "u8"};
-    for (uint64_t i = 0; i < file->required->number; i++) {
-        bool known = false;
-        for (int k = 0; k < 5; k++) known = known || kv_is(file->required->items[i].bytes, features[k]);
-        if (!known)
-            kv_fail(r, INVALID_HEADER, "row-3",
-                    "a description needs a feature that packed pages do not have");
-    }
-    kv_bytes data = {NULL, 0};
-    bool known = false;
-    for (int k = 0; kv_feature(file, "page-dtype", &data) && k < 6; k++)
-        known = known || kv_is(data, dtypes[k]);
-    if (!known || file->ignorable->number != 1)
-        kv_fail(r, INVALID_HEADER, "row-3",
-                "the ignorable features of a description are not page-dtype alone");
-    if (!file->layer_count) kv_fail(r, INVALID_HEADER, "row-3", "a packed page has no layers");
-    const kv_side *first = file->layers[0].sides[0];
-    bool values = file->layers[0].sides[1] != NULL;
-    for (unsigned l = 0; l < file->layer_count; l++)
-        for (int which = 0; which < 2; which++) {
-            const kv_side *side = file->layers[l].sides[which];
-            if (!side != (which && !values) || !first)
-                kv_fail(r, INVALID_HEADER, "row-3", "layer %u of a packed page has other sides", l);
-            if (!side) continue;
-            if (side->batch != 1 || side->run_count != 1 || side->tail || side->window ||
-                side->heads != first->heads || side->packed != first->packed)
-                kv_fail(r, INVALID_HEADER, "row-3",
-                        "a side of layer %u has a shape that packed pages do not have", l);
-            const kv_codec *codec = side->codec;
-            if (codec->cars & (1u << S_OUTLIERS | 1u << S_TOKENS) || codec->id == C_LOSSLESS ||
-                codec->id == C_TRANSFORM)
-                kv_fail(r, INVALID_HEADER, "row-3", "a side of layer %u has a stream of items", l);
-            if (kv_is(data, "u8") && codec->id != C_OPAQUE)
-                kv_fail(r, INVALID_HEADER, "row-6", "layer %u of a page of bytes is not opaque", l);
-        }
+static void check_description(kv_file *f) {
+  static const char known[] = "balanced|key-mean|log-norms|raw-positions|token-scale-per-head";
+  kv_reader *r = f->r;
+  kv_bytes dtype = feature(f, "page-dtype");
+  for (u64 i = 0; i < f->required->number; i++)
+    need(
+        r, word_of(f->required->items[i].bytes, known) >= 0, "row-3", "packed pages lack a required feature");
+  bool right = word_of(dtype, "bf16|fp16|fp32|fp8_e4m3|fp8_e5m2|u8") >= 0 && f->ignorable->number == 1;
+  need(r, right, "row-3", "the ignorable features of a description are not page-dtype alone");
+  const kv_side *first = f->side_count ? f->sides[0] : NULL;
+  bool values = first && f->layers[0].sides[1];
+  for (u32 l = 0; l < f->layer_count; l++)
+    right = right && f->layers[l].sides[0] && !f->layers[l].sides[1] == !values;
+  need(r, right && first, "row-3", "the layers of a packed page do not have the same sides");
+  for (u32 i = 0; i < f->side_count; i++) {
+    const kv_side *s = f->sides[i];
+    const kv_codec *c = s->codec;
+    right = s->batch == 1 && s->run_count == 1 && !s->tail && !s->window && s->heads == first->heads;
+    right = right && s->packed == first->packed;
+    need(r, right, "row-3", "a side of layer %u has a shape that packed pages do not have", s->layer);
+    bool items = has(c, OUTLIERS) || has(c, TOKENS) || c->id == LOSSLESS || c->id == TRANSFORM;
+    need(r, !items, "row-3", "a side of layer %u has a stream of items", s->layer);
+    right = !is(dtype, "u8") || c->id == OPAQUE;
+    need(r, right, "row-6", "layer %u of a page of bytes is not opaque", s->layer);
+  }
 }
 
 kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
-    kv_bytes page = open_page(r, bytes);
-    uint64_t size = kv_little(page.data + 96, 4), at = 128 + padded(size);
-    for (int i = 100; i < 128; i++)
-        if (page.data[i]) kv_fail(r, INVALID_HEADER, "row-3", "a spare byte of the page header is not zero");
-    if (at > page.size)
-        kv_fail(r, INVALID_HEADER, "row-3", "the description does not end within the packed page");
-    kv_file *file = kv_take(r, 1, sizeof *file);
-    file->reader = r;
-    file->bytes = page;
-    file->header = (kv_bytes){page.data + 128, (size_t)size};
-    r->page = true;
-    kv_read_header(file, kv_parse(r, file->header));
-    check_description(file);
-    kv_plan_all(file);
-    r->page = false;
-    for (uint64_t i = 128 + size; i < at; i++)
-        if (page.data[i]) kv_fail(r, INVALID_HEADER, "row-3", "padding is not zero");
-    for (uint64_t i = 0; i < file->tensor_count; i++) {
-        kv_tensor *tensor = &file->tensors[i];
-        uint64_t end = kv_plus(at, tensor->bytes);
-        if (end > page.size || padded(end) > page.size)
-            kv_fail(r, INVALID_HEADER, "row-2", "the packed page ends within %s", tensor->name);
-        tensor->data = page.data + at;
-        for (at = padded(end); end < at; end++)
-            if (page.data[end]) kv_fail(r, INVALID_HEADER, "row-3", "padding is not zero");
-    }
-    if (at != page.size)
-        kv_fail(r, INVALID_HEADER, "row-2", "the packed page has bytes after its last padding");
-    return file;
+  kv_bytes page = open_page(r, bytes);
+  u64 size = little(page.data + 96, 4), at = 128 + padded(size);
+  check_zeros(r, page.data, 100, 128);
+  need(r, at <= page.size, "row-3", "the description does not end within the packed page");
+  kv_file *f = take(r, 1, sizeof *f);
+  f->r = r;
+  f->bytes = page;
+  f->header = (kv_bytes){page.data + 128, size};
+  r->page = true;
+  read_header(f, parse_header(r, f->header));
+  check_description(f);
+  plan_all(f);
+  r->page = false;
+  check_zeros(r, page.data, 128 + size, at);
+  for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
+    u64 end = plus(at, t->bytes);
+    need(r, end <= page.size && padded(end) <= page.size, "row-2", "the packed page ends within %s", t->name);
+    t->data = page.data + at;
+    at = padded(end);
+    check_zeros(r, page.data, end, at);
+  }
+  need(r, at == page.size, "row-2", "the packed page has bytes after its last padding");
+  return f;
 }

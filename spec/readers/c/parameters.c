@@ -1,532 +1,384 @@
 /* The parameters of codecs and side-cars in the header, by the tables of their documents. */
-#include "kvpack.h"
 
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
+/* A map of the header that is read key by key; `keys` and `values` are the rules of keys, and of values. */
+typedef struct {
+  kv_reader *r;
+  const kv_value *map;
+  u64 at;
+  const char *keys, *values;
+} kv_cursor;
 
-const char *const kv_codec_names[] = {"angle",      "group",     "klt",    "lossless",   "minifloat",
-                                      "octahedral", "opaque",    "polar",  "quaternion", "raw",
-                                      "scalar",     "transform", "trellis"};
-
-static const char *const none_to_signed[] = {"none", "hadamard", "signed-hadamard", NULL};
-static const char *const arrangements[] = {"dense", "direct", NULL};
-static const char *const halves_and_singles[] = {"fp16", "fp32", NULL};
-static const char *const floats[] = {"bf16", "fp16", "fp32", NULL};
-static const char *const norms[] = {"fp16", "fp32", "log8", NULL};
-static const kv_dtype float_dtypes[] = {BF16, F16, F32}, norm_dtypes[] = {F16, F32, U8};
-
-bool kv_key_is(const kv_cursor *c, const char *key) {
-    return c->at < c->map->number && kv_is(c->map->items[2 * c->at].bytes, key);
+static bool key_is(const kv_cursor *m, const char *key) {
+  return m->at < m->map->number && is(m->map->items[2 * m->at].bytes, key);
 }
 
-const kv_value *kv_next(kv_cursor *c, const char *key, kv_type type) {
-    if (!kv_key_is(c, key))
-        kv_fail(c->reader, INVALID_HEADER, c->keys, "the map key %s is missing or not in its place", key);
-    const kv_value *value = &c->map->items[2 * c->at++ + 1];
-    if (value->type != type) kv_fail(c->reader, INVALID_HEADER, c->values, "%s has another type", key);
-    return value;
+static const kv_value *next_value(kv_cursor *m, const char *key, char type) {
+  need(m->r, key_is(m, key), m->keys, "the map key %s is missing or not in its place", key);
+  const kv_value *value = &m->map->items[2 * m->at++ + 1];
+  need(m->r, value->type == type, m->values, "%s has another type", key);
+  return value;
 }
 
-uint64_t kv_integer(kv_cursor *c, const char *key, uint64_t low, uint64_t high) {
-    uint64_t number = kv_next(c, key, V_INTEGER)->number;
-    if (number < low || number > high)
-        kv_fail(c->reader, INVALID_HEADER, c->values, "%s is %llu", key, (unsigned long long)number);
-    return number;
+static u64 integer(kv_cursor *m, const char *key, u64 low, u64 high) {
+  u64 number = next_value(m, key, INTEGER)->number;
+  need(m->r, number >= low && number <= high, m->values, "%s is %llu", key, number);
+  return number;
 }
 
-unsigned kv_choice(kv_cursor *c, const char *key, const char *const *choices) {
-    kv_bytes text = kv_next(c, key, V_STRING)->bytes;
-    for (unsigned i = 0; choices[i]; i++)
-        if (kv_is(text, choices[i])) return i;
-    kv_fail(c->reader, INVALID_HEADER, c->values, "%s has a value that does not exist", key);
+static u32 choice(kv_cursor *m, const char *key, const char *words) {
+  int found = word_of(next_value(m, key, STRING)->bytes, words);
+  need(m->r, found >= 0, m->values, "%s has a value that does not exist", key);
+  return found;
 }
 
-/* Bytes of a given length. */
-kv_bytes kv_binary(kv_cursor *c, const char *key, uint64_t size) {
-    kv_bytes bytes = kv_next(c, key, V_BINARY)->bytes;
-    if (bytes.size != size)
-        kv_fail(c->reader, INVALID_HEADER, c->values, "%s has %llu bytes, not %llu", key,
-                (unsigned long long)bytes.size, (unsigned long long)size);
-    return bytes;
+static void end_map(kv_cursor *m) {
+  need(m->r, m->at == m->map->number, m->keys, "a map has a map key too many");
 }
 
-void kv_end(kv_cursor *c) {
-    if (c->at != c->map->number) kv_fail(c->reader, INVALID_HEADER, c->keys, "a map has a map key too many");
+#define ROTATION "rotation_kind:none|hadamard|signed-hadamard seed:#"
+/* What codecs have after id and dim: an integer (a range, p of powers of two; # for any), a string (its
+ * words, or " for any), or bytes (*). A finish_ function checks the rest. */
+static const char *const schemas[CODECS] = {
+    [ANGLE] =
+        "bins:2-65536 norm:fp32|linear|log norm_bits:0-8 arrangement:dense|direct range:fp16|fp32 " ROTATION,
+    [GROUP] = "bits:1-8 axis:token|channel size:p4-128 " ROTATION
+              " token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head",
+    [KLT] = "basis:* layer:0-4095 side:k|v rows:basis|fp16|fp32 widths:* gain:none|fp16",
+    [LOSSLESS] = "dtype:bf16|fp16 chunk:p16-256",
+    [MINIFLOAT] =
+        "element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block scale_dtype:fp16|fp32|e8m0|e4m3",
+    [OCTAHEDRAL] = "b_dir:1-8 b_norm:0-8 arrangement:dense|direct norm:fp16|fp32|log8 " ROTATION
+                   " direction_table:* norm_table:*",
+    [OPAQUE] = "",
+    [POLAR] = "bits:\" norm:fp16|fp32 " ROTATION " angle_table:*",
+    [QUATERNION] = "secondary:1-4096 radius_bits:1-8 arrangement:dense|direct norm:fp16|fp32 " ROTATION
+                   " rotation_seed:#",
+    [RAW] = "dtype:bf16|fp16|fp32",
+    [SCALAR] = "bits:1-8 bits_high:0-8 high_channels:* norm:fp16|fp32|log8 " ROTATION
+               " magnitude_table:* high_magnitude_table:*",
+    [TRANSFORM] = "basis:* layer:0-4095 side:k|v scope:head|layer step:0-255 chunk:p16-256",
+    [TRELLIS] = "bits:1-4 state_bits:8-10 norm:fp16|fp32|log8 " ROTATION " table:*"};
+/* Side-cars, which are a value, or a map from what is before each colon. */
+static const char *const car_schemas[CARS][2] = {{"balanced", "basis:* layer:0-4095 frame:balanced|centered"},
+    {"channel_scale", "fp16|fp32"}, {"channel_order", "u8|u16"}, {"block_rotation", "2-1024"},
+    {"key_mean", "tokens:p8-1024 bits:p4-8"}, {"outliers", "fields:#"},
+    {"qjl", "seed:# norm:fp16|fp32 fields:#"}, {"raw_tokens", "bf16|fp16|fp32"},
+    {"raw_positions", "bf16|fp16|fp32"}};
+
+/* A parameter by its key; of a side-car with a map, after its name and a dot. One that is absent is all
+ * zeros. */
+static const kv_parameter *find(const kv_codec *c, const char *key) {
+  static const kv_parameter absent;
+  for (u32 i = 0; i < c->parameter_count; i++)
+    if (!strcmp(c->parameters[i].key, key)) return &c->parameters[i];
+  return &absent;
+}
+/* The number of a parameter; of words, that of the word. */
+static u64 num(const kv_codec *c, const char *key) { return find(c, key)->number; }
+static kv_bytes blob(const kv_codec *c, const char *key) { return find(c, key)->bytes; }
+/* The dtype that a parameter names; log8 is one of bytes. */
+static kv_dtype dtype_of(const kv_codec *c, const char *key) {
+  static const kv_dtype dtypes[] = {U8, U8, U16, F16, BF16, F32};
+  return dtypes[word_of(blob(c, key), "log8|u8|u16|fp16|bf16|fp32")];
+}
+static bool has(const kv_codec *c, u32 car) { return c->cars >> car & 1; }
+
+/* Read a value by its schema, which ends with a space or the text. */
+static void read_parameter(
+    kv_cursor *m, kv_codec *c, const char *before, const char *key, const char *schema) {
+  kv_parameter *p = &c->parameters[c->parameter_count++];
+  bool power = *schema == 'p', range = power || (*schema >= '0' && *schema <= '9');
+  const kv_value *v = next_value(m, key,
+      *schema == '*'            ? BINARY
+      : range || *schema == '#' ? INTEGER
+                                : STRING);
+  u64 low = 0, high = UINT64_MAX;
+  int word = v->type == STRING && *schema != '"' ? word_of(v->bytes, schema) : 0;
+  if (range) sscanf(schema + power, "%llu-%llu", &low, &high);
+  bool right = v->number >= low && v->number <= high && (!power || !(v->number & (v->number - 1)));
+  need(m->r, word >= 0 && right, m->values, "%s has a value that does not exist: %llu", key, v->number);
+  snprintf(p->key, sizeof p->key, "%s%s", before, key);
+  p->number = v->type == STRING ? (u64)word : v->number;
+  p->bytes = v->bytes;
 }
 
-static void set(unsigned *number, kv_cursor *c, const char *key, uint64_t low, uint64_t high) {
-    *number = (unsigned)kv_integer(c, key, low, high);
+static void read_parameters(kv_cursor *m, kv_codec *c, const char *before, const char *schema) {
+  for (char key[24]; *schema; schema += strcspn(schema, " "), schema += *schema == ' ') {
+    u64 length = strcspn(schema, ":");
+    snprintf(key, sizeof key, "%.*s", (int)length, schema);
+    read_parameter(m, c, before, key, schema += length + 1);
+  }
 }
 
-/* Add a code stream of one digit, or of two. */
-static void add(kv_codec *codec, const char *name, uint64_t symbols, uint64_t base, uint64_t alphabet) {
-    kv_packing *p = &codec->packings[codec->packing_count++];
-    snprintf(p->name, sizeof p->name, "%s", name);
-    p->symbols = (unsigned)symbols;
-    p->digits = 1;
-    p->base[0] = (unsigned)base;
-    p->alphabet[0] = (unsigned)alphabet;
+/* Add a code stream; `second` is the base of a second digit, or 0. */
+static void add_symbols(kv_codec *c, const char *name, u64 symbols, u64 base, u64 alphabet, u64 second) {
+  kv_packing *p = &c->packings[c->packing_count++];
+  *p = (kv_packing){
+      .symbols = symbols, .digits = second ? 2 : 1, .base = {base, second}, .alphabet = {alphabet, second}};
+  snprintf(p->name, sizeof p->name, "%s", name);
 }
 
-static void add_digit(kv_codec *codec, uint64_t base) {
-    kv_packing *p = &codec->packings[codec->packing_count - 1];
-    p->digits = 2;
-    p->base[1] = p->alphabet[1] = (unsigned)base;
+static void add(kv_codec *c, const char *name, u64 symbols, u64 base) {
+  add_symbols(c, name, symbols, base, base, 0);
 }
 
-static void set_fields(kv_reader *reader, kv_packing *p, uint64_t fields) {
-    p->fields = fields > 128 ? 0 : (unsigned)fields;
-    if (!kv_pack_sizes(p))
-        kv_fail(reader, INVALID_HEADER, "front-5", "%llu fields of %s exceed a limit of packing",
-                (unsigned long long)fields, p->name);
+static void set_fields(kv_reader *r, kv_packing *p, u64 fields) {
+  p->fields = fields > 128 ? 0 : fields;
+  need(r, pack_sizes(p), "front-5", "%llu fields of %s exceed a limit of packing", fields, p->name);
 }
 
-/* The map `fields`: F of the code streams so far. */
-static void read_fields(kv_cursor *c, kv_codec *codec, const char *rule) {
-    kv_cursor fields = {c->reader, kv_next(c, "fields", V_MAP), 0, rule, c->values};
-    for (unsigned i = 0; i < codec->packing_count; i++) {
-        const char *name = codec->packings[i].name;
-        set_fields(c->reader, &codec->packings[i], kv_next(&fields, name, V_INTEGER)->number);
+/* A table of `count` binary32 numbers that must be from 0 to `high` and strictly ascending. */
+static void check_table(kv_cursor *m, kv_bytes table, u64 count, float high, const char *rule) {
+  need(m->r, table.size == 4 * count, m->values, "a table has %llu bytes, not %llu", table.size, 4 * count);
+  for (u64 i = 0; i < count; i++) {
+    float number = number_at(F32, table.data, i), last = i ? number_at(F32, table.data, i - 1) : -1;
+    bool right = number >= 0 && number <= high && number > last;
+    need(m->r, right, rule, "number %llu of a table is out of range or order", i);
+  }
+}
+
+static u64 power_above(u64 number) {
+  u64 power = 1;
+  while (power < number) power *= 2;
+  return power;
+}
+
+static void finish_angle(kv_cursor *m, kv_codec *c) {
+  u64 n = c->dim / 2, bins = num(c, "bins"), low = bins & (0 - bins), high = bins / low,
+      bits = num(c, "norm_bits");
+  bool direct = num(c, "arrangement"), norms = num(c, "norm");
+  bool fits = norms ? bits : !bits && !direct && !num(c, "range");
+  need(m->r, c->dim % 2 == 0 && fits, m->values, "dim is odd, or norms do not fit norm_bits or range");
+  u64 base = power_above(bins), rounded = default_bytes(n, base), exact = default_bytes(n, bins);
+  u64 parts = low > 1 && high > 1 ? default_bytes(n, low) + default_bytes(n, high) : UINT64_MAX;
+  c->low = low;
+  c->split = !direct && parts < rounded && parts <= exact;
+  if (direct) add_symbols(c, "symbol", n, base, bins, 1u << bits);
+  else if (c->split) add(c, "angle_low", n, low);
+  else add_symbols(c, "angle", n, exact < rounded ? bins : base, bins, 0);
+  if (c->split) add(c, "angle_high", n, high);
+  if (norms && !direct) add(c, "norm_codes", n, 1u << bits);
+}
+
+static void finish_group(kv_cursor *m, kv_codec *c) {
+  (void)m;
+  c->group = num(c, "axis") ? 1 : num(c, "size");
+  add(c, "codes", c->dim, 1u << num(c, "bits"));
+}
+
+static void finish_basis(kv_cursor *m, kv_codec *c) {
+  need(m->r, blob(c, "basis").size == 32, m->values, "basis is no digest");
+}
+
+static void finish_klt(kv_cursor *m, kv_codec *c) {
+  u64 counts[9] = {0}, size = blob(c, "widths").size, none = size;
+  const kv_value *fields = key_is(m, "fields") ? &m->map->items[2 * m->at + 1] : NULL;
+  c->by_head = fields && fields->type == MAP && fields->number && is(fields->items[0].bytes, "codes");
+  u64 each = c->by_head ? 8 : 16, blocks = (c->dim + each - 1) / each;
+  finish_basis(m, c);
+  need(m->r, c->by_head ? size % blocks == 0 : size == blocks, m->values, "widths has %llu bytes", size);
+  for (u64 i = 0; i < size; i++) {
+    u64 width = blob(c, "widths").data[i], left = c->dim - i % blocks * each, n = left < each ? left : each;
+    need(m->r, width <= 8, m->values, "a width is %llu", width);
+    counts[width] += n;
+    c->row_bytes += (n * width + 7) / 8;
+    none -= !width;
+  }
+  need(m->r, none, m->values, "all widths are 0");
+  c->heads = size / blocks;
+  for (u32 width = 1; width <= 8 && !c->by_head; width++)
+    if (counts[width])
+      add(c, (char[]){'c', 'o', 'd', 'e', 's', '_', '0' + width, 0}, counts[width], 1u << width);
+}
+
+static void finish_chunk(kv_cursor *m, kv_codec *c) {
+  c->group = num(c, "chunk");
+  need(m->r, c->group * c->dim <= 65536, c->id == LOSSLESS ? "lossless-4" : "transform-3",
+      "chunk and dim have a product above 65536");
+  if (c->id == LOSSLESS) add(c, "signed_fractions", c->dim, num(c, "dtype") ? 2048 : 256);
+  else finish_basis(m, c);
+}
+
+static void finish_minifloat(kv_cursor *m, kv_codec *c) {
+  u64 scale = num(c, "scale_dtype"), element = num(c, "element");
+  need(m->r, (num(c, "granularity") == 3) == (scale > 1), m->values, "scale_dtype does not fit granularity");
+  need(m->r, scale < 3 || element == 2, "minifloat-4", "scales of e4m3 are for elements of e2m1");
+  add(c, "codes", c->dim, element == 2 ? 16 : 256);
+}
+
+static void finish_octahedral(kv_cursor *m, kv_codec *c) {
+  u64 axis = num(c, "b_dir") - 1, norm = num(c, "b_norm"), n = (c->dim + 2) / 3, all = 2 * axis + norm;
+  check_table(m, blob(c, "direction_table"), 1u << axis, 1, "octahedral-4");
+  check_table(m, blob(c, "norm_table"), 1u << norm, 1, "octahedral-4");
+  c->split = !all || all > 16 || (all & (all - 1));
+  c->low = c->split ? 2 * axis : all;
+  u64 index = 1u << c->low, sign = c->split ? 4u << norm : 4, padded = (n + 23) / 24 * 24;
+  if (!num(c, "arrangement")) {
+    if (c->low) add(c, "index", n, index);
+    add(c, "sign", n, sign);
+  } else if (c->low && index * sign > 256) add_symbols(c, "symbol", padded, index, index, sign);
+  else add(c, "symbol", padded, index * sign);
+}
+
+static void finish_polar(kv_cursor *m, kv_codec *c) {
+  kv_bytes text = blob(c, "bits"), rest = blob(c, "angle_table");
+  u32 radii = c->dim, codes = 0, tables = 0, levels = c->levels = (text.size + 1) / 2;
+  bool right = text.size % 2 && text.size < 20 && (2u << levels) < 4 * c->dim && c->dim % 2 == 0;
+  for (u64 i = 0; right && i < text.size; i++)
+    right = i % 2 ? text.data[i] == '.' : text.data[i] >= '1' && text.data[i] <= '8';
+  need(m->r, right, m->values, "bits or dim has a value that does not exist");
+  for (u32 l = 0; l < levels; l++) {
+    u32 bits = text.data[2 * l] - '0', pairs = radii / 2, size = 1u << bits;
+    bool unequal = pairs << (l + 1) > c->dim;
+    u32 own = l ? (pairs > unequal) + unequal : 0;
+    c->level[l] = (kv_level){radii, pairs, bits, codes, tables, unequal};
+    for (u32 i = 0; i < own; i++) {
+      need(m->r, rest.size >= 4 * size, "polar-4", "angle_table is cut short");
+      check_table(m, cut(&rest, 4 * size), size, as_float(0x3fc90fda), "polar-4");
     }
-    kv_end(&fields);
+    char name[20];
+    snprintf(name, sizeof name, "angles%u", l + 1);
+    if (!l || bits != c->level[l - 1].bits) add(c, name, 0, size);
+    c->packings[c->packing_count - 1].symbols += pairs;
+    codes += pairs;
+    tables += size * (l ? own : 1);
+    radii = (radii + 1) / 2;
+  }
+  need(m->r, !rest.size, "polar-4", "angle_table has bytes left over");
+  c->radii = radii;
 }
 
-static void read_rotation(kv_cursor *c, kv_codec *codec) {
-    codec->rotation = kv_choice(c, "rotation_kind", none_to_signed);
-    codec->seed = codec->rotation_seed = kv_integer(c, "seed", 0, UINT64_MAX);
+static void finish_quaternion(kv_cursor *m, kv_codec *c) {
+  u64 n = (c->dim + 3) / 4, seeds = num(c, "secondary"), words = 24 * seeds,
+      radii = 1u << num(c, "radius_bits");
+  bool direct = num(c, "arrangement");
+  need(m->r, !direct || seeds <= 2730, m->values, "secondary is %llu", seeds);
+  c->low = words & (0 - words);
+  u64 high = words / c->low, parts = default_bytes(n, c->low) + default_bytes(n, high);
+  c->split = !direct && (words > 65536 || parts < default_bytes(n, words));
+  if (direct) add_symbols(c, "symbol", n, power_above(words), words, radii);
+  else add(c, c->split ? "codeword_low" : "codeword", n, c->split ? c->low : words);
+  if (c->split) add(c, "codeword_high", n, high);
+  if (!direct) add(c, "radius", n, radii);
 }
 
-/* A table of binary32 numbers that must be in [0, high] and strictly ascending. */
-static void check_table(kv_cursor *c, kv_bytes table, float high, const char *rule) {
-    float last = -1;
-    for (size_t i = 0; i < table.size / 4; i++) {
-        float number = kv_number(F32, table.data, i);
-        if (!(number >= 0 && number <= high && number > last))
-            kv_fail(c->reader, INVALID_HEADER, rule, "number %u of a table is out of range or order",
-                    (unsigned)i);
-        last = number;
-    }
+static void finish_scalar(kv_cursor *m, kv_codec *c) {
+  u64 high = 0, bits = num(c, "bits"), bits_high = num(c, "bits_high"),
+      size = bits_high ? (c->dim + 7) / 8 : 0;
+  kv_bytes channels = blob(c, "high_channels");
+  bool right = (!bits_high || bits_high > bits) && channels.size == size;
+  need(m->r, right, m->values, "bits_high is not above bits, or high_channels has not %llu bytes", size);
+  for (u32 i = 0; i < 8 * size; i++) {
+    bool is_high = get_bits(channels.data, i, 1);
+    need(m->r, i < c->dim || !is_high, "scalar-6", "a channel from dim on is high");
+    high += is_high;
+  }
+  need(m->r, !bits_high || (high && high < c->dim), "scalar-5", "all channels have one width");
+  check_table(m, blob(c, "magnitude_table"), 1u << (bits - 1), 1, "scalar-4");
+  check_table(m, blob(c, "high_magnitude_table"), bits_high ? 1u << (bits_high - 1) : 0, 1, "scalar-4");
+  add(c, "codes", c->dim - high, 1u << bits);
+  if (high) add(c, "codes_high", high, 1u << bits_high);
 }
 
-static uint64_t power_above(uint64_t number) {
-    uint64_t power = 1;
-    while (power < number) power *= 2;
-    return power;
+static void finish_trellis(kv_cursor *m, kv_codec *c) {
+  u64 state = num(c, "state_bits"), bits = c->dim * num(c, "bits");
+  kv_bytes table = blob(c, "table");
+  need(m->r, state != 9, m->values, "state_bits is 9");
+  need(m->r, table.size == 2u << state, "trellis-4", "table has %llu bytes", table.size);
+  for (u64 i = 0; i < table.size / 2; i++)
+    need(m->r, fabsf(number_at(F16, table.data, i)) <= 1, "trellis-4", "a value of table is beyond 1");
+  need(m->r, bits % 16 == 0, "trellis-3", "a token does not have whole words");
+  add(c, "codes", bits / 16, 65536);
 }
 
-static void read_angle(kv_cursor *c, kv_codec *codec) {
-    static const char *const kinds[] = {"fp32", "linear", "log", NULL};
-    set(&codec->bins, c, "bins", 2, 65536);
-    unsigned kind = codec->choice[0] = kv_choice(c, "norm", kinds);
-    set(&codec->bits, c, "norm_bits", kind ? 1 : 0, kind ? 8 : 0);
-    bool direct = kv_choice(c, "arrangement", arrangements);
-    codec->choice[1] = direct;
-    unsigned range = kv_choice(c, "range", halves_and_singles);
-    codec->dtype = range ? F32 : F16;
-    if (codec->dim % 2 || (!kind && (direct || range)))
-        kv_fail(c->reader, INVALID_HEADER, c->values, "dim is odd, or norms of fp32 have a range or symbols");
-    read_rotation(c, codec);
-    unsigned n = codec->dim / 2, bins = codec->bins, low = bins & (0 - bins), high = bins / low;
-    uint64_t base = power_above(bins), rounded, split = UINT64_MAX, exact;
-    if (direct) {
-        add(codec, "symbol", n, base, bins);
-        add_digit(codec, (uint64_t)1 << codec->bits);
-    } else {
-        rounded = kv_default_bytes(n, (unsigned)base);
-        exact = kv_default_bytes(n, bins);
-        if (low > 1 && high > 1) split = kv_default_bytes(n, low) + kv_default_bytes(n, high);
-        codec->choice[2] = split < rounded && split <= exact;
-        if (codec->choice[2]) {
-            add(codec, "angle_low", n, low, low);
-            add(codec, "angle_high", n, high, high);
-        } else {
-            add(codec, "angle", n, exact < rounded ? bins : base, bins);
-        }
-        if (kind) add(codec, "norm_codes", n, (uint64_t)1 << codec->bits, (uint64_t)1 << codec->bits);
-    }
-    codec->size = low;
-    read_fields(c, codec, "angle-3");
+static void check_order(kv_reader *r, u64 order) {
+  need(r, rotates(order), "front-7", "there is no rotation of order %llu", order);
 }
 
-static void read_group(kv_cursor *c, kv_codec *codec) {
-    static const char *const axes[] = {"token", "channel", NULL};
-    static const char *const scales[] = {"none", "fp16", "fp32", "fp16-per-head", "fp32-per-head", NULL};
-    static const char *const u8[] = {"u8", NULL};
-    set(&codec->bits, c, "bits", 1, 8);
-    codec->choice[0] = kv_choice(c, "axis", axes);
-    set(&codec->size, c, "size", 4, 128);
-    if (codec->size & (codec->size - 1))
-        kv_fail(c->reader, INVALID_HEADER, c->values, "size is %u", codec->size);
-    read_rotation(c, codec);
-    codec->choice[1] = kv_choice(c, "token_scale", scales);
-    add(codec, "codes", codec->dim, 1u << codec->bits, 1u << codec->bits);
-    read_fields(c, codec, "group-3");
-    if (kv_key_is(c, "scale_dtype")) {
-        c->values = "group-4";
-        kv_choice(c, "scale_dtype", u8);
-        codec->choice[2] = 1;
-    }
-    codec->group = codec->choice[0] ? 1 : codec->size;
+static void read_cars(kv_cursor *m, kv_codec *c) {
+  for (u32 car = 0; car < CARS; car++) {
+    const char *name = car_schemas[car][0], *schema = car_schemas[car][1];
+    if (!key_is(m, name)) continue;
+    c->cars |= 1u << car;
+    if (strchr(schema, ':')) {
+      kv_cursor map = {m->r, next_value(m, name, MAP), 0, m->values, m->values};
+      char before[24];
+      snprintf(before, sizeof before, "%s.", name);
+      read_parameters(&map, c, before, schema);
+      end_map(&map);
+    } else read_parameter(m, c, "", name, schema);
+  }
+  for (u32 car = 0; car < CARS; car++)
+    need(m->r, !key_is(m, car_schemas[car][0]), "side-cars-2", "%s is not in its place", car_schemas[car][0]);
+  u64 block = num(c, "block_rotation");
+  bool right = (!block || c->dim % block == 0) && (num(c, "key_mean.bits") != 4 || c->dim % 2 == 0);
+  right = right && (!has(c, ORDER) || num(c, "channel_order") || c->dim <= 256);
+  right = right && (!has(c, BALANCED) || blob(c, "balanced.basis").size == 32);
+  need(m->r, right, m->values, "a parameter of a side-car does not fit dim, or basis is no digest");
+  if (block) check_order(m->r, block);
+  need(m->r, !has(c, MEAN) || c->group == 1, "side-cars-15", "the codec has a token group of %llu", c->group);
+  if (has(c, MEAN)) c->group = num(c, "key_mean.tokens");
+  need(m->r, !has(c, OUTLIERS) || c->dim % 4 == 0, "side-cars-4", "dim is not a multiple of 4");
+  if (has(c, QJL)) check_order(m->r, c->dim);
+  c->flags = c->packing_count;
+  if (has(c, OUTLIERS)) add(c, "outlier_flags", c->dim / 4, 2);
+  if (has(c, OUTLIERS)) set_fields(m->r, &c->packings[c->flags], num(c, "outliers.fields"));
+  c->sketch = c->packing_count;
+  if (has(c, QJL)) add(c, "qjl_signs", c->dim, 2);
+  if (has(c, QJL)) set_fields(m->r, &c->packings[c->sketch], num(c, "qjl.fields"));
 }
 
-static void read_klt(kv_cursor *c, kv_codec *codec) {
-    static const char *const sides[] = {"k", "v", NULL}, *const rows[] = {"basis", "fp16", "fp32", NULL};
-    static const char *const gains[] = {"none", "fp16", NULL};
-    codec->basis = kv_binary(c, "basis", 32);
-    set(&codec->layer, c, "layer", 0, 4095);
-    codec->choice[0] = kv_choice(c, "side", sides);
-    codec->choice[1] = kv_choice(c, "rows", rows);
-    codec->widths = kv_next(c, "widths", V_BINARY)->bytes;
-    codec->choice[2] = kv_choice(c, "gain", gains);
-    unsigned counts[9] = {0}, dim = codec->dim, halves = (dim + 7) / 8;
-    if (!kv_key_is(c, "fields") || c->map->items[2 * c->at + 1].type != V_MAP) kv_next(c, "fields", V_MAP);
-    const kv_value *fields = &c->map->items[2 * c->at + 1];
-    bool heads = fields->number == 1 && kv_is(fields->items[0].bytes, "codes");
-    codec->choice[3] = heads;
-    size_t size = codec->widths.size;
-    if (heads ? !size || size % halves : size != (dim + 15) / 16)
-        kv_fail(c->reader, INVALID_HEADER, "klt-2", "widths has %u bytes", (unsigned)size);
-    for (size_t i = 0; i < size; i++) {
-        uint8_t width = codec->widths.data[i];
-        if (width > 8) kv_fail(c->reader, INVALID_HEADER, "klt-2", "a width is %u", width);
-        unsigned left = dim - 16 * (unsigned)(heads ? 0 : i);
-        counts[width] += left < 16 ? left : 16;
-        codec->bits |= width;
-    }
-    if (!codec->bits) kv_fail(c->reader, INVALID_HEADER, "klt-2", "all widths are 0");
-    if (heads) {
-        kv_cursor map = {c->reader, kv_next(c, "fields", V_MAP), 0, "klt-3", "klt-2"};
-        kv_integer(&map, "codes", 8, 8);
-        codec->step = (unsigned)(size / halves); /* H */
-        codec->bins = 0;                         /* the bytes of a row */
-        for (size_t i = 0; i < size; i++) {
-            unsigned left = dim - 8 * (unsigned)(i % halves);
-            codec->bins += ((left < 8 ? left : 8) * codec->widths.data[i] + 7) / 8;
-        }
-        return;
-    }
-    for (unsigned width = 1; width <= 8; width++)
-        if (counts[width]) {
-            char name[20];
-            snprintf(name, sizeof name, "codes_%u", width);
-            add(codec, name, counts[width], 1u << width, 1u << width);
-        }
-    read_fields(c, codec, "klt-3");
-}
+/* What is checked of a codec besides its schema, the least dim, and the rule by which it has no side-cars. */
+static const struct {
+  void (*finish)(kv_cursor *, kv_codec *);
+  u32 least;
+  const char *cars;
+} codecs[CODECS] = {[ANGLE] = {finish_angle, 2, NULL},
+    [GROUP] = {finish_group, 1, NULL},
+    [KLT] = {finish_klt, 1, "klt-4"},
+    [LOSSLESS] = {finish_chunk, 1, "lossless-5"},
+    [MINIFLOAT] = {finish_minifloat, 1, NULL},
+    [OCTAHEDRAL] = {finish_octahedral, 4, NULL},
+    [OPAQUE] = {NULL, 1, "row-8"},
+    [POLAR] = {finish_polar, 2, NULL},
+    [QUATERNION] = {finish_quaternion, 1, NULL},
+    [RAW] = {NULL, 1, "side-cars-1"},
+    [SCALAR] = {finish_scalar, 2, NULL},
+    [TRANSFORM] = {finish_chunk, 1, "transform-4"},
+    [TRELLIS] = {finish_trellis, 1, NULL}};
 
-static void read_chunk(kv_cursor *c, kv_codec *codec, const char *rule) {
-    set(&codec->chunk, c, "chunk", 16, 256);
-    if (codec->chunk & (codec->chunk - 1))
-        kv_fail(c->reader, INVALID_HEADER, c->values, "chunk is %u", codec->chunk);
-    if (codec->chunk * codec->dim > 65536)
-        kv_fail(c->reader, INVALID_HEADER, rule, "chunk and dim have a product above 65536");
-    codec->group = codec->chunk;
-}
-
-static void read_lossless(kv_cursor *c, kv_codec *codec) {
-    static const char *const dtypes[] = {"bf16", "fp16", NULL};
-    codec->choice[0] = kv_choice(c, "dtype", dtypes);
-    read_chunk(c, codec, "lossless-4");
-    unsigned alphabet = codec->choice[0] ? 2048 : 256;
-    add(codec, "signed_fractions", codec->dim, alphabet, alphabet);
-    read_fields(c, codec, "lossless-3");
-}
-
-static void read_minifloat(kv_cursor *c, kv_codec *codec) {
-    static const char *const elements[] = {"e4m3", "e5m2", "e2m1", NULL};
-    static const char *const sharing[] = {"tensor", "head", "token", "block", NULL};
-    static const char *const blocks[] = {"e8m0", "e4m3", NULL};
-    codec->choice[0] = kv_choice(c, "element", elements);
-    codec->choice[1] = kv_choice(c, "granularity", sharing);
-    bool block = codec->choice[1] == 3;
-    codec->choice[2] = kv_choice(c, "scale_dtype", block ? blocks : halves_and_singles);
-    codec->dtype = codec->choice[2] ? F32 : F16;
-    unsigned alphabet = codec->choice[0] == 2 ? 16 : 256;
-    add(codec, "codes", codec->dim, alphabet, alphabet);
-    read_fields(c, codec, "minifloat-3");
-    if (block && codec->choice[2] && codec->choice[0] != 2)
-        kv_fail(c->reader, INVALID_HEADER, "minifloat-4", "scales of e4m3 are for elements of e2m1");
-}
-
-static void read_octahedral(kv_cursor *c, kv_codec *codec) {
-    set(&codec->bits, c, "b_dir", 1, 8);
-    set(&codec->bits_high, c, "b_norm", 0, 8);
-    bool direct = kv_choice(c, "arrangement", arrangements);
-    codec->choice[0] = direct;
-    codec->norm = norm_dtypes[kv_choice(c, "norm", norms)];
-    read_rotation(c, codec);
-    codec->table = kv_binary(c, "direction_table", 4u << (codec->bits - 1));
-    codec->high_table = kv_binary(c, "norm_table", 4u << codec->bits_high);
-    check_table(c, codec->table, 1, "octahedral-4");
-    check_table(c, codec->high_table, 1, "octahedral-4");
-    unsigned m = 2 * (codec->bits - 1), n = (codec->dim + 2) / 3, padded = (n + 23) / 24 * 24;
-    unsigned all = m + codec->bits_high;
-    bool whole = all == 1 || all == 2 || all == 4 || all == 8 || all == 16;
-    codec->choice[1] = whole;
-    unsigned index = whole ? all : m, sign = whole ? 2 : 2 + codec->bits_high;
-    codec->size = index;
-    if (direct && index && index + sign > 8) {
-        add(codec, "symbol", padded, 1u << index, 1u << index);
-        add_digit(codec, 1u << sign);
-    } else if (direct) {
-        add(codec, "symbol", padded, 1u << (index + sign), 1u << (index + sign));
-    } else {
-        if (index) add(codec, "index", n, 1u << index, 1u << index);
-        add(codec, "sign", n, 1u << sign, 1u << sign);
-    }
-    read_fields(c, codec, "octahedral-3");
-}
-
-static void read_polar(kv_cursor *c, kv_codec *codec) {
-    kv_bytes text = kv_next(c, "bits", V_STRING)->bytes;
-    unsigned levels = codec->levels = (unsigned)(text.size + 1) / 2, most = 0, dim = codec->dim;
-    while (1u << most < dim) most++;
-    bool right = text.size % 2 && levels <= most && dim % 2 == 0;
-    for (size_t i = 0; right && i < text.size; i++)
-        right = i % 2 ? text.data[i] == '.' : text.data[i] >= '1' && text.data[i] <= '8';
-    if (!right) kv_fail(c->reader, INVALID_HEADER, "polar-2", "bits or dim has a value that does not exist");
-    codec->dtype = kv_choice(c, "norm", halves_and_singles) ? F32 : F16;
-    read_rotation(c, codec);
-    codec->table = kv_next(c, "angle_table", V_BINARY)->bytes;
-    size_t at = 0;
-    unsigned radii = dim;
-    for (unsigned l = 1; l <= levels; l++) {
-        unsigned bits = codec->level_bits[l] = (uint8_t)(text.data[2 * l - 2] - '0'), pairs = radii / 2;
-        bool unequal = (uint64_t)pairs << l > dim;
-        unsigned tables = l == 1 ? 0 : (pairs > unequal) + unequal;
-        for (unsigned i = 0; i < tables; i++, at += 4u << bits) {
-            if (codec->table.size - at < 4u << bits)
-                kv_fail(c->reader, INVALID_HEADER, "polar-4", "angle_table is cut short");
-            check_table(c, (kv_bytes){codec->table.data + at, 4u << bits}, kv_float(0x3fc90fda), "polar-4");
-        }
-        if (l == 1 || bits != codec->level_bits[l - 1]) {
-            char name[20];
-            snprintf(name, sizeof name, "angles%u", l);
-            add(codec, name, 0, 1u << bits, 1u << bits);
-        }
-        codec->packings[codec->packing_count - 1].symbols += pairs;
-        radii = (radii + 1) / 2;
-    }
-    if (at != codec->table.size)
-        kv_fail(c->reader, INVALID_HEADER, "polar-4", "angle_table has bytes left over");
-    codec->size = radii; /* N_L */
-    read_fields(c, codec, "polar-3");
-}
-
-static void read_quaternion(kv_cursor *c, kv_codec *codec) {
-    set(&codec->secondary, c, "secondary", 1, 4096);
-    set(&codec->bits, c, "radius_bits", 1, 8);
-    bool direct = kv_choice(c, "arrangement", arrangements);
-    codec->choice[0] = direct;
-    codec->dtype = kv_choice(c, "norm", halves_and_singles) ? F32 : F16;
-    codec->rotation = kv_choice(c, "rotation_kind", none_to_signed);
-    codec->seed = kv_integer(c, "seed", 0, UINT64_MAX);
-    codec->rotation_seed = kv_integer(c, "rotation_seed", 0, UINT64_MAX);
-    if (direct && codec->secondary > 2730)
-        kv_fail(c->reader, INVALID_HEADER, c->values, "secondary is %u", codec->secondary);
-    unsigned n = (codec->dim + 3) / 4, words = 24 * codec->secondary, low = words & (0 - words),
-             radii = 1u << codec->bits;
-    if (direct) {
-        add(codec, "symbol", n, power_above(words), words);
-        add_digit(codec, radii);
-    } else {
-        bool split = words > 65536 ||
-                     kv_default_bytes(n, low) + kv_default_bytes(n, words / low) < kv_default_bytes(n, words);
-        codec->choice[1] = split;
-        if (split) {
-            add(codec, "codeword_low", n, low, low);
-            add(codec, "codeword_high", n, words / low, words / low);
-        } else {
-            add(codec, "codeword", n, words, words);
-        }
-        add(codec, "radius", n, radii, radii);
-    }
-    codec->size = low;
-    read_fields(c, codec, "quaternion-3");
-}
-
-static void read_scalar(kv_cursor *c, kv_codec *codec) {
-    set(&codec->bits, c, "bits", 1, 8);
-    set(&codec->bits_high, c, "bits_high", 0, 8);
-    if (codec->bits_high && codec->bits_high <= codec->bits)
-        kv_fail(c->reader, INVALID_HEADER, c->values, "bits_high is not above bits");
-    unsigned high = 0, dim = codec->dim;
-    codec->high_channels = kv_binary(c, "high_channels", codec->bits_high ? (dim + 7) / 8 : 0);
-    for (size_t i = 0; i < 8 * codec->high_channels.size; i++)
-        if (codec->high_channels.data[i / 8] >> i % 8 & 1) {
-            if (i >= dim) kv_fail(c->reader, INVALID_HEADER, "scalar-6", "a channel from dim on is high");
-            high++;
-        }
-    if (codec->bits_high && (!high || high == dim))
-        kv_fail(c->reader, INVALID_HEADER, "scalar-5", "all channels have one width");
-    codec->norm = norm_dtypes[kv_choice(c, "norm", norms)];
-    read_rotation(c, codec);
-    codec->table = kv_binary(c, "magnitude_table", 4u << (codec->bits - 1));
-    codec->high_table =
-        kv_binary(c, "high_magnitude_table", codec->bits_high ? 4u << (codec->bits_high - 1) : 0);
-    check_table(c, codec->table, 1, "scalar-4");
-    check_table(c, codec->high_table, 1, "scalar-4");
-    add(codec, "codes", dim - high, 1u << codec->bits, 1u << codec->bits);
-    if (high) add(codec, "codes_high", high, 1u << codec->bits_high, 1u << codec->bits_high);
-    read_fields(c, codec, "scalar-3");
-}
-
-static void read_transform(kv_cursor *c, kv_codec *codec) {
-    static const char *const sides[] = {"k", "v", NULL}, *const scopes[] = {"head", "layer", NULL};
-    codec->basis = kv_binary(c, "basis", 32);
-    set(&codec->layer, c, "layer", 0, 4095);
-    codec->choice[0] = kv_choice(c, "side", sides);
-    codec->choice[1] = kv_choice(c, "scope", scopes);
-    set(&codec->step, c, "step", 0, 255);
-    read_chunk(c, codec, "transform-3");
-}
-
-static void read_trellis(kv_cursor *c, kv_codec *codec) {
-    set(&codec->bits, c, "bits", 1, 4);
-    set(&codec->size, c, "state_bits", 8, 10);
-    if (codec->size == 9) kv_fail(c->reader, INVALID_HEADER, c->values, "state_bits is 9");
-    codec->norm = norm_dtypes[kv_choice(c, "norm", norms)];
-    read_rotation(c, codec);
-    codec->table = kv_next(c, "table", V_BINARY)->bytes;
-    if (codec->table.size != 2u << codec->size)
-        kv_fail(c->reader, INVALID_HEADER, "trellis-4", "table has %u bytes", (unsigned)codec->table.size);
-    for (uint64_t i = 0; i < codec->table.size / 2; i++)
-        if (!(fabsf(kv_number(F16, codec->table.data, i)) <= 1))
-            kv_fail(c->reader, INVALID_HEADER, "trellis-4", "a value of table is beyond 1");
-    if (codec->dim * codec->bits % 16)
-        kv_fail(c->reader, INVALID_HEADER, "trellis-3", "a token does not have whole words");
-    add(codec, "codes", codec->dim * codec->bits / 16, 65536, 65536);
-    set_fields(c->reader, &codec->packings[0], 1);
-}
-
-static void read_raw(kv_cursor *c, kv_codec *codec) {
-    codec->dtype = float_dtypes[kv_choice(c, "dtype", floats)];
-}
-
-static void read_opaque(kv_cursor *c, kv_codec *codec) {
-    (void)c;
-    codec->dtype = U8;
-}
-
-static void read_balanced(kv_cursor *c, kv_codec *codec) {
-    static const char *const frames[] = {"balanced", "centered", NULL};
-    kv_cursor map = {c->reader, kv_next(c, "balanced", V_MAP), 0, "side-cars-3", "side-cars-3"};
-    codec->balanced_basis = kv_binary(&map, "basis", 32);
-    set(&codec->balanced_layer, &map, "layer", 0, 4095);
-    codec->balanced_frame = kv_choice(&map, "frame", frames);
-    kv_end(&map);
-}
-
-static void read_mean(kv_cursor *c, kv_codec *codec) {
-    kv_cursor map = {c->reader, kv_next(c, "key_mean", V_MAP), 0, "side-cars-3", "side-cars-3"};
-    unsigned tokens, own = codec->group;
-    set(&tokens, &map, "tokens", 8, 1024);
-    set(&codec->mean_bits, &map, "bits", 4, 8);
-    kv_end(&map);
-    unsigned bits = codec->mean_bits;
-    if (tokens & (tokens - 1) || (bits != 4 && bits != 8) || (bits == 4 && codec->dim % 2))
-        kv_fail(c->reader, INVALID_HEADER, "side-cars-3",
-                "tokens or bits of key_mean has a value that does not exist");
-    if (own != 1)
-        kv_fail(c->reader, INVALID_HEADER, "side-cars-15", "the codec has a token group of %u", own);
-    codec->group = tokens;
-}
-
-static void read_outliers(kv_cursor *c, kv_codec *codec) {
-    kv_cursor map = {c->reader, kv_next(c, "outliers", V_MAP), 0, "side-cars-3", "side-cars-3"};
-    if (codec->dim % 4) kv_fail(c->reader, INVALID_HEADER, "side-cars-4", "dim is not a multiple of 4");
-    codec->outlier_packing = codec->packing_count;
-    add(codec, "outlier_flags", codec->dim / 4, 2, 2);
-    set_fields(c->reader, &codec->packings[codec->outlier_packing],
-               kv_next(&map, "fields", V_INTEGER)->number);
-    kv_end(&map);
-}
-
-static void read_qjl(kv_cursor *c, kv_codec *codec) {
-    kv_cursor map = {c->reader, kv_next(c, "qjl", V_MAP), 0, "side-cars-3", "side-cars-3"};
-    codec->qjl_seed = kv_integer(&map, "seed", 0, UINT64_MAX);
-    codec->qjl_dtype = kv_choice(&map, "norm", halves_and_singles) ? F32 : F16;
-    codec->qjl_packing = codec->packing_count;
-    add(codec, "qjl_signs", codec->dim, 2, 2);
-    set_fields(c->reader, &codec->packings[codec->qjl_packing], kv_next(&map, "fields", V_INTEGER)->number);
-    kv_end(&map);
-    if (!kv_rotates(codec->dim))
-        kv_fail(c->reader, INVALID_HEADER, "front-7", "there is no rotation of order %u", codec->dim);
-}
-
-static void read_cars(kv_cursor *c, kv_codec *codec) {
-    static const char *const names[] = {"balanced",     "channel_scale", "channel_order", "block_rotation",
-                                        "key_mean",     "outliers",      "qjl",           "raw_tokens",
-                                        "raw_positions"};
-    static const char *const orders[] = {"u8", "u16", NULL};
-    c->values = "side-cars-3";
-    for (unsigned car = 0; car <= S_POSITIONS; car++) {
-        if (!kv_key_is(c, names[car])) continue;
-        codec->cars |= 1u << car;
-        if (car == S_BALANCED) read_balanced(c, codec);
-        if (car == S_SCALE) codec->scale_dtype = kv_choice(c, names[car], halves_and_singles) ? F32 : F16;
-        if (car == S_ORDER) codec->order_dtype = kv_choice(c, names[car], orders) ? U16 : U8;
-        if (car == S_BLOCK) {
-            set(&codec->block, c, names[car], 2, 1024);
-            if (codec->dim % codec->block)
-                kv_fail(c->reader, INVALID_HEADER, "side-cars-3", "the size of a block does not divide dim");
-            if (!kv_rotates(codec->block))
-                kv_fail(c->reader, INVALID_HEADER, "front-7", "there is no rotation of order %u",
-                        codec->block);
-        }
-        if (car == S_MEAN) read_mean(c, codec);
-        if (car == S_OUTLIERS) read_outliers(c, codec);
-        if (car == S_QJL) read_qjl(c, codec);
-        if (car == S_TOKENS) codec->tokens_dtype = float_dtypes[kv_choice(c, names[car], floats)];
-        if (car == S_POSITIONS) codec->positions_dtype = float_dtypes[kv_choice(c, names[car], floats)];
-    }
-    if (codec->cars & 1u << S_ORDER && codec->order_dtype == U8 && codec->dim > 256)
-        kv_fail(c->reader, INVALID_HEADER, "side-cars-3", "channel_order of u8 is for a dim of at most 256");
-    for (unsigned car = 0; car <= S_POSITIONS; car++)
-        if (kv_key_is(c, names[car]))
-            kv_fail(c->reader, INVALID_HEADER, "side-cars-2", "%s is not in its place", names[car]);
-}
-
-void kv_read_codec(kv_reader *reader, const kv_value *map, kv_codec *codec) {
-    static const struct {
-        void (*read)(kv_cursor *, kv_codec *);
-        unsigned least; /* of dim */
-        const char *keys, *values, *cars;
-    } codecs[] = {
-        {read_angle, 2, "angle-1", "angle-2", NULL},
-        {read_group, 1, "group-1", "group-2", NULL},
-        {read_klt, 1, "klt-1", "klt-2", "klt-4"},
-        {read_lossless, 1, "lossless-1", "lossless-2", "lossless-5"},
-        {read_minifloat, 1, "minifloat-1", "minifloat-2", NULL},
-        {read_octahedral, 4, "octahedral-1", "octahedral-2", NULL},
-        {read_opaque, 1, "row-8", "row-8", "row-8"},
-        {read_polar, 2, "polar-1", "polar-2", NULL},
-        {read_quaternion, 1, "quaternion-1", "quaternion-2", NULL},
-        {read_raw, 1, "raw-1", "raw-2", "side-cars-1"},
-        {read_scalar, 2, "scalar-1", "scalar-2", NULL},
-        {read_transform, 1, "transform-1", "transform-2", "transform-4"},
-        {read_trellis, 1, "trellis-1", "trellis-2", NULL},
-    };
-    kv_cursor c = {reader, map, 0, "container-11", "container-11"};
-    kv_bytes id = kv_next(&c, "id", V_STRING)->bytes;
-    int at = 0;
-    while (at < CODECS && (!kv_is(id, kv_codec_names[at]) || (at == C_OPAQUE && !reader->page))) at++;
-    if (at == CODECS) kv_fail(reader, UNKNOWN_CODEC, "container-12", "the codec is not known");
-    codec->id = (kv_codec_id)at;
-    codec->group = 1;
-    c.keys = codecs[at].keys;
-    c.values = codecs[at].values;
-    set(&codec->dim, &c, "dim", codecs[at].least, 1024);
-    codecs[at].read(&c, codec);
-    if (codec->rotation && !kv_rotates(codec->dim))
-        kv_fail(reader, INVALID_HEADER, "front-7", "there is no rotation of order %u", codec->dim);
-    if (codecs[at].cars) {
-        c.keys = codecs[at].cars;
-        c.values = "side-cars-3";
-        if ((at == C_KLT || at == C_TRANSFORM) && kv_key_is(&c, "raw_positions")) read_cars(&c, codec);
-    } else {
-        read_cars(&c, codec);
-    }
-    kv_end(&c);
+static void read_codec(kv_reader *r, const kv_value *map, kv_codec *c) {
+  kv_cursor m = {r, map, 0, "container-11", "container-11"};
+  kv_bytes name = next_value(&m, "id", STRING)->bytes;
+  int id = word_of(name, codec_names);
+  need(r, id >= 0 && (id != OPAQUE || r->page), "container-12", "the codec is not known");
+  char rules[3][20];
+  for (int i = 0; i < 3; i++)
+    snprintf(rules[i], 20, "%.*s-%d", (int)name.size, (const char *)name.data, i + 1);
+  m.keys = id == OPAQUE ? "row-8" : rules[0];
+  m.values = id == OPAQUE ? "row-8" : rules[1];
+  c->id = id;
+  c->group = 1;
+  c->dim = integer(&m, "dim", codecs[id].least, MAX_DIM);
+  read_parameters(&m, c, "", schemas[id]);
+  if (codecs[id].finish) codecs[id].finish(&m, c);
+  if (id == TRELLIS) set_fields(r, &c->packings[0], 1);
+  if ((c->packing_count || c->by_head) && id != TRELLIS) {
+    kv_cursor fields = {r, next_value(&m, "fields", MAP), 0, rules[2], m.values};
+    for (kv_packing *p = c->packings; p < c->packings + c->packing_count; p++)
+      set_fields(r, p, next_value(&fields, p->name, INTEGER)->number);
+    if (c->by_head) integer(&fields, "codes", 8, 8);
+    end_map(&fields);
+  }
+  c->ranged = id == GROUP && key_is(&m, "scale_dtype");
+  m.values = "group-4";
+  if (c->ranged) choice(&m, "scale_dtype", "u8");
+  if (num(c, "rotation_kind")) check_order(r, c->dim);
+  c->own_packings = c->packing_count;
+  m.values = "side-cars-3";
+  bool positions = (id == KLT || id == TRANSFORM) && key_is(&m, "raw_positions");
+  for (u32 car = 0; codecs[id].cars && !positions && car < CARS; car++)
+    need(r, !key_is(&m, car_schemas[car][0]), codecs[id].cars, "the codec has no %s", car_schemas[car][0]);
+  read_cars(&m, c);
+  end_map(&m);
 }

@@ -1,46 +1,83 @@
-/* The entropy coder (rans.md). */
-#include "kvpack.h"
-
-/* Read a table: `table` gets f and b of every symbol by turns, and `slots` the symbol of each of 4096 slots.
+/* The entropy coder (rans.md), and the segments that it codes. */
+/* Read a table of the entropy coder: f and b of every symbol by turns, and the symbol of each of 4096 slots.
  */
-void kv_rans_table(kv_reader *reader, const uint8_t *frequencies, unsigned symbols, uint16_t *table,
-                   uint8_t *slots) {
-    unsigned sum = 0;
-    for (unsigned s = 0; s < symbols; s++) {
-        unsigned f = (unsigned)kv_little(frequencies + 2 * s, 2);
-        if (f > 4096 || sum + f > 4096)
-            kv_fail(reader, INVALID_PAYLOAD, "rans-1", "frequencies do not sum to 4096");
-        table[2 * s] = (uint16_t)f;
-        table[2 * s + 1] = (uint16_t)sum;
-        for (; f; f--) slots[sum++] = (uint8_t)s;
-    }
-    if (sum != 4096) kv_fail(reader, INVALID_PAYLOAD, "rans-1", "frequencies sum to %u, not 4096", sum);
+static void rans_table(
+    kv_reader *r, const kv_tensor *frequencies, u64 first, u32 symbols, u16 *table, u8 *slots) {
+  u64 sum = 0;
+  for (u32 s = 0; s < symbols; s++) {
+    u64 f = get_int(frequencies, first + s);
+    need(r, sum + f <= 4096, "rans-1", "frequencies do not sum to 4096");
+    table[2 * s] = (u16)f;
+    table[2 * s + 1] = (u16)sum;
+    for (; f; f--) slots[sum++] = (u8)s;
+  }
+  need(r, sum == 4096, "rans-1", "frequencies sum to %llu, not 4096", sum);
 }
 
-/* Decode a segment whose table changes after every `per_table` symbols; returns the coder words it took. */
-uint64_t kv_rans(kv_reader *reader, const uint8_t *states, kv_bytes words, uint64_t count,
-                 const uint16_t *const *tables, const uint8_t *const *slots, uint64_t per_table,
-                 uint8_t *symbols) {
-    uint32_t lanes[32];
-    uint64_t taken = 0;
-    for (int i = 0; i < 32; i++) {
-        lanes[i] = (uint32_t)kv_little(states + 4 * i, 4);
-        if (lanes[i] < 65536) kv_fail(reader, INVALID_PAYLOAD, "rans-2", "a first state is %u", lanes[i]);
+typedef struct {
+  u16 table[512];
+  u8 slots[4096];
+} coder;
+
+/* A segment: a token group of a row, the first of its tokens over all runs, and where its words begin. */
+typedef struct {
+  u64 row, group, number, run, in_run, token, tokens; /* number: of the group among those of all rows */
+  kv_bytes words;
+  const kv_tensor *counts, *states, *all;
+} segment;
+
+/* The first states of the lanes, which must be high enough. */
+static void read_lanes(kv_reader *r, const segment *s, u32 lanes[32]) {
+  for (int i = 0; i < 32; i++) {
+    lanes[i] = (u32)little(s->states->data + 128 * s->number + 4 * i, 4);
+    need(r, lanes[i] >= 65536, "rans-2", "a first state is %u", lanes[i]);
+  }
+}
+
+/* Go to the next segment in the order of words; false after the last. */
+static bool next_segment(const kv_side *side, segment *s) {
+  if (!s->counts) {
+    s->counts = stream(side, "word_counts");
+    s->states = stream(side, "states");
+    s->words.data = stream(side, "words")->data;
+  } else if (++s->row == side->rows) {
+    s->row = 0;
+    s->group++;
+    s->token += s->tokens;
+    s->in_run += s->tokens;
+    if (s->in_run == side->runs[s->run]) {
+      s->run++;
+      s->in_run = 0;
     }
-    for (uint64_t i = 0; i < count; i++) {
-        uint32_t x = lanes[i % 32], slot = x % 4096;
-        const uint16_t *table = tables[i / per_table];
-        uint8_t s = slots[i / per_table][slot];
-        x = table[2 * s] * (x / 4096) + slot - table[2 * s + 1];
-        if (x < 65536) {
-            if (2 * taken + 2 > words.size)
-                kv_fail(reader, INVALID_PAYLOAD, "rans-3", "symbols take more words than there are");
-            x = x << 16 | (uint32_t)kv_little(words.data + 2 * taken++, 2);
-        }
-        lanes[i % 32] = x;
-        symbols[i] = s;
+  }
+  if (s->group == side->groups) return false;
+  u64 left = side->runs[s->run] - s->in_run;
+  s->tokens = left < side->codec->group ? left : side->codec->group;
+  s->number = s->row * side->groups + s->group;
+  s->words.data += s->words.size;
+  s->words.size =
+      2 * (s->counts->rank == 4 ? little(s->counts->data + 4 * s->number, 4) : get_int(s->counts, s->number));
+  return true;
+}
+
+/* Decode a segment with a coder for every `tokens` symbols; returns the bytes of words it took. */
+static u64 read_symbols(
+    kv_reader *r, const segment *s, u64 count, const coder *const *coders, u64 each, u8 *symbols) {
+  u32 lanes[32];
+  u64 taken = 0;
+  read_lanes(r, s, lanes);
+  for (u64 i = 0; i < count; i++) {
+    u32 x = lanes[i % 32], slot = x % 4096;
+    const coder *own = coders[i / each];
+    u8 symbol = symbols[i] = own->slots[slot];
+    x = own->table[2 * symbol] * (x / 4096) + slot - own->table[2 * symbol + 1];
+    if (x < 65536) {
+      need(r, taken + 2 <= s->words.size, "rans-3", "symbols take more words than there are");
+      x = x << 16 | (u32)little(s->words.data + taken, 2);
+      taken += 2;
     }
-    for (int i = 0; i < 32; i++)
-        if (lanes[i] != 65536) kv_fail(reader, INVALID_PAYLOAD, "rans-4", "a last state is %u", lanes[i]);
-    return taken;
+    lanes[i % 32] = x;
+  }
+  for (int i = 0; i < 32; i++) need(r, lanes[i] == 65536, "rans-4", "a last state is %u", lanes[i]);
+  return taken;
 }

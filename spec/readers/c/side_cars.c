@@ -1,254 +1,194 @@
 /* Side-cars, the rotation back, and the values of a side (side-cars.md). */
-#include "kvpack.h"
-
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
-static bool has(const kv_side *side, kv_car car) { return side->codec->cars >> car & 1; }
-
-static void check_orders(kv_file *file, const kv_side *side) {
-    const kv_tensor *orders = kv_stream(side, "channel_order");
-    unsigned dim = side->codec->dim;
-    for (uint64_t row = 0; row < orders->count / dim; row++) {
-        uint8_t seen[1024] = {0};
-        for (unsigned i = 0; i < dim; i++) {
-            float channel = kv_number(orders->dtype, orders->data, row * dim + i);
-            if (channel >= (float)dim || seen[(unsigned)channel]++)
-                kv_fail(file->reader, INVALID_PAYLOAD, "side-cars-8", "a row of channel_order is no order");
-        }
-    }
+static void check_orders(kv_file *f, const kv_side *side) {
+  const kv_tensor *orders = stream(side, "channel_order");
+  u64 dim = side->codec->dim;
+  bool seen[MAX_DIM];
+  for (u64 i = 0; i < orders->count; i++) {
+    u64 channel = get_int(orders, i);
+    if (i % dim == 0) memset(seen, 0, sizeof seen);
+    need(f->r, channel < dim && !seen[channel], "side-cars-8", "a row of channel_order is no order");
+    seen[channel] = true;
+  }
 }
 
 /* Count the flags before those of every token, sequence and head, which is the order of items. */
-static void check_outliers(kv_file *file, kv_side *side) {
-    uint32_t flags[256];
-    uint64_t count = 0, heads = side->batch * side->heads;
-    unsigned quadruples = side->codec->dim / 4;
-    side->outliers = kv_take(file->reader, kv_times(heads, side->packed), sizeof *side->outliers);
-    kv_place at = {0};
-    for (at.token = 0; at.token < side->packed; at.token++)
-        for (at.sequence = 0; at.sequence < side->batch; at.sequence++)
-            for (at.head = 0; at.head < side->heads; at.head++) {
-                kv_digits(file, side, &at, side->codec->outlier_packing, flags);
-                side->outliers[kv_at(side, &at, side->packed, at.token)] = count;
-                for (unsigned i = 0; i < quadruples; i++) count += flags[i];
-            }
-    if (count != kv_stream(side, "outliers")->shape[2])
-        kv_fail(file->reader, INVALID_PAYLOAD, "side-cars-5", "%llu flags of outliers are 1",
-                (unsigned long long)count);
+static void check_outliers(kv_file *f, kv_side *side) {
+  u32 flags[MAX_DIM / 4], quadruples = side->codec->dim / 4;
+  u64 count = 0, *first = side->outliers = take(f->r, times(side->rows, side->packed), sizeof *first);
+  for (kv_place at = {0}; walk(side, &at);) {
+    read_digits(f, side, &at, side->codec->flags, flags);
+    for (u32 i = 0; i < quadruples; i++) first[token_row(side, &at)] += flags[i];
+  }
+  for (u64 i = 0; i < side->rows * side->packed; i++) {
+    u64 *own = &first[i % side->rows * side->packed + i / side->rows], flagged = *own;
+    *own = count;
+    count += flagged;
+  }
+  bool right = count == stream(side, "outliers")->shape[2];
+  need(f->r, right, "side-cars-5", "%llu flags of outliers are 1", count);
 }
 
-static void check_raw_tokens(kv_file *file, const kv_side *side) {
-    const kv_tensor *flags = kv_stream(side, "raw_token_flags");
-    uint64_t count = 0;
-    for (uint64_t i = 0; i < flags->count; i++) {
-        if (flags->data[i] > 1)
-            kv_fail(file->reader, INVALID_PAYLOAD, "side-cars-7", "a flag of raw tokens is %u",
-                    flags->data[i]);
-        count += flags->data[i];
-    }
-    if (count != kv_stream(side, "raw_tokens")->shape[2])
-        kv_fail(file->reader, INVALID_PAYLOAD, "side-cars-5", "%llu flags of raw tokens are 1",
-                (unsigned long long)count);
+static void check_raw_tokens(kv_file *f, const kv_side *side) {
+  const kv_tensor *flags = stream(side, "raw_token_flags");
+  u64 count = 0;
+  for (u64 i = 0; i < flags->count; i++) {
+    need(f->r, flags->data[i] <= 1, "side-cars-7", "a flag of raw tokens is %u", flags->data[i]);
+    count += flags->data[i];
+  }
+  bool right = count == stream(side, "raw_tokens")->shape[2];
+  need(f->r, right, "side-cars-5", "%llu flags of raw tokens are 1", count);
 }
 
-static void check_positions(kv_file *file, const kv_side *side) {
-    kv_reader *r = file->reader;
-    const kv_tensor *positions = kv_stream(side, "raw_positions"), *values = kv_stream(side, "raw_values");
-    uint64_t count = positions->shape[2], last = 0, last_sequence = 0;
-    uint64_t bytes = side->heads * side->codec->dim * (uint64_t)kv_dtype_bytes[values->dtype];
-    bool unused = false;
-    if (count != values->shape[2])
-        kv_fail(r, INVALID_PAYLOAD, "side-cars-12",
-                "positions and raw values have different numbers of items");
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t token = kv_little(positions->data + 8 * i, 6),
-                 sequence = kv_little(positions->data + 8 * i + 6, 2);
-        bool right = true;
-        if (token || sequence) {
-            right = token && token <= side->packed && sequence < side->batch && !unused;
-            right = right && (token > last || (token == last && sequence > last_sequence));
-        } else {
-            unused = true;
-            for (uint64_t k = 0; right && k < bytes; k++) right = !values->data[i * bytes + k];
-        }
-        if (!right)
-            kv_fail(r, INVALID_PAYLOAD, "side-cars-13", "position %llu has another form",
-                    (unsigned long long)i);
-        last = token;
-        last_sequence = sequence;
-    }
+static void check_positions(kv_file *f, const kv_side *side) {
+  const kv_tensor *positions = stream(side, "raw_positions"), *values = stream(side, "raw_values");
+  u64 count = positions->shape[2], last = 0, bytes = count ? values->bytes / count : 0;
+  bool unused = false, right = count == values->shape[2];
+  need(f->r, right, "side-cars-12", "positions and raw values have different numbers of items");
+  for (u64 i = 0; i < count; i++) {
+    u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
+    u64 place = token << 16 | sequence;
+    unused = unused || !place;
+    right =
+        place ? !unused && token && token <= side->packed && sequence < side->batch && place > last : true;
+    for (u64 k = 0; right && !place && k < bytes; k++) right = !values->data[i * bytes + k];
+    need(f->r, right, "side-cars-13", "position %llu has another form", i);
+    last = place;
+  }
 }
 
-void kv_check_cars(kv_file *file, kv_side *side) {
-    if (has(side, S_SCALE)) {
-        const kv_tensor *scales = kv_stream(side, "channel_scale");
-        for (uint64_t i = 0; i < scales->count; i++)
-            if (!(kv_number(scales->dtype, scales->data, i) > 0))
-                kv_fail(file->reader, INVALID_PAYLOAD, "side-cars-6", "a channel scale is not above 0");
-    }
-    if (has(side, S_ORDER)) check_orders(file, side);
-    if (has(side, S_OUTLIERS)) check_outliers(file, side);
-    if (has(side, S_TOKENS)) check_raw_tokens(file, side);
-    if (has(side, S_POSITIONS)) check_positions(file, side);
+static void check_side_cars(kv_file *f, kv_side *side) {
+  const kv_codec *c = side->codec;
+  const kv_tensor *scales = stream(side, "channel_scale");
+  for (u64 i = 0; scales && i < scales->count; i++)
+    need(f->r, get(scales, i) > 0, "side-cars-6", "a channel scale is not above 0");
+  if (has(c, ORDER)) check_orders(f, side);
+  if (has(c, OUTLIERS)) check_outliers(f, side);
+  if (has(c, TOKENS)) check_raw_tokens(f, side);
+  if (has(c, POSITIONS)) check_positions(f, side);
+}
+
+static void put_outliers(kv_file *f, const kv_side *side, const kv_place *at, float *u) {
+  u32 flags[MAX_DIM / 4];
+  u64 item = side->outliers[token_row(side, at)];
+  read_digits(f, side, at, side->codec->flags, flags);
+  for (u32 i = 0; i < side->codec->dim / 4; i++) {
+    for (u32 k = 0; flags[i] && k < 4; k++) u[4 * i + k] = get(stream(side, "outliers"), 4 * item + k);
+    item += flags[i];
+  }
 }
 
 static void add_mean(const kv_side *side, const kv_place *at, float *u) {
-    const kv_codec *codec = side->codec;
-    const kv_tensor *means = kv_stream(side, "key_mean"), *scales = kv_stream(side, "key_mean_scale");
-    unsigned dim = codec->dim, bytes = dim * codec->mean_bits / 8;
-    uint64_t row = kv_at(side, at, side->groups, at->group);
-    float scale = kv_number(F16, scales->data, row);
-    for (unsigned c = 0; c < dim; c++) {
-        int q = means->data[row * bytes + c % bytes];
-        if (codec->mean_bits == 4) q = c < bytes ? q & 15 : q >> 4;
-        u[c] += (float)(q - (1 << (codec->mean_bits - 1))) * scale;
-    }
+  u32 dim = side->codec->dim, bits = num(side->codec, "key_mean.bits"), bytes = dim * bits / 8;
+  u64 row = at->row * side->groups + at->group;
+  float scale = get(stream(side, "key_mean_scale"), row);
+  const u8 *means = stream(side, "key_mean")->data + row * bytes;
+  for (u32 c = 0; c < dim; c++) {
+    int q = bits == 8 ? means[c] : c < bytes ? means[c] & 15 : means[c - bytes] >> 4;
+    u[c] += (float)(q - (1 << (bits - 1))) * scale;
+  }
 }
 
-static void put_outliers(kv_file *file, const kv_side *side, const kv_place *at, float *u) {
-    uint32_t flags[256];
-    const kv_tensor *items = kv_stream(side, "outliers");
-    uint64_t item = side->outliers[kv_at(side, at, side->packed, at->token)];
-    kv_digits(file, side, at, side->codec->outlier_packing, flags);
-    for (unsigned i = 0; i < side->codec->dim / 4; i++)
-        if (flags[i]) {
-            for (unsigned k = 0; k < 4; k++) u[4 * i + k] = kv_number(F16, items->data, 4 * item + k);
-            item++;
-        }
+static void add_qjl(kv_file *f, const kv_side *side, const kv_place *at, float *u) {
+  const kv_codec *c = side->codec;
+  u32 digits[MAX_DIM];
+  double z[MAX_DIM], x[MAX_DIM];
+  read_digits(f, side, at, c->sketch, digits);
+  for (u32 j = 0; j < c->dim; j++) z[j] = digits[j] ? -1 : 1;
+  rotate_back(z, x, c->dim, c->qjl_signs);
+  double norm = get(stream(side, "qjl_norm"), token_row(side, at));
+  double factor = norm * sqrt(PI / (2.0 * c->dim));
+  for (u32 j = 0; j < c->dim; j++) u[j] = (float)(u[j] + factor * x[j]);
 }
 
-static void rotate(float *u, unsigned dim, const int8_t *signs) {
-    double from[1024] = {0}, to[1024];
-    for (unsigned j = 0; j < dim; j++) from[j] = u[j];
-    kv_rotate_back(from, to, dim, signs);
-    for (unsigned j = 0; j < dim; j++) u[j] = (float)to[j];
+static void rotate(float *u, u32 dim, const signed char *signs) {
+  double from[MAX_DIM] = {0}, to[MAX_DIM];
+  for (u32 j = 0; j < dim; j++) from[j] = u[j];
+  rotate_back(from, to, dim, signs);
+  for (u32 j = 0; j < dim; j++) u[j] = (float)to[j];
 }
 
-static void add_qjl(kv_file *file, const kv_side *side, const kv_place *at, float *u) {
-    const kv_codec *codec = side->codec;
-    uint32_t digits[1024];
-    double z[1024], x[1024];
-    kv_digits(file, side, at, codec->qjl_packing, digits);
-    for (unsigned j = 0; j < codec->dim; j++) z[j] = digits[j] ? -1 : 1;
-    kv_rotate_back(z, x, codec->dim, codec->qjl_signs);
-    double factor = kv_per_token(side, at, "qjl_norm") * sqrt(3.14159265358979323846 / (2.0 * codec->dim));
-    for (unsigned j = 0; j < codec->dim; j++) u[j] = (float)(u[j] + factor * x[j]);
-}
-
+/* Put channels into their order, and scale them. */
 static void reorder(const kv_side *side, const kv_place *at, float *u) {
-    float x[1024];
-    unsigned dim = side->codec->dim;
-    const kv_tensor *orders = kv_stream(side, "channel_order");
-    memcpy(x, u, dim * sizeof *u);
-    for (unsigned i = 0; i < dim; i++) {
-        uint64_t index = kv_at(side, at, side->run_count, at->run) * dim + i;
-        u[(unsigned)kv_number(orders->dtype, orders->data, index)] = x[i];
-    }
+  const kv_tensor *orders = stream(side, "channel_order"), *scales = stream(side, "channel_scale");
+  float x[MAX_DIM];
+  u64 dim = side->codec->dim, first = (at->row * side->run_count + at->run) * dim;
+  memcpy(x, u, dim * sizeof *u);
+  for (u64 i = 0; i < dim; i++) u[orders ? get_int(orders, first + i) : i] = x[i];
+  for (u64 j = 0; scales && j < dim; j++) u[j] *= get(scales, first + j);
 }
 
-/* The balanced matrices of a side (rules side-cars-16 to side-cars-18). */
-static const kv_tensor *find_balanced(kv_file *file, const kv_side *side) {
-    kv_reader *r = file->reader;
-    const kv_codec *codec = side->codec;
-    kv_file *basis = kv_basis(file, codec->balanced_basis, "side-cars-16");
-    const char *name = codec->balanced_frame ? "k.centered" : "k.balanced";
-    const kv_tensor *found = kv_basis_state(basis, codec->balanced_layer, name);
-    if (!found) kv_fail(r, INVALID_HEADER, "side-cars-17", "the basis has no state %s of the layer", name);
-    if (found->shape[1] != side->heads || found->shape[2] != codec->dim)
-        kv_fail(r, INVALID_HEADER, "side-cars-18", "the balanced matrices are of other heads");
-    return found;
+/* The balanced matrices of a side. */
+static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
+  const kv_codec *c = side->codec;
+  kv_file *basis = find_basis(f, blob(c, "balanced.basis"), "side-cars-16");
+  const char *name = num(c, "balanced.frame") ? "k.centered" : "k.balanced";
+  const kv_tensor *found = basis_state(basis, num(c, "balanced.layer"), name);
+  need(f->r, found != NULL, "side-cars-17", "the basis has no state %s of the layer", name);
+  bool right = found->shape[1] == side->heads && found->shape[2] == c->dim;
+  need(f->r, right, "side-cars-18", "the balanced matrices are of other heads");
+  return found;
 }
 
-static void balance(const kv_tensor *matrix, const kv_place *at, unsigned dim, float *u) {
-    double x[1024] = {0};
-    for (unsigned j = 0; j < dim; j++)
-        for (unsigned c = 0; c < dim; c++)
-            x[c] += (double)u[j] * kv_number(matrix->dtype, matrix->data, (at->head * dim + j) * dim + c);
-    for (unsigned c = 0; c < dim; c++) u[c] = (float)x[c];
+static void balance(const kv_tensor *matrix, const kv_place *at, u32 dim, float *u) {
+  double x[MAX_DIM] = {0}, sum[MAX_DIM] = {0};
+  for (u32 j = 0; j < dim; j++) x[j] = u[j];
+  add_product(x, matrix, at->head * dim * dim, dim, sum);
+  for (u32 c = 0; c < dim; c++) u[c] = (float)sum[c];
 }
 
-static void decode_cars(kv_file *file, kv_side *side, const kv_place *at, const kv_tensor *matrix, float *u) {
-    const kv_codec *codec = side->codec;
-    unsigned dim = codec->dim;
-    if (has(side, S_OUTLIERS)) put_outliers(file, side, at, u);
-    if (has(side, S_MEAN)) add_mean(side, at, u);
-    if (has(side, S_QJL)) add_qjl(file, side, at, u);
-    if (codec->rotation) rotate(u, dim, codec->signs);
-    for (unsigned i = 0; has(side, S_BLOCK) && i < dim; i += codec->block) rotate(u + i, codec->block, NULL);
-    if (has(side, S_ORDER)) reorder(side, at, u);
-    if (has(side, S_SCALE)) {
-        const kv_tensor *scales = kv_stream(side, "channel_scale");
-        for (unsigned j = 0; j < dim; j++)
-            u[j] *=
-                kv_number(scales->dtype, scales->data, kv_at(side, at, side->run_count, at->run) * dim + j);
-    }
-    if (matrix) balance(matrix, at, dim, u);
+static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_tensor *matrix, float *u) {
+  const kv_codec *c = side->codec;
+  u64 block = num(c, "block_rotation");
+  if (has(c, OUTLIERS)) put_outliers(f, side, at, u);
+  if (has(c, MEAN)) add_mean(side, at, u);
+  if (has(c, QJL)) add_qjl(f, side, at, u);
+  if (num(c, "rotation_kind")) rotate(u, c->dim, c->signs);
+  for (u64 i = 0; block && i < c->dim; i += block) rotate(u + i, block, NULL);
+  reorder(side, at, u);
+  if (matrix) balance(matrix, at, c->dim, u);
 }
 
 /* Put the values of an item into all heads of a token. */
-static void put_item(const kv_side *side, const kv_tensor *items, uint64_t item, uint64_t sequence,
-                     uint64_t token, float *values) {
-    unsigned dim = side->codec->dim;
-    for (uint64_t h = 0; h < side->heads; h++) {
-        float *to = values + ((sequence * side->heads + h) * (side->packed + side->tail) + token) * dim;
-        for (unsigned j = 0; j < dim; j++)
-            to[j] = kv_number(items->dtype, items->data, (item * side->heads + h) * dim + j);
-    }
+static void put_item(
+    const kv_side *side, const kv_tensor *items, u64 item, u64 sequence, u64 token, float *values) {
+  u64 dim = side->codec->dim, heads = side->heads, tokens = side->packed + side->tail;
+  for (u64 i = 0; i < heads * dim; i++)
+    values[((sequence * heads + i / dim) * tokens + token) * dim + i % dim] =
+        get(items, item * heads * dim + i);
 }
 
 static void put_raw(const kv_side *side, float *values) {
-    if (has(side, S_TOKENS)) {
-        const kv_tensor *flags = kv_stream(side, "raw_token_flags"), *items = kv_stream(side, "raw_tokens");
-        uint64_t item = 0;
-        for (uint64_t t = 0; t < side->packed; t++)
-            for (uint64_t s = 0; s < side->batch; s++)
-                if (flags->data[s * side->packed + t]) put_item(side, items, item++, s, t, values);
-    }
-    if (has(side, S_POSITIONS)) {
-        const kv_tensor *positions = kv_stream(side, "raw_positions"), *items = kv_stream(side, "raw_values");
-        for (uint64_t i = 0; i < positions->shape[2]; i++) {
-            uint64_t token = kv_little(positions->data + 8 * i, 6);
-            if (token) put_item(side, items, i, kv_little(positions->data + 8 * i + 6, 2), token - 1, values);
-        }
-    }
+  const kv_tensor *flags = stream(side, "raw_token_flags"), *positions = stream(side, "raw_positions");
+  u64 item = 0, batch = side->batch;
+  for (u64 i = 0; flags && i < flags->count; i++)
+    if (flags->data[i % batch * side->packed + i / batch])
+      put_item(side, stream(side, "raw_tokens"), item++, i % batch, i / batch, values);
+  for (u64 i = 0; positions && i < positions->shape[2]; i++) {
+    u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
+    if (token) put_item(side, stream(side, "raw_values"), i, sequence, token - 1, values);
+  }
 }
 
-uint64_t kv_value_count(const kv_side *side) {
-    return kv_times(kv_times(side->batch * side->heads, side->packed + side->tail), side->codec->dim);
+u64 kv_value_count(const kv_side *side) {
+  return times(times(side->rows, side->packed + side->tail), side->codec->dim);
 }
 
 /* Decode a side whose file kv_check has found right: [batch, kv_head, token, channel], tails included. */
-void kv_decode(kv_file *file, kv_side *side, float *values) {
-    const kv_codec *codec = side->codec;
-    unsigned dim = codec->dim;
-    const kv_tensor *tail = side->tail ? kv_stream(side, "tail") : NULL, *matrix = NULL;
-    if (has(side, S_BALANCED)) matrix = find_balanced(file, side);
-    if (codec->id == C_TRANSFORM) kv_basis(file, codec->basis, "transform-5");
-    if (codec->id == C_KLT && !codec->choice[1]) kv_basis(file, codec->basis, "klt-5");
-    kv_block *mark = file->reader->blocks; /* bases stay, and what is taken for this side goes */
-    if (codec->id == C_KLT) kv_decode_klt(file, side);
-    if (codec->id == C_TRANSFORM) kv_decode_transform(file, side);
-    kv_prepare_codec(file->reader, side->codec);
-    float *to = values;
-    kv_place at = {0};
-    for (at.sequence = 0; kv_value_count(side) && at.sequence < side->batch; at.sequence++)
-        for (at.head = 0; at.head < side->heads; at.head++) {
-            uint64_t first = 0;
-            at.token = 0;
-            for (at.run = 0; at.run < side->run_count; at.run++) {
-                uint64_t run = side->runs[at.run];
-                for (at.in_run = 0; at.in_run < run; at.in_run++, at.token++, to += dim) {
-                    at.group = first + at.in_run / codec->group;
-                    kv_decode_token(file, side, &at, to);
-                    decode_cars(file, side, &at, matrix, to);
-                }
-                first += (run + codec->group - 1) / codec->group;
-            }
-            for (uint64_t i = 0; i < side->tail * dim; i++)
-                *to++ = kv_number(tail->dtype, tail->data, kv_at(side, &at, side->tail, 0) * dim + i);
-        }
-    put_raw(side, values);
-    kv_release(file->reader, mark);
+void kv_decode(kv_file *f, kv_side *side, float *values) {
+  kv_codec *c = side->codec;
+  u64 dim = c->dim, tail = side->tail * dim, each = side->packed * dim + tail;
+  const kv_tensor *matrix = has(c, BALANCED) ? find_balanced(f, side) : NULL, *raw = stream(side, "tail");
+  if (c->id == TRANSFORM) find_basis(f, blob(c, "basis"), "transform-5");
+  if (c->id == KLT && !num(c, "rows")) find_basis(f, blob(c, "basis"), "klt-5");
+  kv_block *mark = f->r->blocks; /* bases stay, and what is taken for this side goes */
+  decode_early(f, side);
+  prepare_codec(f->r, c);
+  for (kv_place at = {0}; walk(side, &at);) {
+    float *to = values + at.row * each + at.token * dim;
+    decode_token(f, side, &at, to);
+    decode_cars(f, side, &at, matrix, to);
+  }
+  for (u64 i = 0; i < side->rows * tail; i++) values[i / tail * each + each - tail + i % tail] = get(raw, i);
+  put_raw(side, values);
+  release(f->r, mark);
 }

@@ -1,177 +1,206 @@
-/* The streams of a side, in the order of the documents of codecs and side-cars. */
-#include "kvpack.h"
-
-#include <stdio.h>
-#include <string.h>
-
-/* Whether a codec or a side-car of it has a stream with one row per run. */
-bool kv_rows_per_run(const kv_codec *codec) {
-    bool own = false;
-    if (codec->id == C_GROUP) own = codec->choice[2];
-    if (codec->id == C_KLT) own = codec->choice[1] != 0;
-    if (codec->id == C_LOSSLESS) own = true;
-    if (codec->id == C_MINIFLOAT) own = codec->choice[1] < 2 || (codec->choice[1] == 3 && codec->choice[2]);
-    return own || codec->cars & (1u << S_SCALE | 1u << S_ORDER);
+/* The streams of a side in the order of the documents of codecs and side-cars, and the walk through its
+ * tokens. */
+/* Compare a tensor with what the header lists in its place. */
+static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
+  static const char types[] = {STRING, STRING, ARRAY, STRING, INTEGER, BINARY};
+  kv_reader *r = f->r;
+  const kv_value *parts = item->items, *sizes = &parts[2];
+  bool right = item->type == ARRAY && item->number == 6;
+  for (int i = 0; right && i < 6; i++) right = parts[i].type == types[i];
+  for (u64 i = 0; right && i < sizes->number; i++) right = sizes->items[i].type == INTEGER;
+  right = right && parts[5].bytes.size == 16 && word_of(parts[3].bytes, "none|zstd") >= 0;
+  need(r, right, "container-11", "the tensor %s is listed in another form", t->name);
+  right =
+      is(parts[0].bytes, t->name) && is(parts[1].bytes, dtype_names[t->dtype]) && sizes->number == t->rank;
+  for (u32 i = 0; right && i < t->rank; i++) right = sizes->items[i].number == t->shape[i];
+  need(r, right, "container-16", "the tensor %s is not what is listed", t->name);
+  t->zstd = is(parts[3].bytes, "zstd");
+  t->stored = parts[4].number;
+  t->digest = parts[5].bytes.data;
+  right = t->zstd || (t->stored == t->bytes && t->bytes != UINT64_MAX);
+  need(r, right, "container-17", "%s has other bytes than its shape takes", t->name);
+  right = !t->zstd || t->bytes <= times(t->stored, 256);
+  need(r, right, "container-29", "%s has more than 256 times its stored bytes", t->name);
 }
 
-static kv_tensor *add(kv_file *file, kv_side *side, const char *name, kv_dtype dtype, unsigned rank,
-                      const uint64_t *shape) {
-    char whole[56];
-    snprintf(whole, sizeof whole, "%u.%c.%s", side->layer, side->which ? 'v' : 'k', name);
-    kv_tensor *tensor = kv_plan(file, whole, dtype, rank, shape);
-    if (!side->tensors) side->tensors = tensor;
-    side->tensor_count++;
-    return tensor;
+/* Plan the next tensor, which must be what the header lists. */
+static kv_tensor *plan(kv_file *f, const char *name, kv_dtype dtype, u32 rank, const u64 *shape) {
+  bool planned = f->r->page || f->tensor_count < f->listed->number, empty = false;
+  need(f->r, planned, "container-16", "the tensor %s is not listed", name);
+  kv_tensor *t = &f->tensors[f->tensor_count++];
+  snprintf(t->name, sizeof t->name, "%s", name);
+  t->dtype = dtype;
+  t->rank = rank;
+  memcpy(t->shape, shape, rank * sizeof *shape);
+  for (u32 i = 0; i < rank; i++) empty = empty || !shape[i];
+  t->count = !empty;
+  for (u32 i = 0; i < rank; i++) t->count = times(t->count, shape[i]);
+  t->stored = t->bytes = times(t->count, dtype_bytes[dtype]);
+  if (!f->r->page) check_listed(f, t, &f->listed->items[f->tensor_count - 1]);
+  return t;
+}
+
+static kv_tensor *stream(const kv_side *s, const char *name) {
+  for (u32 i = 0; i < s->tensor_count; i++)
+    if (!strcmp(strchr(s->tensors[i].name, '.') + 3, name)) return &s->tensors[i];
+  return NULL;
+}
+
+static float get(const kv_tensor *t, u64 index) { return number_at(t->dtype, t->data, index); }
+
+static u64 get_int(const kv_tensor *t, u64 index) {
+  u64 size = dtype_bytes[t->dtype];
+  return little(t->data + size * index, (int)size);
+}
+
+static bool all_finite(const kv_tensor *t) {
+  for (u64 i = 0; t->dtype >= F16 && i < t->count; i++)
+    if (!isfinite(get(t, i))) return false;
+  return true;
+}
+
+/* N(dim): the vectors of a head. */
+static u64 basis_vectors(u64 dim) { return 2 + dim + (510 * ((dim + 15) / 16) + dim - 1) / dim; }
+
+/* Whether a codec or a side-car of it has a stream with one row per run. */
+static bool rows_per_run(const kv_codec *c) {
+  bool runs = c->id == MINIFLOAT && (num(c, "granularity") < 2 || num(c, "scale_dtype") == 3);
+  return runs || c->id == LOSSLESS || c->ranged || num(c, "rows") || has(c, SCALE) || has(c, ORDER);
+}
+
+static void add_tensor(kv_file *f, kv_side *s, const char *name, kv_dtype dtype, u32 rank, const u64 *shape) {
+  char whole[56];
+  snprintf(whole, sizeof whole, "%u.%c.%s", s->layer, s->which ? 'v' : 'k', name);
+  kv_tensor *t = plan(f, whole, dtype, rank, shape);
+  t->any = word_of((kv_bytes){(const u8 *)name, strlen(name)}, "values|raw_tokens|raw_values|tail") >= 0;
+  if (!s->tensors) s->tensors = t;
+  s->tensor_count++;
 }
 
 /* A stream of `rows` rows for every sequence and head, or for all heads together; the sizes end with a 0. */
-static void add_rows(kv_file *file, kv_side *side, const char *name, kv_dtype dtype, uint64_t heads,
-                     uint64_t rows, unsigned size, unsigned more) {
-    uint64_t shape[] = {side->batch, heads, rows, size, more};
-    add(file, side, name, dtype, 3 + (size > 0) + (more > 0), shape);
+static void rows(
+    kv_file *f, kv_side *s, const char *name, u32 dtype, u64 heads, u64 rows, u64 size, u64 more) {
+  add_tensor(f, s, name, dtype, 3 + (size > 0) + (more > 0), (u64[]){s->batch, heads, rows, size, more});
 }
 
 /* A stream of items, whose number is in `entries`. */
-static void add_items(kv_file *file, kv_side *side, const char *name, kv_dtype dtype, uint64_t size,
-                      uint64_t more) {
-    kv_reader *r = file->reader;
-    const kv_value *entries = side->entries;
-    unsigned at = side->entry_count++;
-    if (!entries || at >= entries->number || !kv_is(entries->items[2 * at].bytes, name) ||
-        entries->items[2 * at + 1].type != V_INTEGER)
-        kv_fail(r, INVALID_HEADER, "container-11", "entries does not give the items of %s in its place",
-                name);
-    uint64_t items = entries->items[2 * at + 1].number;
-    if (items > 1099511627775u)
-        kv_fail(r, LIMIT_EXCEEDED, "container-29", "%s has %llu items", name, (unsigned long long)items);
-    uint64_t shape[] = {1, 1, items, size, more};
-    add(file, side, name, dtype, 3 + (size > 0) + (more > 0), shape);
+static void items(kv_file *f, kv_side *s, const char *name, u32 dtype, u64 size, u64 more) {
+  u64 at = s->entry_count++;
+  const kv_value *all = s->entries, *own = all && at < all->number ? &all->items[2 * at] : NULL;
+  bool right = own && is(own[0].bytes, name) && own[1].type == INTEGER;
+  need(f->r, right, "container-11", "entries does not give the items of %s in its place", name);
+  need(f->r, own[1].number <= MAX_TOKENS, "container-29", "%s has %llu items", name, own[1].number);
+  add_tensor(f, s, name, dtype, 3 + (size > 0) + (more > 0), (u64[]){1, 1, own[1].number, size, more});
 }
 
-static void add_planes(kv_file *file, kv_side *side, unsigned packing) {
-    const kv_packing *p = &side->codec->packings[packing];
-    side->planes[packing] = side->tensor_count;
-    for (unsigned plane = 0; plane < p->planes; plane++) {
-        char name[32];
-        bool half = p->bytes % 2 && plane == p->planes - 1;
-        snprintf(name, sizeof name, "%s.%u", p->name, plane);
-        add_rows(file, side, name, U16, side->heads, side->packed, half ? (p->columns + 1) / 2 : p->columns,
-                 0);
-    }
+static void planes(kv_file *f, kv_side *s, u32 packing) {
+  const kv_packing *p = &s->codec->packings[packing];
+  s->planes[packing] = s->tensor_count;
+  for (u32 plane = 0; plane < p->planes; plane++) {
+    char name[32];
+    bool half = p->bytes % 2 && plane == p->planes - 1;
+    snprintf(name, sizeof name, "%s.%u", p->name, plane);
+    rows(f, s, name, U16, s->heads, s->packed, half ? (p->columns + 1) / 2 : p->columns, 0);
+  }
 }
 
-static void plan_cars(kv_file *file, kv_side *side) {
-    const kv_codec *codec = side->codec;
-    uint64_t heads = side->heads, packed = side->packed;
-    unsigned dim = codec->dim;
-    if (codec->cars & 1u << S_SCALE)
-        add_rows(file, side, "channel_scale", codec->scale_dtype, heads, side->run_count, dim, 0);
-    if (codec->cars & 1u << S_ORDER)
-        add_rows(file, side, "channel_order", codec->order_dtype, heads, side->run_count, dim, 0);
-    if (codec->cars & 1u << S_MEAN) {
-        add_rows(file, side, "key_mean", U8, heads, side->groups, dim * codec->mean_bits / 8, 0);
-        add_rows(file, side, "key_mean_scale", F16, heads, side->groups, 0, 0);
-    }
-    if (codec->cars & 1u << S_OUTLIERS) {
-        add_planes(file, side, codec->outlier_packing);
-        add_items(file, side, "outliers", F16, 4, 0);
-    }
-    if (codec->cars & 1u << S_QJL) {
-        add_planes(file, side, codec->qjl_packing);
-        add_rows(file, side, "qjl_norm", codec->qjl_dtype, heads, packed, 0, 0);
-    }
-    if (codec->cars & 1u << S_TOKENS) {
-        add_rows(file, side, "raw_token_flags", U8, 1, packed, 0, 0);
-        add_items(file, side, "raw_tokens", codec->tokens_dtype, heads, dim);
-        side->tensors[side->tensor_count - 1].any = true;
-    }
-    if (codec->cars & 1u << S_POSITIONS) {
-        add_items(file, side, "raw_positions", U16, 4, 0);
-        add_items(file, side, "raw_values", codec->positions_dtype, heads, dim);
-        side->tensors[side->tensor_count - 1].any = true;
-    }
+static void plan_codec(kv_file *f, kv_side *s) {
+  const kv_codec *c = s->codec;
+  u64 heads = s->heads, tokens = s->packed, runs = s->run_count, groups = s->groups, dim = c->dim;
+  u64 size = num(c, "size"), scale = num(c, "token_scale"), shared = num(c, "granularity");
+  bool small = c->id == MINIFLOAT && num(c, "scale_dtype") == 3;
+  switch (c->id) {
+  case ANGLE:
+    if (num(c, "norm")) rows(f, s, "range", dtype_of(c, "range"), heads, tokens, 2, 0);
+    else rows(f, s, "norm", F32, heads, tokens, dim / 2, 0);
+    break;
+  case GROUP:
+    if (num(c, "axis")) rows(f, s, "scales", c->ranged ? U8 : F16, heads, tokens, (dim + size - 1) / size, 2);
+    else rows(f, s, "scales", c->ranged ? U8 : F16, heads, groups, dim, 2);
+    if (c->ranged) rows(f, s, "scale_range", F16, heads, runs, 4, 0);
+    if (scale) rows(f, s, "token_scale", scale % 2 ? F16 : F32, scale > 2 ? heads : 1, tokens, 0, 0);
+    break;
+  case KLT:
+    if (c->by_head) rows(f, s, "codes", U8, 1, tokens, c->row_bytes, 0);
+    if (num(c, "gain")) rows(f, s, "gain", F16, heads, tokens, 0, 0);
+    if (num(c, "rows")) rows(f, s, "rows", dtype_of(c, "rows"), heads, runs, basis_vectors(dim), dim);
+    break;
+  case MINIFLOAT:
+    if (shared < 3)
+      rows(f, s, "scale", num(c, "scale_dtype") ? F32 : F16, shared ? heads : 1, shared == 2 ? tokens : runs,
+          0, 0);
+    else rows(f, s, "block_scales", U8, heads, tokens, small ? (dim + 15) / 16 : (dim + 31) / 32, 0);
+    if (small) rows(f, s, "global_scale", F32, 1, runs, 0, 0);
+    break;
+  case LOSSLESS:
+  case TRANSFORM:
+    if (c->id == LOSSLESS) rows(f, s, "frequencies", U16, heads, runs, num(c, "dtype") ? 32 : 256, 0);
+    if (c->id == TRANSFORM && !num(c, "side")) rows(f, s, "positions", U16, 1, groups, 2, 0);
+    if (c->id == TRANSFORM) rows(f, s, "tokens", U16, 1, groups, 0, 0);
+    if (c->id == TRANSFORM) rows(f, s, "columns", U16, heads, groups, 0, 0);
+    rows(f, s, "states", U16, heads, groups, 64, 0);
+    rows(f, s, "word_counts", U16, heads, groups, c->id == LOSSLESS ? 0 : 2, 0);
+    items(f, s, "words", U16, 0, 0);
+    break;
+  case OPAQUE: rows(f, s, "bytes", U8, heads, tokens, dim, 0); break;
+  case POLAR: rows(f, s, "radius", dtype_of(c, "norm"), heads, tokens, c->radii, 0); break;
+  case QUATERNION: rows(f, s, "scale", dtype_of(c, "norm"), heads, tokens, 0, 0); break;
+  case RAW: rows(f, s, "values", dtype_of(c, "dtype"), heads, tokens, dim, 0); break;
+  default: rows(f, s, "norm", dtype_of(c, "norm"), heads, tokens, 0, 0); /* octahedral, scalar, trellis */
+  }
 }
 
-static void plan_codec(kv_file *file, kv_side *side) {
-    const kv_codec *codec = side->codec;
-    uint64_t heads = side->heads, packed = side->packed, runs = side->run_count, groups = side->groups;
-    unsigned dim = codec->dim;
-    const unsigned *choice = codec->choice;
-    switch (codec->id) {
-    case C_ANGLE:
-        if (choice[0]) add_rows(file, side, "range", codec->dtype, heads, packed, 2, 0);
-        else add_rows(file, side, "norm", F32, heads, packed, dim / 2, 0);
-        break;
-    case C_GROUP:
-        if (choice[0])
-            add_rows(file, side, "scales", choice[2] ? U8 : F16, heads, packed,
-                     (dim + codec->size - 1) / codec->size, 2);
-        else add_rows(file, side, "scales", choice[2] ? U8 : F16, heads, groups, dim, 2);
-        if (choice[2]) add_rows(file, side, "scale_range", F16, heads, runs, 4, 0);
-        if (choice[1])
-            add_rows(file, side, "token_scale", choice[1] % 2 ? F16 : F32, choice[1] > 2 ? heads : 1, packed,
-                     0, 0);
-        break;
-    case C_KLT:
-        if (choice[3]) add_rows(file, side, "codes", U8, 1, packed, codec->bins, 0);
-        if (choice[2]) add_rows(file, side, "gain", F16, heads, packed, 0, 0);
-        if (choice[1])
-            add_rows(file, side, "rows", choice[1] == 1 ? F16 : F32, heads, runs, kv_basis_vectors(dim), dim);
-        break;
-    case C_LOSSLESS:
-        add_rows(file, side, "frequencies", U16, heads, runs, choice[0] ? 32 : 256, 0);
-        add_rows(file, side, "states", U16, heads, groups, 64, 0);
-        add_rows(file, side, "word_counts", U16, heads, groups, 0, 0);
-        add_items(file, side, "words", U16, 0, 0);
-        break;
-    case C_MINIFLOAT:
-        if (choice[1] < 3)
-            add_rows(file, side, "scale", codec->dtype, choice[1] ? heads : 1, choice[1] == 2 ? packed : runs,
-                     0, 0);
-        else
-            add_rows(file, side, "block_scales", U8, heads, packed,
-                     choice[2] ? (dim + 15) / 16 : (dim + 31) / 32, 0);
-        if (choice[1] == 3 && choice[2]) add_rows(file, side, "global_scale", F32, 1, runs, 0, 0);
-        break;
-    case C_OPAQUE: add_rows(file, side, "bytes", U8, heads, packed, dim, 0); break;
-    case C_POLAR: add_rows(file, side, "radius", codec->dtype, heads, packed, codec->size, 0); break;
-    case C_QUATERNION: add_rows(file, side, "scale", codec->dtype, heads, packed, 0, 0); break;
-    case C_RAW:
-        add_rows(file, side, "values", codec->dtype, heads, packed, dim, 0);
-        side->tensors[side->tensor_count - 1].any = true;
-        break;
-    case C_TRANSFORM:
-        if (!choice[0]) add_rows(file, side, "positions", U16, 1, groups, 2, 0);
-        add_rows(file, side, "tokens", U16, 1, groups, 0, 0);
-        add_rows(file, side, "columns", U16, heads, groups, 0, 0);
-        add_rows(file, side, "states", U16, heads, groups, 64, 0);
-        add_rows(file, side, "word_counts", U16, heads, groups, 2, 0);
-        add_items(file, side, "words", U16, 0, 0);
-        break;
-    default: /* scalar, octahedral, trellis */ add_rows(file, side, "norm", codec->norm, heads, packed, 0, 0);
-    }
+static void plan_side(kv_file *f, kv_side *s) {
+  const kv_codec *c = s->codec;
+  u64 heads = s->heads, tokens = s->packed, runs = s->run_count, dim = c->dim;
+  for (u32 i = 0; i < c->own_packings; i++) planes(f, s, i);
+  plan_codec(f, s);
+  if (has(c, SCALE)) rows(f, s, "channel_scale", dtype_of(c, "channel_scale"), heads, runs, dim, 0);
+  if (has(c, ORDER)) rows(f, s, "channel_order", dtype_of(c, "channel_order"), heads, runs, dim, 0);
+  if (has(c, MEAN)) rows(f, s, "key_mean", U8, heads, s->groups, dim * num(c, "key_mean.bits") / 8, 0);
+  if (has(c, MEAN)) rows(f, s, "key_mean_scale", F16, heads, s->groups, 0, 0);
+  if (has(c, OUTLIERS)) planes(f, s, c->flags);
+  if (has(c, OUTLIERS)) items(f, s, "outliers", F16, 4, 0);
+  if (has(c, QJL)) planes(f, s, c->sketch);
+  if (has(c, QJL)) rows(f, s, "qjl_norm", dtype_of(c, "qjl.norm"), heads, tokens, 0, 0);
+  if (has(c, TOKENS)) rows(f, s, "raw_token_flags", U8, 1, tokens, 0, 0);
+  if (has(c, TOKENS)) items(f, s, "raw_tokens", dtype_of(c, "raw_tokens"), heads, dim);
+  if (has(c, POSITIONS)) items(f, s, "raw_positions", U16, 4, 0);
+  if (has(c, POSITIONS)) items(f, s, "raw_values", dtype_of(c, "raw_positions"), heads, dim);
+  bool all = s->entries ? s->entries->number == s->entry_count && s->entry_count : !s->entry_count;
+  need(f->r, all, "container-11", "entries has a member too many");
+  if (s->tail) rows(f, s, "tail", s->tail_dtype, heads, s->tail, dim, 0);
 }
 
-void kv_plan_side(kv_file *file, kv_side *side) {
-    const kv_codec *codec = side->codec;
-    bool cars = codec->cars & 1u << S_OUTLIERS || codec->cars & 1u << S_QJL;
-    unsigned own = codec->packing_count;
-    if (cars) own = codec->cars & 1u << S_OUTLIERS ? codec->outlier_packing : codec->qjl_packing;
-    for (unsigned i = 0; i < own; i++) add_planes(file, side, i);
-    plan_codec(file, side);
-    plan_cars(file, side);
-    if (side->entries ? side->entries->number != side->entry_count || !side->entry_count
-                      : side->entry_count > 0)
-        kv_fail(file->reader, INVALID_HEADER, "container-11", "entries has a member too many");
-    if (side->tail) {
-        uint64_t shape[] = {side->batch, side->heads, side->tail, codec->dim};
-        add(file, side, "tail", side->tail_dtype, 4, shape)->any = true;
-    }
+/* The place of a token: its head, its row (sequence times heads plus head), its number over all runs, its
+ * run, its number in the run, and its token group. */
+typedef struct {
+  u64 sequence, head, row, token, run, in_run, group;
+  bool begun;
+} kv_place;
+
+/* Go to the next token, by sequence, head and token; false after the last. */
+static bool walk(const kv_side *s, kv_place *at) {
+  if (at->begun) {
+    at->token++;
+    bool ends = ++at->in_run == s->runs[at->run];
+    at->group += ends || at->in_run % s->codec->group == 0;
+    at->run += ends;
+    if (ends) at->in_run = 0;
+  }
+  if (at->token == s->packed) *at = (kv_place){.row = at->row + at->begun};
+  at->begun = true;
+  at->sequence = at->row / s->heads;
+  at->head = at->row % s->heads;
+  return s->packed && at->row < s->rows;
 }
 
-/* A stream by its name, which the side has. */
-kv_tensor *kv_stream(const kv_side *side, const char *name) {
-    for (unsigned i = 0; i < side->tensor_count; i++)
-        if (!strcmp(strchr(side->tensors[i].name, '.') + 3, name)) return &side->tensors[i];
-    return NULL;
+/* The number of a token among those of all rows. */
+static u64 token_row(const kv_side *s, const kv_place *at) { return at->row * s->packed + at->token; }
+
+static void read_digits(kv_file *f, const kv_side *s, const kv_place *at, u32 packing, u32 *digits) {
+  const u8 *data[8] = {NULL};
+  const kv_packing *p = &s->codec->packings[packing];
+  for (u32 i = 0; i < p->planes; i++) data[i] = s->tensors[s->planes[packing] + i].data;
+  unpack(f->r, p, data, token_row(s, at), digits);
 }

@@ -1,0 +1,26 @@
+/* The reader in one translation unit: its parts, in an order in which each needs only those before. */
+#include "kvpack.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base.c"
+#include "digests.c"
+#include "cipher.c"
+#include "msgpack.c"
+#include "zstd.c"
+#include "packing.c"
+#include "parameters.c"
+#include "streams.c"
+#include "rans.c"
+#include "basis.c"
+#include "header.c"
+#include "columns.c"
+#include "codecs.c"
+#include "side_cars.c"
+#include "container.c"
+#include "page.c"
+#include "store.c"

@@ -1,0 +1,146 @@
+/* Entries of stores (store.md). What is not damaged is Undecryptable, UnsupportedVersion or LimitExceeded. */
+static kv_bytes text(const char *words) { return (kv_bytes){(const u8 *)words, strlen(words)}; }
+
+/* LP of every part, one after another. */
+static kv_bytes prefixed(kv_reader *r, const kv_bytes *parts, u64 count) {
+  u64 size = 0;
+  for (u64 i = 0; i < count; i++) size += 8 + parts[i].size;
+  u8 *data = take(r, size, 1), *to = data;
+  for (u64 i = 0; i < count; i++) {
+    for (int k = 0; k < 8; k++) *to++ = (u8)(parts[i].size >> 8 * k);
+    if (parts[i].size) memcpy(to, parts[i].data, parts[i].size);
+    to += parts[i].size;
+  }
+  return (kv_bytes){data, size};
+}
+
+static void key_of(kv_reader *r, const kv_bytes *parts, u64 count, u8 key[32]) {
+  kv_bytes joined = prefixed(r, parts, count);
+  sha256(joined.data, joined.size, key);
+}
+
+static kv_bytes field_of(const kv_wanted *w, const char *name) {
+  for (u64 i = 0; i < w->field_count; i++)
+    if (is(w->fields[i].name, name)) return w->fields[i].value;
+  return (kv_bytes){NULL, 0};
+}
+
+static const char *const names[] = {
+    "model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"};
+
+/* The root of an identity: the parent of its first chunk. */
+void kv_root_key(kv_reader *r, const kv_wanted *w, u8 key[32]) {
+  kv_bytes parts[20] = {text("format"), text("1")};
+  for (int i = 0; i < 9; i++) {
+    parts[2 * i + 2] = text(names[i]);
+    parts[2 * i + 3] = i == 6 ? w->tenant : field_of(w, names[i]);
+  }
+  key_of(r, parts, 20, key);
+}
+
+/* The kvpack file in an entry that may be encrypted. */
+static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
+  static const char magic[] = "kvpack-encrypted ";
+  u64 first = sizeof magic - 1, digits = first;
+  bool begins = entry.size >= first && !memcmp(entry.data, magic, first);
+  while (begins && digits < entry.size && entry.data[digits] >= '0' + (digits == first) &&
+         entry.data[digits] <= '9')
+    digits++;
+  begins = begins && digits > first && digits < entry.size && entry.data[digits] == '\n';
+  need(r, begins || !w->secret_count, "store-5:magic", "the entry is not encrypted");
+  if (!begins) return entry;
+  bool later = digits != first + 1 || entry.data[first] != '1';
+  need(r, !later, "store-5:version", "a later version encrypted the entry");
+  u64 nonce = entry.size > 19 ? 20 + entry.data[19] : 20;
+  need(r, entry.size >= nonce + 12 + 16 + 16, "store-31", "the entry is too short for its parts");
+  u8 digest[16];
+  const u8 *tag = entry.data + entry.size - 32, *data = entry.data + nonce + 12;
+  xxh3(entry.data, entry.size - 16, digest);
+  need(r, !memcmp(digest, tag + 16, 16), "store-31", "the entry does not have its digest");
+  kv_bytes id = {entry.data + 20, nonce - 20}, head = {entry.data, nonce}, sealed = {data, tag - data};
+  const kv_secret *secret = w->secrets, *end = secret + w->secret_count;
+  while (secret < end && compare(secret->id, id)) secret++;
+  need(r, secret < end, "store-5", "the encryption key of the entry is not available");
+  kv_bytes associated = prefixed(r, (kv_bytes[]){head, {w->key, 32}, w->tenant}, 3);
+  u8 *clear = take(r, sealed.size, 1);
+  bool agrees = decrypt(secret->key, entry.data + nonce, associated, sealed, tag, clear);
+  need(r, agrees, "store-5", "the tag of the entry does not agree");
+  return (kv_bytes){clear, sealed.size};
+}
+
+/* The header's identity and start, where the caller has given them. */
+static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
+  u64 known = 0;
+  for (int i = 0; w->fields && i < 9; i++) {
+    kv_bytes given = field_of(w, names[i]), found = i == 1 ? f->recipe : (kv_bytes){NULL, 0};
+    for (u64 k = 0; i != 1 && i != 6 && k < f->model->number; k++)
+      if (is(f->model->items[2 * k].bytes, i ? names[i] : "name")) found = f->model->items[2 * k + 1].bytes;
+    known += i != 1 && found.size;
+    need(f->r, i == 6 || !compare(given, found), rule, "the entry is of another %s", names[i]);
+  }
+  need(f->r, !w->fields || known == f->model->number, rule, "the entry's model has other fields");
+  need(f->r, !w->fields || f->start == w->start, rule, "the entry starts at %llu", f->start);
+}
+
+static void check_payload(kv_file *f, const u8 *digest, const char *rule) {
+  u64 from = f->tensor_count ? f->data + f->tensors[0].offset : f->bytes.size;
+  u8 found[16];
+  xxh3(f->bytes.data + from, f->bytes.size - from, found);
+  need(f->r, !memcmp(found, digest, 16), "store-3", "the payload does not have its digest");
+  for (u64 i = 0; i < f->tensor_count; i++)
+    need(f->r, !f->tensors[i].zstd, rule, "the tensor %s of the entry has a filter", f->tensors[i].name);
+}
+
+static void check_chunk(kv_file *f, const kv_wanted *w) {
+  kv_reader *r = f->r;
+  kv_bytes record = feature(f, "prefix-store-2");
+  u64 inputs = record.size > 80 ? record.data[80] : 0, first = 81 + inputs;
+  bool right = record.size >= first && inputs <= 64 && (record.size - first) % 4 == 0;
+  need(r, right, "store-2", "the file is not the entry of a chunk");
+  kv_bytes ids = {record.data + first, record.size - first}, parent = {record.data + 32, 32};
+  u8 own[32];
+  key_of(r, (kv_bytes[]){parent, ids, {record.data + 81, inputs}}, inputs ? 3 : 2, own);
+  right = !memcmp(record.data, w->key, 32) && !memcmp(own, w->key, 32);
+  need(r, right, "store-2", "the entry has another entry key");
+  need(r, !w->parent || !memcmp(parent.data, w->parent, 32), "store-2", "the entry has another parent");
+  check_identity(f, w, "store-2");
+  for (u32 i = 0; i < f->side_count; i++) {
+    const kv_side *s = f->sides[i];
+    right = s->batch == 1 && !s->tail && s->packed == ids.size / 4 && f->layers[s->layer].start == f->start;
+    need(r, right, "store-19", "a side of layer %u is not one sequence of the entry's tokens", s->layer);
+  }
+  check_payload(f, record.data + 64, "store-19");
+}
+
+static void check_states(kv_file *f, const kv_wanted *w) {
+  kv_bytes record = feature(f, "prefix-states");
+  bool right = record.size == 80 && !memcmp(record.data, w->key, 32);
+  right = right && (!w->parent || !memcmp(record.data + 32, w->parent, 32));
+  need(f->r, right, "store-21", "the file is not the entry of states with this entry key and chunk");
+  check_identity(f, w, "store-21");
+  right = !f->side_count && (!f->state_count || f->most == 1);
+  need(f->r, right, "store-21", "an entry of states has sides, or states of several sequences");
+  check_payload(f, record.data + 64, "store-21");
+}
+
+/* A packed page as an entry (row.md, Entries). */
+static void check_page(kv_file *f, const kv_wanted *w) {
+  const u8 *page = f->bytes.data;
+  kv_bytes parts[] = {text("kvpack-page 2"), {page + 32, 32}, {page + 64, 32}, f->header};
+  u8 own[32];
+  key_of(f->r, parts, 4, own);
+  need(f->r, !memcmp(own, w->key, 32), "row-7", "the packed page has another entry key");
+}
+
+/* Open an entry that was found under an entry key; refused entries count as absent. kv_check checks its
+ * values. */
+kv_file *kv_open_entry(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
+  need(r, entry.size <= w->limit, "store-7", "the entry has %llu bytes", entry.size);
+  kv_bytes file = decrypted(r, entry, w);
+  bool page = file.size >= 11 && !memcmp(file.data, "kvpack-row ", 11);
+  kv_file *f = page ? kv_open_page(r, file) : kv_open(r, file);
+  if (page) check_page(f, w);
+  else if (w->states) check_states(f, w);
+  else check_chunk(f, w);
+  return f;
+}

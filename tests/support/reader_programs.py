@@ -1,0 +1,155 @@
+"""The programs of the readers in spec/readers, which spec/readers/README.md describes: running them, and comparing what they answer."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[2]
+READERS_FOLDER = ROOT / "spec" / "readers"
+BUILD_FOLDER = ROOT / "build" / "readers"
+C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
+"""How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
+READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(READERS_FOLDER / "javascript" / "answer.js"))}
+"""The command of each reader's program, or of its compiler."""
+ENTRY_READERS = ("c",)
+"""Those whose programs read entries of stores."""
+
+FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
+"""Decoders of Zstandard may differ in which malformed frames they take: the rule of readers, and the section of the second decoder."""
+
+
+class Answer(NamedTuple):
+    """What a reader makes of a file: its values and what else it tells, or the class and the rule of its refusal."""
+
+    kind: str
+    rule: str
+    values: Any
+    facts: dict[str, Any]
+
+    @property
+    def accepted(self) -> bool:
+        return self.kind == "ok"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A running program."""
+
+    name: str
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def read(self, path: Path, bases: Sequence[Path] = (), wanted: Mapping[str, str] | None = None) -> Answer:
+        """Return the answer for one file, or for the entry that is ``wanted``. A program that ends raises RuntimeError."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        output = self.folder / f"{self.name}.values"
+        output.unlink(missing_ok=True)
+        fields = [path, output, *bases, *(f"{name}={value}" for name, value in (wanted or {}).items())]
+        self.process.stdin.write("\t".join(map(str, fields)) + "\n")
+        self.process.stdin.flush()
+        kind, _, rest = self.process.stdout.readline().rstrip("\n").partition("\t")
+        if not kind:
+            raise RuntimeError(f"the program of {self.name} ended with {self.process.wait()} on {path}")
+        if kind == "ok":
+            return Answer(kind, "", numpy.fromfile(output, "<f4"), json.loads(rest))
+        return Answer(kind, rest.partition("\t")[0], None, {})
+
+
+def missing(name: str) -> str | None:
+    """Return why a reader cannot run here; None if it can."""
+    program = READERS[name][0]
+    return None if shutil.which(program) else f"{program} is not installed"
+
+
+def _command(name: str) -> Sequence[str]:
+    """Return the command of a reader's program, which is compiled into ``BUILD_FOLDER`` if it is in C and these sources are new."""
+    if name != "c":
+        return READERS[name]
+    folder = READERS_FOLDER / "c"
+    digest = hashlib.sha256(" ".join(READERS[name]).encode())
+    for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]):
+        digest.update(path.read_bytes())
+    program = BUILD_FOLDER / digest.hexdigest()[:16]
+    if not program.exists():
+        BUILD_FOLDER.mkdir(parents=True, exist_ok=True)
+        made = program.with_suffix(f".{os.getpid()}")
+        subprocess.run([*READERS[name], str(folder / "answer.c"), "-lm", "-o", str(made)], check=True)
+        made.replace(program)
+    return (str(program),)
+
+
+@contextmanager
+def started(name: str) -> Iterator[Reader]:
+    """Yield the program of a reader, which ends with the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(_command(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        try:
+            yield Reader(name, process, Path(folder))
+        finally:
+            process.communicate()
+
+
+@cache
+def all_started() -> tuple[Reader, ...]:
+    """Return the readers that can run here; their programs end with this process."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return tuple(stack.enter_context(started(name)) for name in READERS if missing(name) is None)
+
+
+@cache
+def in_files(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
+    """Return bases as files, which go with this process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    paths = tuple(Path(folder.name, f"{number}.kvbasis") for number in range(len(bases)))
+    for path, data in zip(paths, bases, strict=True):
+        path.write_bytes(data)
+    return paths
+
+
+def differences(readers: Sequence[Reader], data: bytes, suffix: str, bases: Sequence[Path], file: Any, rule: str) -> Iterator[str]:
+    """Yield how ``readers`` differ from what the second decoder makes of a file: ``file``, or None with the ``rule`` that it breaks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"x{suffix}")
+        path.write_bytes(data)
+        for reader in readers:
+            answer = reader.read(path, bases)
+            frame = answer.rule == FRAME_RULE or rule.startswith(FRAME_SECTION)
+            if answer.accepted != (file is not None) and not frame:
+                yield f"the second decoder: {rule or 'accepts'}, and {reader.name}: {answer.rule or 'accepts'}"
+            if answer.accepted and file is not None:
+                yield from _value_differences(reader.name, answer.values, file)
+
+
+def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
+    sides = [side for layer in file.layers for side in layer.values() if side]
+    values = numpy.array([value for side in sides for value in side.values], numpy.float64)
+    allowed = numpy.array([bound for side in sides for bound in side.tolerances], numpy.float64)
+    if found.shape != values.shape:
+        yield f"{name} decodes {len(found)} values, and the second decoder {len(values)}"
+        return
+    with numpy.errstate(invalid="ignore"):
+        same = (found == values) | (numpy.isnan(found) & numpy.isnan(values))
+        # Which sums in binary32 are not finite depends on their order.
+        same |= (allowed > 0) & (~numpy.isfinite(found) | ~numpy.isfinite(values) | (numpy.abs(found - values) <= allowed))
+        # Both have their own rounding where a result is subnormal.
+        same |= (numpy.abs(found) < 2.0**-126) & (numpy.abs(values) < 2.0**-126) & (allowed > 0)
+    if not same.all():
+        at = int((~same).argmax())
+        yield f"{name} decodes value {at} to {found[at]}, and the second decoder to {values[at]}, with a tolerance of {allowed[at]}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
+from fuzz.reader_oracles import check_readers
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
 from kvpack.file.front import make_front, pack_header, parse_header
@@ -61,7 +62,7 @@ def check_container(data: bytes) -> bool:
 
 
 def compare_container(data: bytes) -> None:
-    """The second decoder accepts exactly the files that the library accepts."""
+    """The second decoder and the readers in other languages accept exactly the files that the library accepts."""
     try:
         file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
         if sum(map(layout_bytes, file.header.layouts.values())) > MAX_COMPARED_BYTES:
@@ -69,8 +70,9 @@ def compare_container(data: bytes) -> None:
     except KvpackError:
         file = None
     accepted = file is not None and opened(data) is not None and not needs_basis(file)
-    rule = refused_by_decoder(data)
-    assert accepted == (rule is None), f"the library {'accepts' if accepted else 'refuses'} it, the second decoder: {rule or 'accepts'}"
+    decoded, rule = read_by_decoder(data)
+    assert accepted == (not rule), f"the library {'accepts' if accepted else 'refuses'} it, the second decoder: {rule or 'accepts'}"
+    check_readers(data, ".kvpack", (), decoded, rule)
 
 
 def needs_basis(file: File) -> bool:
@@ -79,13 +81,12 @@ def needs_basis(file: File) -> bool:
     return any(file.header.codecs[number].bases_needed for number in used)
 
 
-def refused_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> str | None:
-    """Return the rule by which the second decoder, given ``bases``, refuses a file; None if it accepts the file."""
+def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]:
+    """Return the file that the second decoder reads, given ``bases``, or None and the rule by which it refuses it."""
     try:
-        decoder.read(data, decompress, bases)
+        return decoder.read(data, decompress, bases), ""
     except decoder.Refused as refused:
-        return str(refused)
-    return None
+        return None, str(refused)
 
 
 def check_header(data: bytes) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from fuzz.byte_mutator import mutated_bytes, mutated_numbers
 from fuzz.header_mutator import mutated_header
+from fuzz.reader_oracles import check_readers
 from kvpack.file.row import FRAME_BYTES, MAGIC, write_checksum
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 from support.second_decoder import decoder
@@ -95,13 +95,16 @@ class RowOracle:
         return refused is None
 
     def compare(self, data: bytes) -> None:
-        """The second decoder accepts the rows that a codec of their description accepts, and gives values as near as it promises."""
+        """The other readers accept the rows that a codec of their description accepts, and it gives values as near as it promises."""
         codec = self._codec_of(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
-        read = None
-        with suppress(decoder.Refused):
+        read, rule = None, ""
+        try:
             read = decoder.read_row(data)
+        except decoder.Refused as refusal:
+            rule = str(refusal)
+        check_readers(data, ".row", (), read and read.page, rule)
         if read is None:
             assert refused is not None, "the second decoder refuses it"
             return

@@ -23,6 +23,7 @@ from typing import Any
 
 from fuzz.summary import coverage_lines, problems, show
 from fuzz.targets import TARGETS
+from support.reader_programs import READERS, missing
 
 _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 
@@ -84,6 +85,9 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
 def main() -> int:
     """Run the command line."""
     arguments = arguments_of()
+    for name in READERS:
+        if reason := missing(name):
+            print(f"{name}: no oracle, because {reason}", file=sys.stderr)
     reports = run(arguments)
     found = problems(reports)
     if arguments.json:

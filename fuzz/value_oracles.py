@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuzz.oracles import MAX_COMPARED_BYTES, MAX_DECODED_BYTES, compare_container, needs_basis, opened, refused_by_decoder
+from fuzz.oracles import MAX_COMPARED_BYTES, MAX_DECODED_BYTES, compare_container, needs_basis, opened, read_by_decoder
+from fuzz.reader_oracles import check_readers
 from fuzz.seeds import bases
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
@@ -63,8 +64,9 @@ def compare_values(data: bytes) -> None:
     cache = loaded(data)
     file = opened(data)
     if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MAX_COMPARED_BYTES:
-        rule = refused_by_decoder(data, BASES)
-        assert (cache is not None) == (rule is None), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
+        decoded, rule = read_by_decoder(data, BASES)
+        assert (cache is not None) == (not rule), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
+        check_readers(data, ".kvpack", BASES, decoded, rule)
     if cache is None or cache.values > MAX_VALUES or _stored_bytes(cache) > MAX_COMPARED_BYTES:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)

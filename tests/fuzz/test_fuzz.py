@@ -9,16 +9,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import numpy
 import pytest
 import torch
 import xxhash
 
 import kvpack
-from fuzz import cache_oracles, entry_oracles, line_coverage, oracles, seeds, session, summary, value_oracles, worker
+from fuzz import (
+    cache_oracles,
+    entry_oracles,
+    line_coverage,
+    oracles,
+    reader_oracles,
+    row_oracles,
+    seeds,
+    session,
+    summary,
+    value_oracles,
+    worker,
+)
 from fuzz.file_mutator import Vocabulary, mutated_file, taken_apart
 from fuzz.session import Report, Session
 from fuzz.targets import TARGETS, Target
@@ -32,7 +47,9 @@ from kvpack.formats.scalar import Scalar
 from kvpack.integrations.mlx_lm import prompt_caches
 from kvpack.pages import host
 from kvpack.store import entries
+from support.reader_programs import Answer
 
+REFUSAL = Answer("InvalidHeader", "group-1", None, {})
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 INPUTS = {"basis": 40, "command": 12, "dense-file": 40, "entry": 20}
@@ -81,6 +98,20 @@ def test_the_committed_corpus_runs_without_a_failure(name: str, targets: Callabl
     for data in found[:: max(1, len(found) // 20)]:
         assert len(data) <= target.most_bytes
         target.check(data)
+
+
+def test_an_input_in_which_a_reader_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (ROOT / "spec" / "vectors" / "valid" / "group-dim-3.kvpack").read_bytes()
+    values = numpy.fromfile(ROOT / "spec" / "vectors" / "valid" / "group-dim-3.f32", "<f4")
+    row = (ROOT / "spec" / "row-vectors" / "raw.row").read_bytes()
+    for answer, checked in ((Answer("ok", "", values, {}), True), (Answer("ok", "", values + 1, {}), False), (REFUSAL, False)):
+        reader = SimpleNamespace(name="x", read=lambda path, bases, answer=answer: answer)
+        monkeypatch.setattr(reader_oracles, "all_started", lambda reader=reader: (reader,))
+        for compare in (oracles.compare_container, value_oracles.compare_values):
+            with nullcontext() if checked else pytest.raises(AssertionError, match=r"\bx\b"):
+                compare(data)
+    with pytest.raises(AssertionError, match="x: group-1"):
+        row_oracles.RowOracle().compare(row)
 
 
 def test_every_codec_is_a_target() -> None:

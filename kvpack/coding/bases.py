@@ -1,4 +1,4 @@
-"""Basis files, which describe the keys and values of one model (spec/basis.md), and the choice of bits for recipes that use one."""
+"""Basis files, which describe the keys and values of one model (spec/basis.md), and the bit allocation for recipes that use one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Basis:
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Return the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
+        """Create the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
@@ -129,7 +129,7 @@ class Basis:
         return self
 
     def sides(self) -> Iterator[tuple[int, str]]:
-        """Return the (layer, "k" or "v") pairs that the basis has rows for, in order."""
+        """Yield the (layer, "k" or "v") pairs for which the basis has rows, in order."""
         return iter(self._rows)
 
     @property
@@ -205,7 +205,7 @@ class Basis:
         return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
-        """Return the step of the codec transform that takes at most ``bits`` bits per value on average, as far as the basis foresees.
+        """Return the step of the codec transform that is expected to take at most ``bits`` bits per value on average.
 
         With ``raw``, the average includes the tokens that are kept raw. Errors of all layers and sides have the same unit, so that one step
         is best for all. Raises InvalidParameter for bits out of range, and for fewer bits than the coarsest step needs.
@@ -227,15 +227,14 @@ class Basis:
         return {}
 
     def least_transform_bits(self, raw: bool = False) -> float:
-        """Return the minimum bits per value that ``step`` supports: the cost of chunk states, of a file's streams and of raw tokens, no
-        symbols."""
+        """Return the minimum bits per value that ``step`` supports.
+
+        This is the cost of chunk states, of a file's streams and of raw tokens, without symbols.
+        """
         return min(self.transform_bits(step, raw) for step in range(MAX_STEP + 1))
 
     def transform_bits(self, step: int, raw: bool = False) -> float:
-        """Return bits per value of a file of the codec transform at ``step`` over all layers and sides, as far as the basis foresees.
-
-        With ``raw``, ``RAW_SHARE`` of the tokens are kept raw.
-        """
+        """Return the expected bits per value of a file with the codec transform at ``step``, over all layers and sides."""
         bits, values = 0.0, 0
         for place, frames in self._frames.items():
             channels = frames.count * frames.columns
@@ -248,16 +247,15 @@ class Basis:
         return bits / values if values else 0.0
 
     def calibrated(self, layer: int, side: str, bits: float, gain: str | None = None, own: bool = False) -> Calibrated:
-        """Return the calibrated part of the codec klt, for ``bits`` bits per value on average over all layers and sides; ``widths`` are as
-        in recipes.
+        """Return the calibrated part of the codec klt, for ``bits`` bits per value on average over all layers and sides.
 
-        Raises OutOfBounds, and InvalidParameter for bits out of range.
+        ``gain`` and ``own`` are as for ``widths``. Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
         return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, own)[layer, side])
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
-        """The mean squared weight of the columns of each run: of 8 columns of each head, head after head, or of 16 over all heads."""
+        """Mean squared weight of the columns of each run: of 8 columns of each head, head by head, or of 16 over all heads."""
         found = {}
         for place, rows in self._rows.items():
             squares = rows.weights[0, :, 0].to(torch.float64).square()
@@ -302,8 +300,10 @@ class Basis:
         return found
 
     def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, own: bool = False) -> float:
-        """Return the bits per value of files whose runs have ``widths``, of a layer and side each; ``gain`` and ``own`` as for
-        ``widths``."""
+        """Return the bits per value of files whose runs have ``widths``, by layer and side.
+
+        ``gain`` and ``own`` are as for ``widths``.
+        """
         bits, values = 0.0, 0
         for place, found in widths.items():
             rows = self._rows[place]
@@ -380,11 +380,10 @@ def basis_bytes(
     frames: Mapping[tuple[int, str], Frames] | None = None,
     balanced: Mapping[int, BalancedKeys] | None = None,
 ) -> bytes:
-    """Return the basis file of a model of ``layers`` layers with ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` by layer and
-    side.
+    """Return the basis file of a model of ``layers`` layers.
 
-    All frames have the same tables. ``balanced`` is by layer. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") does not hold a value,
-    and LimitExceeded.
+    ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` are by layer and side, and ``balanced`` by layer. All frames have the same
+    tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}
@@ -413,7 +412,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """Return the states that describe ``frames`` and ``balanced`` frames, and their arrays."""
+    """Return the states that describe ``frames`` and ``balanced`` frames, with their arrays."""
     found: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

@@ -1,4 +1,4 @@
-"""Basis files as they are read: whole or piece by piece, and the rows, frames and other states in them (spec/basis.md)."""
+"""Read basis files, whole or piece by piece, with the rows, frames and other states in them (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class BasisFile:
         self._source, self.where = source, where
 
     def whole(self) -> bytearray:
-        """Return all bytes. Raises Truncated, MissingFile."""
+        """Return all bytes. Raises Truncated and MissingFile."""
         data = bytearray(self._source.size)
         self._read(0, memoryview(data))
         return data
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all bytes, which are read piece by piece. Raises Truncated, MissingFile."""
+        """Return the SHA-256 of all bytes, reading them piece by piece. Raises Truncated and MissingFile."""
         found, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]
@@ -82,7 +82,7 @@ def check_is_basis(file: container.File) -> None:
 
 
 def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:
-    """Return the frames of all layers and sides of a basis that has any."""
+    """Return the frames of all layers and sides, if the basis has any."""
     places = {(state.layer, state.name): state for state in file.header.states}
 
     def array(layer: int, name: str) -> Any:
@@ -111,7 +111,7 @@ def balanced_of(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-    """Yield the states ``name`` of all layers, and their values, float32 without the axis of sequences."""
+    """Yield the states ``name`` of all layers with their values, float32 without the axis of sequences."""
     for state in file.header.states:
         if state.name == name:
             array = state.layout.array(file.read_state(state))[0]

@@ -1,4 +1,4 @@
-"""Sources of the basis that a cache names: the caller gives an object, a path, or a folder that is searched for the digest.
+"""Find the basis that a cache names: the caller passes an object, a path, or a folder to search for the digest.
 
 No file is opened because another file names it.
 """
@@ -40,10 +40,10 @@ def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
 
 
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
-    """Return the basis with SHA-256 ``digest`` among ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
+    """Find the basis with SHA-256 ``digest`` in ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
 
-    Files in a folder are tried from the smallest on; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis,
-    which names the digest, and the errors of reading a file or listing a folder.
+    Files in a folder are tried smallest first; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis, which
+    names the digest, and the errors of reading a file or listing a folder.
     """
     for one in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(one, digest):
@@ -74,7 +74,7 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def _files(folder: str) -> list[str]:
-    """Return the paths in a folder that are named as bases are, the smallest file first. Raises MissingFile."""
+    """Return the paths in a folder that have the name of a basis, smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
             found = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
@@ -92,10 +92,10 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def bound(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that the codecs of sides need, from ``source`` as for ``find``.
+    """Return ``header`` with the bases that the codecs of its sides need, from ``source`` as for ``find``.
 
     A codec whose rows are in the file needs no basis; it gets the one in ``source``, if any, to encode new tokens. Raises MissingBasis, and
-    InvalidHeader, naming the place, if a side does not fit the basis that it names.
+    InvalidHeader, naming the position, if a side does not fit the basis that it names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
     of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]

@@ -1,6 +1,6 @@
-"""kvpack's own presets for a basis: keys in its frames, and a width for every layer and side from the loss of that place.
+"""kvpack's own presets with a basis: keys in its frames, and widths derived from the measured loss of each layer and side.
 
-A place that loses more than others at one width is given more bits. The widths have the average that the preset names.
+A place (a side of a layer) that loses more than others at one width gets more bits. The average of the widths is given by the preset.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
-    """Return the clauses of a recipe for ``basis`` whose codes have at most ``average`` bits per value on average."""
+    """Return the clauses of a recipe for ``basis`` with at most ``average`` bits per value in its codes on average."""
     found, usual = widths(basis.losses, average), int(average)
     texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
@@ -54,7 +54,7 @@ def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> s
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
     """Return a width of at least 1 bit for each place, at most ``average`` bits on average, given their ``losses`` at one width.
 
-    A bit goes where it lowers the loss most (Shoham and Gersho 1988): each divides the loss of a place by about 4.
+    Each bit goes where it lowers the loss most (Shoham and Gersho 1988); it divides the loss of a place by about 4.
     """
     found, raised = dict.fromkeys(losses, 1), raised_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
@@ -64,6 +64,6 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
 
 def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
-    """Return ``losses`` with ``ADDED_LOSS`` of their mean added to each."""
+    """Add ``ADDED_LOSS`` of the mean loss to each of ``losses``."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

@@ -1,7 +1,7 @@
 """The canonical text of a recipe: one text for all recipes that give every layer and side the same codec (spec/store.md, Recipes).
 
-A recipe's rules become, for each side, the codec of all layers and exceptions from it. Ranges that count from the first layer are
-compared with each other, and so are ranges that count from the last; which layers have one of each kind depends on the number of layers.
+A recipe's rules become, for each side, a codec for all layers and exceptions from it. Ranges that count from the first layer are compared
+with each other, and so are ranges that count from the last; which layers have one of each kind depends on the number of layers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Range(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """True if it covers all layers."""
+        """True if the range covers all layers."""
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_meet(self, other: Range) -> bool:
-        """Return True if both may cover one layer."""
+        """Return True if both ranges may cover the same layer."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of it that ``other`` does not cover, as far as the number of layers does not matter."""
+        """Return the parts of the range that ``other`` does not cover, as far as the number of layers does not matter."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -59,9 +59,9 @@ class Range(NamedTuple):
 
 
 class Spelled(NamedTuple):
-    """A codec as a clause spells it: ``text`` has all of its options, ``plain`` has those that are not in a ``raw`` clause.
+    """A codec as a clause spells it: ``text`` has all of its options, ``plain`` those that are not in a ``raw`` clause.
 
-    ``raw`` is the value of the clause that stands for the others, empty if no token is kept raw, and None for a codec that loses nothing.
+    ``raw`` is the value of the clause for the other options, empty if no token is kept raw, and None for a lossless codec.
     """
 
     text: str
@@ -86,8 +86,10 @@ Items = tuple[tuple[int, int], ...] | None
 
 
 def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], window: int) -> str:
-    """Return the canonical text of rules (sides, items, codec of each side), of which later ones win, and a raw tail of ``window``
-    tokens."""
+    """Return the canonical text of rules (sides, items, codec of each side) with a raw tail of ``window`` tokens.
+
+    Later rules take precedence.
+    """
     found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
     (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
@@ -99,7 +101,7 @@ def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], windo
 
 
 def _side(rules: Sequence[tuple[Items, Spelled]]) -> tuple[Spelled, list[Exceptions]]:
-    """Return the codec of all layers and the exceptions, in order, of one side."""
+    """Return the codec of all layers of one side, and the exceptions in order."""
     ranges: list[tuple[Range | None, Spelled]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
@@ -142,7 +144,7 @@ def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[E
 
 
 def _grouped(rules: Iterable[tuple[Range, Spelled]]) -> list[Exceptions]:
-    """Return neighbors of one codec as one, with ranges that touch joined."""
+    """Combine neighboring rules with the same codec, and join ranges that touch."""
     groups: list[tuple[list[Range], Spelled]] = []
     for one, codec in rules:
         if groups and groups[-1][1] == codec:
@@ -163,7 +165,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merged_sides(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
-    """Return the exceptions of both sides, each with its sides: those that are the same are one if the order of each side allows it."""
+    """Return the exceptions of both sides, each with its sides; equal ones are combined if the order on each side allows it."""
     found: list[tuple[str, Exceptions]] = []
     rest = list(v)
     for one in k:

@@ -1,4 +1,4 @@
-"""Clauses of a recipe that give codecs: their rules, and what is wrong with others."""
+"""Clauses of a recipe that select codecs: their rules, and error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class InvalidClause(InvalidParameter):
-    """A clause refused for ``reason``, because of its ``word``."""
+    """A clause refused for ``reason``, pointing at its ``word``."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -32,7 +32,7 @@ def pointer(text: str, word: str, start: int = 0) -> str:
 
 
 def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rule:
-    """Return the rule of ``clause``, which ``text`` spells as ``written``; ``named`` are presets and additions.
+    """Parse ``clause``, spelled ``written`` in ``text``, to a rule; ``named`` are presets and additions.
 
     Raises InvalidClause.
     """

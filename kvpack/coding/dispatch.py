@@ -50,11 +50,11 @@ _SHORTFALL = "the C kernels: they were not built, or from other sources, when kv
 def encode(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, coded: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of ``x`` ``[batch, kv_head, token, dim]`` from a kernel; None if the codec itself must encode it.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel; None if the codec itself must encode it.
 
-    ``before`` contains the streams of the run that it continues, and ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets
-    ``codec.coded_norms`` of a codec that changes norms, if there are streams. The codec itself must encode if no kernels run, if they do
-    not support it, and for values that it may refuse. Raises the errors of ``uses_triton`` and ``uses_c``.
+    ``before`` contains the streams of the run that it continues. For a codec that changes norms, ``coded``, contiguous float32 ``[batch,
+    kv_head, token]``, receives ``codec.coded_norms`` if there are streams. The codec itself must encode if no kernels run, if they do not
+    support it, and for values that it may refuse. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -74,7 +74,7 @@ def encode(
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: ``codec.decode_frame``, on kernels where ``uses_triton``.
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame, like ``codec.decode_frame``, with kernels if ``uses_triton``.
 
     Raises InvalidParameter if a stream is not laid out as the codec says, and the errors of ``uses_triton``.
     """
@@ -88,7 +88,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to ``[batch, kv_head, token, dim]`` in the original frame, as ``decode_frame``: the codec's exact dtype, or float32."""
+    """Decode to ``[batch, kv_head, token, dim]`` in the original frame: in the codec's exact dtype, or float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, WithSideCars):
@@ -112,9 +112,9 @@ def checks_values(codec: Codec, device: torch.device) -> bool:
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
-    """Begin to check sides, each as ``(codec, streams, runs, where)``, on a device that ``checks_values`` supports.
+    """Start to check sides, each given as ``(codec, streams, runs, where)``, on a device that ``checks_values`` supports.
 
-    The streams are dense, and ``runs`` are the numbers of tokens of their runs. The streams of side-cars, which are small, are copied to
+    The streams are contiguous, and ``runs`` are the token counts of their runs. The streams of side-cars, which are small, are copied to
     the host and checked there. Returns a function that waits for the device and raises InvalidPayload, as ``codec.check`` and
     ``codec.check_runs`` do, naming the first side that breaks a rule.
     """
@@ -148,7 +148,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
-    """Begin to copy ``tensors`` of one device to host memory together.
+    """Start to copy ``tensors`` of one device to host memory together.
 
     Returns a function that waits for the copy and returns numpy arrays of their shapes; bfloat16 as its bits, uint16.
     """
@@ -195,11 +195,7 @@ def checks_digests(device: torch.device) -> bool:
 
 
 def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
-    """Begin to compute the digests of byte ranges ``[begin, end)`` of memory, uint8, on a device that ``checks_digests`` supports.
-
-    Each range begins at a multiple of 8 bytes; short ones are copied to the host and hashed there. Returns a function that waits for the
-    digests and returns them.
-    """
+    """Start to compute the digests of byte ranges ``[begin, end)`` of memory, uint8, on a device that ``checks_digests`` supports."""
     if not places:
         return list
     from kvpack.kernels.bitpack import digests
@@ -219,7 +215,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``head_norms.norms_of``, in C where that runs: their last bits depend on the order of sums."""
+    """Compute ``head_norms.norms_of``, in C if available; the last bits depend on the order of sums."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
@@ -234,7 +230,7 @@ def choice() -> tuple[str | None, str | None]:
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, where kernels do so in one pass.
+    """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, if kernels can in one pass.
 
     Returns the ranges of tokens still to be written: all of them if no kernels run, none if C decodes the side. Raises InvalidParameter if
     a stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
@@ -258,7 +254,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
-    """Return ``rans.decode`` in C, None if C does not run."""
+    """Run ``rans.decode`` in C; None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -267,7 +263,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Return ``rans.encoded`` in C, None if C does not run."""
+    """Run ``rans.encoded`` in C; None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -279,7 +275,7 @@ rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """Return ``row.checksum`` in C, None if C does not run."""
+    """Run ``row.checksum`` in C; None if C does not run."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import checksum
@@ -293,8 +289,8 @@ row.compiled = _add_words
 def uses_triton(device: torch.device) -> bool:
     """Return True if tensors on ``device`` are encoded and decoded by Triton kernels.
 
-    Issues a KvpackWarning, once, where tensors on a CUDA device lack a Triton for their kernels. Raises InvalidParameter if
-    KVPACK_KERNELS is unknown, or is "triton" where the kernels cannot run.
+    Issues a KvpackWarning, once, if Triton is missing for tensors on a CUDA device. Raises InvalidParameter if KVPACK_KERNELS is unknown,
+    or is "triton" although the kernels cannot run.
     """
     backend = _backend()
     if backend != "triton":
@@ -315,8 +311,8 @@ def uses_triton(device: torch.device) -> bool:
 def uses_c(device: torch.device) -> bool:
     """Return True if the C kernels handle tensors on ``device``, provided that they support the codec.
 
-    Issues a KvpackWarning, once, where tensors on the CPU lack them. Raises InvalidParameter if KVPACK_KERNELS is unknown, or is
-    "cpu" where the C kernels were not built.
+    Issues a KvpackWarning, once, if they are missing for tensors on the CPU. Raises InvalidParameter if KVPACK_KERNELS is unknown, or is
+    "cpu" although the C kernels were not built.
     """
     backend = _backend()
     if device.type != "cpu" or backend not in ("", "cpu"):
@@ -330,7 +326,7 @@ def uses_c(device: torch.device) -> bool:
 
 
 def c_is_built() -> bool:
-    """Return True if the C kernels were built, and run on this machine: without a compiler, kvpack installs without them."""
+    """Return True if the C kernels were built and run on this machine; without a compiler, kvpack installs without them."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None

@@ -43,9 +43,9 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 
 
 def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    """Return ``codec`` of a header, with the encoder's options that the header's ``recipe`` gives ``side`` of ``layer`` of ``layers``.
+    """Return ``codec`` of a header with the encoder options that the header's ``recipe`` sets for ``side`` of ``layer`` of ``layers``.
 
-    A text that is not a recipe, or whose recipe makes another codec, changes nothing: both are valid in a file.
+    A text that is not a recipe, or whose recipe selects another codec, changes nothing; both are valid in a file.
     """
     key = recipe, layer, layers, side
     if key not in codec.made:
@@ -71,7 +71,7 @@ def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> C
 
 @lru_cache(maxsize=1024)
 def _words(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the options of the last clause about ``side`` of ``layer``; none if it names another codec."""
+    """Return the options of the last clause about ``side`` of ``layer``; empty if it names another codec."""
     found: dict[str, str] = {}
     for sides, items, named, options in _clauses(recipe):
         if side in sides and _covers(items, layer, layers):
@@ -93,7 +93,7 @@ def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def _raw_options(clause: str) -> str:
-    """Return the options that a clause about raw tokens stands for; none if it is not a valid one."""
+    """Return the options that a clause about raw tokens stands for; empty if it is not valid."""
     try:
         return ",".join(f"{name}={value}" for name, value in raw_clause.words_of(clause).items())
     except InvalidParameter:

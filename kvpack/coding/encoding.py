@@ -1,6 +1,6 @@
-"""Running a codec's encoder over a whole tensor, block by block, into the arrays of its layout.
+"""Run a codec's encoder over a whole tensor, block by block, into the arrays of its layout.
 
-One warning per call, however many sides it encodes, names scales that heads or tokens share although they fit some of them badly.
+One warning per call, however many sides it encodes, reports shared scales that fit some heads or tokens badly.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ _OWN = "own"
 
 @dataclass(frozen=True)
 class Misfit:
-    """The tokens of one encoded run that make a scale that ``shared`` names too large, or their own errors: ``count`` of ``tokens``.
+    """The tokens of one encoded run that make a scale shared by ``shared``, or their own errors, too large: ``count`` of ``tokens``.
 
-    In the worst one, ``token`` of ``sequence``, ``head`` makes it ``factor`` times too large. ``rare``: few enough that raw tokens avoid
-    them.
+    The worst one is ``token`` of ``sequence``, whose ``head`` makes it ``factor`` times too large. ``rare``: few enough that raw tokens
+    avoid them.
     """
 
     where: str
@@ -166,9 +166,9 @@ def encode_all(
     position: int | None = None,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return ``encode`` for a codec that keeps no tokens raw by their positions; no token is warned of.
+    """Run ``encode`` for a codec that keeps no tokens raw by their positions, without warnings about tokens.
 
-    ``coded``, contiguous float32 ``[batch, kv_head, token]``, gets ``codec.coded_norms`` of a codec that changes norms.
+    For a codec that changes norms, ``coded``, contiguous float32 ``[batch, kv_head, token]``, receives ``codec.coded_norms``.
     """
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before, coded)
@@ -190,7 +190,7 @@ def _encode_beside_raw(
     position: int | None,
     norms: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, kernels included, gets a whole run."""
+    """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, including kernels, gets a whole run."""
     with float32_no_grad(x.device):
         shared, changes = codec.summary.shared_scales, codec.without_raw.summary.changes_norms
         own = dispatch.norms(x) if shared or changes or norms is None else norms
@@ -262,7 +262,8 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
     coded: torch.Tensor | None,
 ) -> None:
-    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams`` and ``coded``."""
+    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, into their rows of ``streams`` and ``coded``.
+    """
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -378,7 +379,7 @@ def rounding_is_shown() -> Iterator[None]:
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
-    """Raise InvalidParameter, with ``where``, the place and the value, unless ``x``, whose tokens count from ``first``, is finite."""
+    """Raise InvalidParameter, with ``where``, the position and the value, unless ``x``, whose tokens count from ``first``, is finite."""
     # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():
         return
@@ -398,11 +399,11 @@ def _misfit_of(
     keeps_large: bool = False,
     given: torch.Tensor | None = None,
 ) -> Misfit | None:
-    """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all others.
+    """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all.
 
-    ``norms`` ``[batch, kv_head, token]`` are those of the coded values, and ``given`` those of the given ones if they differ.
-    ``keeps_large``: tokens of high norm are among the ``kept`` ones.
-    A page with many large tokens in one head is not warned of before they are ``MANY_RATIO`` times as large as usual.
+    ``norms`` ``[batch, kv_head, token]`` are those of the coded values, and ``given`` those of the given values if they differ.
+    ``keeps_large``: tokens of high norm are among the ``kept`` ones. A page with many large tokens in one head causes no warning unless
+    they are ``MANY_RATIO`` times as large as usual.
     """
     found = []
     measured = [(HEADS, excess(norms), SHARED_RATIO)] if HEADS in shared else []
@@ -448,7 +449,7 @@ def collected_misfits() -> Iterator[list[Misfit]]:
 
 
 def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
-    """Issue one KvpackWarning about ``found``, if anything was."""
+    """Issue one KvpackWarning about ``found``, if it is not empty."""
     if not found:
         return
     worst = max(found, key=lambda one: one.factor)

@@ -1,4 +1,4 @@
-"""inspect and verify: the contents of a file, and whether every byte of it is valid."""
+"""inspect and verify: read the contents of a file, and check that every byte of it is valid."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """kvpack's own recipes and the papers' published configurations, by name.
 
-A preset covers both sides of every layer. An addition changes a part, and comes after the part that it changes in a recipe.
-Every lossy preset keeps a few tokens raw (``RAW_CLAUSE``), whatever its paper does with them.
+A preset covers both sides of every layer. An addition changes a part, and follows the changed part in a recipe. Every lossy preset keeps a
+few tokens raw (``RAW_CLAUSE``), whatever its paper does with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``; ``layers`` and head ``dim`` are those of the model that it is for, None for any model."""
+    """A named recipe and its ``source``; ``layers`` and head ``dim`` are those of its model, None for any model."""
 
     recipe: str
     source: str
@@ -71,21 +71,21 @@ def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
 
 
 def own_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec of ``side`` of kvpack's own presets, without its raw tokens.
+    """Return the codec of ``side`` in kvpack's own presets, without its raw tokens.
 
-    Of keys, the mean of each page is stored apart, and the rest is in channels of about one size.
+    For keys, the mean of each page is stored separately, and channels are scaled to similar sizes.
     """
     return f"{'trellis' if trellis else 'scalar'}:b={bits}{_norm(side, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec of ``side`` of kvpack's own presets if a basis has frames for keys, without its raw tokens."""
+    """Return the codec of ``side`` in kvpack's own presets if a basis has frames for keys, without its raw tokens."""
     family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
     return f"{family}:b={bits}{_norm(side, bits)}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """Return the option for norms in 8 bits, where they cost less precision than the codes do."""
+    """Return the option for 8-bit norms if they cost less precision than the codes do."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -96,7 +96,7 @@ def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
 
 
 def _simple() -> dict[str, Preset]:
-    """Return presets without loss, kvpack's own, and the formats of engines."""
+    """Return lossless presets, kvpack's own, and the formats of engines."""
     found = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
         found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
@@ -113,7 +113,7 @@ def _simple() -> dict[str, Preset]:
 
 
 def _rotations() -> dict[str, Preset]:
-    """Return presets whose keys are rotated."""
+    """Return presets with rotated keys."""
     found = {}
     for b in (2, 3, 4):
         found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
@@ -134,7 +134,7 @@ def _rotations() -> dict[str, Preset]:
 
 
 def _groups() -> dict[str, Preset]:
-    """Return presets of codes in groups."""
+    """Return presets with group codes."""
     found, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"

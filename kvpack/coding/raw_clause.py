@@ -1,6 +1,6 @@
 """The clause of a recipe that keeps tokens raw in all of its lossy codecs: ``raw=<first>,<low norm>,<high norm>,<dtype>``.
 
-The values stand for the options of ``raw_positions`` in their order; 0 leaves one out, and so does a clause that ends before it.
+The values stand for the options of ``raw_positions`` in order; 0 or a missing value leaves an option out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "raw="
 
 
 def words_of(clause: str) -> dict[str, str]:
-    """Return the options that ``clause`` gives a codec; none for ``raw=0``. Raises InvalidParameter."""
+    """Return the options that ``clause`` sets for a codec; empty for ``raw=0``. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -36,7 +36,7 @@ def choice_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
 
 
 def value_of(words: Mapping[str, str]) -> str:
-    """Return the clause's value, in its canonical spelling, for the options among ``words``; empty if they keep no token raw."""
+    """Return the clause's value, in canonical spelling, for the options among ``words``; empty if they keep no token raw."""
     chosen = choice_of(words)
     if chosen is None:
         return ""

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Return the path of the recipe file that ``recipe`` names and the clauses added after it, or None for a recipe's text."""
+    """Split ``recipe`` into the path of a recipe file and the clauses added after it; None for a recipe's text."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):
@@ -39,7 +39,7 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 
 
 def read_clauses(path: str) -> list[tuple[int, str]]:
-    """Return the clauses of a recipe file, each with the number of its line, from 1.
+    """Read the clauses of a recipe file, each with its line number, starting at 1.
 
     Raises MissingFile, or InvalidParameter for a file that is too large, not UTF-8 or without a clause.
     """

@@ -136,10 +136,10 @@ class Recipe:
 
     @classmethod
     def recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Return the recipe that a file, entry or row records; presets in it have the meaning that they had when they were recorded.
+        """Parse the recipe that a file, entry or row records; presets in it keep the meaning that they had when recorded.
 
-        Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is what is recorded today.
-        Raises InvalidParameter, also for a text that is not a recipe, which is valid in a file.
+        Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is the text recorded today. Raises
+        InvalidParameter, also for a text that is not a recipe, which is valid in a file.
         """
         recipe = cls.__new__(cls)
         object.__setattr__(recipe, "text", text)
@@ -188,17 +188,17 @@ class Recipe:
 
     @property
     def takes_basis(self) -> bool:
-        """True if a basis changes the recipe: a clause needs one, or a preset uses one if it is given."""
+        """True if a basis changes the recipe: a clause needs one, or a preset uses one if available."""
         return self.needs_basis or self._names_own
 
     @property
     def _names_own(self) -> bool:
-        """True if its text names a preset of kvpack's own, whose clauses depend on the basis."""
+        """True if its text names one of kvpack's own presets, whose clauses depend on the basis."""
         return any(written in OWN for _, written in self._clauses())
 
     @cached_property
     def window(self) -> int:
-        """The number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
+        """Number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
             return 0
@@ -297,7 +297,7 @@ class Recipe:
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
-        """Return the dtypes among "bf16", "fp16" and "fp32" whose values the recipe keeps exactly in each of ``layers`` layers."""
+        """Return the dtypes among "bf16", "fp16" and "fp32" that the recipe stores exactly in each of ``layers`` layers."""
         if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
@@ -315,14 +315,14 @@ class Recipe:
         _check_length(self.text)
 
     def check_layers(self, layers: int) -> None:
-        """Raise OutOfBounds when a clause names a layer that a cache of ``layers`` layers does not have."""
+        """Raise OutOfBounds if a clause names a layer that a cache of ``layers`` layers does not have."""
         for rule in self.rules:
             for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:
                     raise OutOfBounds(f"recipe {self._written!r} names layer {item}; the cache has {layers} layers")
 
     def _check_order(self) -> None:
-        """Refuse a clause about some layers when a later clause covers all layers: it would have no effect."""
+        """Refuse a clause about some layers if a later clause covers all layers, because it would have no effect."""
         covered: set[str] = set()
         for rule in reversed(self.rules):
             if rule.items is None:
@@ -363,7 +363,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """Return the end of a message: presets for any model that take head dim ``dim`` and ``dtype``, the first of each codec."""
+    """Return the end of a message: presets for any model that support head dim ``dim`` and ``dtype``, the first of each codec."""
     found: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -375,7 +375,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 
 
 def recorded_text(text: str) -> str:
-    """Return the canonical text of the recipe that a file records; the text itself where it is not a recipe."""
+    """Return the canonical text of the recipe that a file records, or the text itself if it is not a recipe."""
     try:
         return Recipe.recorded(text).canonical
     except InvalidParameter:
@@ -383,7 +383,7 @@ def recorded_text(text: str) -> str:
 
 
 def basis_named(recipe: Recipe) -> bytes | None:
-    """Return the SHA-256 of the basis that readers of caches of ``recipe`` need; None if they need none.
+    """Return the SHA-256 of the basis that readers of caches with ``recipe`` need; None if they need none.
 
     Raises InvalidParameter unless all clauses that need a basis name the same one.
     """
@@ -402,7 +402,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Return the recipe of a text, a preset's name or a recipe file; a Recipe is returned as it is, with its basis.
+    """Parse a text, a preset's name or a recipe file; a Recipe is returned unchanged, with its basis.
 
     Raises MissingFile, and InvalidParameter, which names the line of a file.
     """
@@ -426,5 +426,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Return the recipe of a text. Caches of one recipe are often packed one after another, and share its codecs."""
+    """Parse a text. Caches with one recipe are often packed one after another, and share its codecs."""
     return Recipe(text)

@@ -1,4 +1,4 @@
-"""The meaning of presets' names in files, stores and rows of versions that recorded names; never changed, even if presets change."""
+"""The meaning of preset names in files, stores and rows of versions that recorded names; it never changes, even if presets do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of a recipe: which codec one clause gives to sides and layers."""
+"""The rules of a recipe: the codec that one clause selects for sides and layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Rule:
-    """``words`` for codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
+    """``words`` for the codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
 
     sides: str
     codec_id: str
@@ -91,7 +91,7 @@ class Rule:
         return self._codecs[asked]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """Return the rule with the options ``words``, unless its codec loses nothing or it says itself which tokens are raw."""
+        """Return the rule with the options ``words``, unless its codec is lossless or sets its own raw tokens."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
@@ -110,7 +110,7 @@ class Rule:
 
     @property
     def frame(self) -> str:
-        """The frame of a basis that keys are in; empty if they are in none."""
+        """Name of the basis frame for keys, or an empty string."""
         return dict(self.words).get(OPTION, "")
 
     @property
@@ -125,7 +125,7 @@ class Rule:
 
     @property
     def bits(self) -> float:
-        """The bits per value that a calibrated codec aims at. Raises UnknownWord."""
+        """Target bits per value of a calibrated codec. Raises UnknownWord."""
         default, least = CALIBRATED[self.codec_id]
         text = dict(self.words).get("bits", default)
         bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0

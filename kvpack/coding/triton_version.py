@@ -1,4 +1,4 @@
-"""The installed Triton, and whether the kernels run on it. PyTorch brings its own Triton, so kvpack does not require a version."""
+"""Check that the kernels run on the installed Triton. PyTorch brings its own Triton, so kvpack does not require a version."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shortfall() -> str:
 
 @cache
 def warn_unsupported() -> None:
-    """Warn, once per process, that tensors on a CUDA device are computed without the kernels (KvpackWarning)."""
+    """Warn, once per process, that tensors on a CUDA device are processed without the kernels (KvpackWarning)."""
     warnings.warn(
         f"tensors on a CUDA device are encoded, decoded and attended with PyTorch operations: kvpack's kernels need {shortfall()}. "
         "PyTorch 2.10 and later bring one that is new enough; set KVPACK_KERNELS=torch to turn this warning off",

@@ -1,8 +1,7 @@
-"""The demo: a small model's KV cache packed in several recipes, each file continued from in its own process.
+"""The demo: a small model's KV cache packed with several recipes; each file is continued in its own process.
 
-The writing process prefills 2,000 tokens of real text that contains five key lines, packs and saves. A reading process
-sees only the file: it attends over the packed layers, answers the five keys, continues with the text, and scores
-the 500 bytes that really follow. Tokens are bytes.
+The writing process prefills 2,000 tokens of real text that contains five key lines, packs and saves. A reading process sees only the file:
+it attends over the packed layers, answers the five keys, continues the text, and scores the 500 bytes that really follow. Tokens are bytes.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 
 
 def read(path: str) -> dict[str, Any]:
-    """Load and verify the file in a reading process, and continue from it without unpacking it."""
+    """Load and verify the file in a reading process, and continue it without unpacking."""
     load = kvpack.load
     # What was imported is garbage-collected once; the time of loading is not to include that.
     gc.collect()
@@ -129,7 +128,7 @@ def read(path: str) -> dict[str, Any]:
 def continue_from(past: Cache | Any) -> dict[str, Any]:
     """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
 
-    ``past`` is a packed Cache, attended as it is, or a transformers cache. It contains BOS and all of the prompt except its last byte.
+    ``past`` is a packed Cache, attended directly, or a transformers cache. It contains BOS and all of the prompt except its last byte.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -202,7 +201,7 @@ def _read_elsewhere(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
-    """Return the ``count`` likeliest bytes after ``given``, one after another."""
+    """Return the ``count`` most likely bytes after ``given``, one after another."""
     tokens, result = torch.tensor([[*given]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.over(model, cache)).logits[0, -1, :BOS].argmax())
@@ -226,7 +225,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Return ``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
+    """Run ``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

@@ -33,7 +33,7 @@ NEW_TOKENS = 40
 
 
 def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Run the processes one after another on the store at ``location``, and return what each found and produced, as JSON values.
+    """Run the processes one after another on the store at ``location``; return their results as JSON values.
 
     ``progress`` counts processes. Raises InvalidParameter, and KvpackError when transformers is not installed or a process fails.
     """
@@ -52,7 +52,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
 
 def use(location: str, recipe: str) -> dict[str, Any]:
-    """Return one process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
+    """Do one process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")

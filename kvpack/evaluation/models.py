@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 2**30
 class Text:
     """A text as token ids: ``start`` opens every sequence, ``ids`` is the text itself.
 
-    ``of_bytes``: the model has no tokenizer, an id is a byte value, and sequences start with id 256. ``encode`` makes ids of other text.
+    ``of_bytes``: the model has no tokenizer, an id is a byte value, and sequences start with id 256. ``encode`` converts other text to ids.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """Return the number of token ids that the model takes: all ids are below it."""
+    """Return the number of token ids that the model accepts; all ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """Return the file ``path``, or the demo's text, as ids of the model in ``folder``, which takes ``ids_below`` ids.
+    """Read the file ``path``, or the demo's text, as ids of the model in ``folder``, which accepts ids below ``ids_below``.
 
     Raises MissingFile, LimitExceeded, or InvalidParameter when the folder has no tokenizer and the model cannot take bytes.
     """
@@ -48,7 +48,7 @@ def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
 
 
 def own_text(name: str, folder: Path, ids_below: int) -> Text:
-    """Return the text ``name`` that comes with kvpack (kvpack/bench/texts), as ``read_text`` does."""
+    """Read the text ``name`` that comes with kvpack (kvpack/bench/texts), as ``read_text`` does."""
     return _text(f"kvpack's {name}", (files("kvpack.bench") / "texts" / f"{name}.txt").read_bytes(), folder, ids_below)
 
 
@@ -64,7 +64,7 @@ def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
 
 
 def tokenized(name: str, text: str, tokenizer: Any) -> Text:
-    """Return ``text`` as ids of ``tokenizer``."""
+    """Tokenize ``text`` with ``tokenizer``."""
     ids = tokenizer(text)["input_ids"]
     opened = bool(ids) and ids[0] == tokenizer.bos_token_id
     return Text(name, tuple(ids[:opened]), ids[opened:], of_bytes=False, encode=partial(_encoded, tokenizer))

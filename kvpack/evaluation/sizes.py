@@ -1,4 +1,4 @@
-"""The number, size and positions of the windows that a model and a text have room for."""
+"""The number, size and positions of the windows for which a model and a text have room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def positions(model: Any) -> int | None:
-    """Return the positions that the model was made for; None if its configuration does not say."""
+    """Return the number of positions that the model supports; None if its configuration does not say."""
     config = model.config.get_text_config()
     # MPT names them in its own way.
     found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -21,7 +21,7 @@ def positions(model: Any) -> int | None:
 
 
 def window_tokens(asked: int | None, default: int, text: Text, most_positions: int | None) -> int:
-    """Return tokens of a window: ``asked``, or else ``default`` within the limits of the model and the text. Raises InvalidParameter."""
+    """Return the tokens of a window: ``asked``, or ``default`` within the limits of the model and the text. Raises InvalidParameter."""
     # One id more than the window's tokens: what follows the last of them is scored too.
     most = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
     tokens = min(default, most) if asked is None else asked
@@ -37,7 +37,7 @@ def check_size(option: str, value: int, least: int, largest: int, why: str) -> N
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return ids of ``text`` in a window of ``tokens`` tokens and the one that follows; the text's opening comes before them."""
+    """Return the number of ids of ``text`` in a window of ``tokens`` tokens and the next one, after the text's opening."""
     return tokens + 1 - len(text.start)
 
 

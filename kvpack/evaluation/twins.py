@@ -1,4 +1,4 @@
-"""Twins of a model, which compute the same function over keys of other statistics."""
+"""Twins of a model, which compute the same function over keys with other statistics."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _OTHER_WEIGHTS = ("s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class Seen:
-    """One layer's newest queries ``[1, q_head, token, dim]``, the exact output over them, and the options of attention."""
+    """One layer's newest queries ``[1, q_head, token, dim]``, their exact output, and the options of attention."""
 
     query: torch.Tensor
     output: torch.Tensor
@@ -76,7 +76,7 @@ class _Recorder:
 
 @dataclass
 class _Observer:
-    """kvpack's attention function, which shows each call's layer and queries to ``observe`` first."""
+    """kvpack's attention function, which first passes each call's layer and queries to ``observe``."""
 
     observe: Callable[[int, torch.Tensor], object] | None = None
 
@@ -188,7 +188,7 @@ def prefill(
 
 
 def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
-    """Read a window ``[1, prefix + score + 1]`` over the uncompressed cache; the last token is scored and not read."""
+    """Read a window ``[1, prefix + score + 1]`` over the uncompressed cache; the last token is scored but not read."""
     prefix = tokens.shape[1] - 1 - score
     cache = uncompressed(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
@@ -204,10 +204,10 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
 
 
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
-    """Return the share of the attention weight that the ``chosen`` tokens of each layer get, averaged over heads and the newest queries.
+    """Return the share of the attention weight on the ``chosen`` tokens of each layer, averaged over heads and the newest queries.
 
-    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, is of these. Empty for models
-    that compute attention themselves, or whose attention weights have other terms, such as biases by distance.
+    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, covers these. Empty for
+    models that compute attention themselves, or whose attention weights have other terms, such as biases by distance.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
@@ -228,7 +228,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
 
 
 def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
-    """Return the attention weights ``[1, q_head, query, token]`` of the queries over ``keys``, of which they are the newest tokens."""
+    """Return the attention weights ``[1, q_head, query, token]`` of the newest queries over ``keys``."""
     query = seen.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scale = seen.options["scale"]
@@ -254,7 +254,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """Return ``pairs`` as models hold them, in bf16, packed, saved to ``path`` and loaded from it."""
+    """Convert ``pairs`` to bf16, as models store them, pack them, save them to ``path``, and return the loaded cache."""
     kvpack.save(_pack(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -274,7 +274,7 @@ class Bf16Cache(KvpackCache):
 
     @classmethod
     def over(cls, model: Any, cache: Cache) -> Self:
-        """Return a cache over ``cache`` for ``model``, whose passes it does not record."""
+        """Create a cache over ``cache`` for ``model``, whose passes it does not record."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
         return past
@@ -285,7 +285,7 @@ class Bf16Cache(KvpackCache):
 
 
 class _OffsetCache(DynamicCache):  # type: ignore[misc]
-    """An uncompressed cache of a model whose keys are moved by a constant per channel (``key_offsets``)."""
+    """An uncompressed cache of a model whose keys are shifted by a constant per channel (``key_offsets``)."""
 
     def __init__(self, offsets: dict[int, torch.Tensor], pairs: Pairs | None) -> None:
         super().__init__(pairs)
@@ -299,14 +299,15 @@ class _OffsetCache(DynamicCache):  # type: ignore[misc]
 
 
 def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
-    """Return an uncompressed cache of the model, which contains ``pairs``."""
+    """Create an uncompressed cache of the model that contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return, by layer, the offset that ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``; None for no
-    change.
+    """Return, by layer, the offset that ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``.
+
+    Returns None for an unchanged model.
     """
     return getattr(model, "kvpack_key_offsets", None)
 
@@ -316,14 +317,14 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 
 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
-    """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at once; they are appended and packed."""
+    """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at a time; they are appended and packed."""
     over = Bf16Cache.over(model, cache)
     found = read_over(model, exact, over, step)
     return Predicted(*compared(exact, found), found, over.packed)
 
 
 def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
-    """Return the log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at once."""
+    """Return the log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at a time."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
@@ -334,7 +335,7 @@ def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
 
 
 def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True) -> Measured:
-    """Pack the window's first part, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at once.
+    """Pack the window's first part, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at a time.
 
     The bytes are those of a file of the whole window, including the appended tokens. Without ``errors``, those of layers are left out.
     """
@@ -366,7 +367,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
 
 
 def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
-    """Return the cosines of keys and values and the relative error of attention, of a layer whose input is exact."""
+    """Return the cosines of keys and values and the relative error of attention, for a layer with exact input."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
@@ -384,20 +385,20 @@ def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
-    """Return the loss of log-probabilities ``[position, vocabulary]`` of the scored tokens, their divergence, and the share of same
-    choices."""
+    """Return the loss of the scored tokens' log-probabilities ``[position, vocabulary]``, their divergence, and the share of same choices.
+    """
     loss = functional.nll_loss(found, exact.tokens[0, exact.prefix + 1 :]).item()
     same = (found.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
     return loss, _divergence(exact.log_probabilities, found), same
 
 
 def _divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
-    """KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``, averaged over positions."""
+    """Return KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``, averaged over positions."""
     return divergences(exact, found).mean().item()
 
 
 def divergences(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``: float64 ``[position]``."""
+    """Return KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``: float64 ``[position]``."""
     parts = []
     for first in range(0, len(exact), _ROWS):
         p, q = exact[first : first + _ROWS].double(), found[first : first + _ROWS].double()

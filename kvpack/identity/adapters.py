@@ -24,10 +24,10 @@ _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """Return the field ``adapter`` of the identity of a model's parts: ``named``, or the names of the adapters in effect, and their digest.
+    """Return the identity field ``adapter``: ``named``, or the names of the adapters in effect, and their digest.
 
-    Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the
-    module, for an adapter that kvpack cannot describe.
+    Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module, for an
+    adapter that kvpack cannot describe.
     """
     states: list[Any] = []
     names: set[str] = set()
@@ -113,7 +113,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """Return the prompt that a PeftModel puts before the tokens, if it has one and is enabled; adds its name to ``names``."""
+    """Return the prompt that a PeftModel puts before the tokens, if it has one and is enabled, and add its name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []
@@ -141,5 +141,5 @@ def _home_made_state(part: ModelPart) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _is_adapters(parameter: str, kind: str) -> bool:
-    """Return True if a parameter outside PEFT belongs to an adapter by its name, such as lora_A, or by the name of its module's class."""
+    """Return True if a parameter outside PEFT belongs to an adapter, judging by its name, such as lora_A, or its module's class name."""
     return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(kind))

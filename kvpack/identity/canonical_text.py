@@ -37,12 +37,12 @@ def weights_kind(weights: str) -> str:
 
 
 def text_digest(value: Any) -> str:
-    """Return the SHA-256, as text, of ``value`` as ``plain`` returns it."""
+    """Return the SHA-256, as text, of ``value`` in the form of ``plain``."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def json_text(value: Any) -> str:
-    """Return ``value``, as ``plain`` returns it, as JSON without spaces, its keys sorted."""
+    """Return ``value``, in the form of ``plain``, as JSON without spaces and with sorted keys."""
     return _JSON.encode(value)
 
 
@@ -57,7 +57,7 @@ def class_name(kind: type) -> str:
 
 
 def plain(where: str, value: Any, most: int | None = None) -> Any:
-    """Return ``value`` as JSON values; tensors as their digests, of ``most`` values each.
+    """Convert ``value`` to JSON values; tensors become their digests, of ``most`` values each.
 
     Raises InvalidParameter, naming ``where``, if it has no such form.
     """
@@ -125,11 +125,10 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> str:
-    """Dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, those of all its parts.
+    """Return dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, of all its parts.
 
-    With ``most``, those of this many values, evenly spaced.
-
-    Raises InvalidParameter, naming ``where``, for a tensor whose values are not in memory or cannot be read as bytes.
+    With ``most``, only this many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose values
+    are not in memory or cannot be read as bytes.
     """
     import torch
 
@@ -159,14 +158,12 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Return ``tensor_digest`` of a plain tensor except for its digest."""
+    """Return the ``tensor_digest`` of a plain tensor without the digest itself."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
-    """Return ``plain(name, value, most)`` of each of ``named``. Tensors are read together: each read from a device waits for it.
-
-    Raises InvalidParameter.
+    """Return ``plain(name, value, most)`` for each of ``named``. Tensors are read together, because each read from a device waits for it.
     """
     import torch
 
@@ -193,7 +190,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _digests_together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
-    """Return ``tensor_digest`` of tensors of one device and dtype, by their numbers, from values that are read as integers of ``dtype``."""
+    """Return the ``tensor_digest`` of tensors with one device and dtype, by number, reading values as integers of ``dtype``."""
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced(tensor, most) for _, tensor in tensors)]

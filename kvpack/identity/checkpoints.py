@@ -1,4 +1,4 @@
-"""The digest of a checkpoint's files: every byte is read once, and the digests of files that have not changed are kept."""
+"""The digest of a checkpoint's files: every byte is read once, and the digests of unchanged files are cached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 def checkpoint_digest(folder: Path) -> str:
     """Return a digest of the names and all bytes of a folder's safetensors files; empty without such files.
 
-    A file is read when its path, inode, size or times are not those of its last digest, which is kept in the user's cache folder,
+    A file is read if its path, inode, size or times differ from those of its last digest, which is cached in the user's cache folder,
     ``kvpack-checkpoints`` in XDG_CACHE_HOME. Raises OSError, and InvalidParameter for a file that changes while it is read.
     """
     paths = sorted(folder.glob("*.safetensors"))
@@ -60,7 +60,7 @@ def _file_digest(path: str) -> str:
 
 
 def digest_of_bytes(path: str, size: int) -> str:
-    """Return the SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, pieces read in threads. Raises OSError."""
+    """Return the SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, read in threads. Raises OSError."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -88,7 +88,7 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _Kept:
-    """The cached digest of one file, in a file of its own; ``place`` is None if there is no cache folder."""
+    """The cached digest of one file, in its own cache file; ``place`` is None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
@@ -124,7 +124,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def _kept(path: str) -> Iterator[_Kept]:
-    """Context with the cached record of a file. One process at a time reads the file; others wait and find its digest."""
+    """Yield the cached record of a file. One process at a time reads the file; others wait and find its digest."""
     folder = _folder()
     if folder is None:
         yield _Kept(path, None)

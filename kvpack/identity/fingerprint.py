@@ -56,8 +56,10 @@ _FREQUENCIES = "inv_freq"
 
 
 def model_name(loaded_from: str) -> str:
-    """Return a model's name on the hub, or the last part of the folder that it was loaded from: no path of this machine goes into a
-    file."""
+    """Return a model's name on the hub, or the last part of the folder from which it was loaded.
+
+    No path of this machine goes into a file.
+    """
     path = PurePath(loaded_from)
     for part in reversed(path.parts):
         # A snapshot in the hub's cache folder is in models--OWNER--NAME/snapshots/COMMIT.
@@ -69,15 +71,14 @@ def model_name(loaded_from: str) -> str:
 
 
 def weights_of(found: Iterable[ModelPart]) -> Weights:
-    """Begin the digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
+    """Start the digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
     return Weights(_states(found))
 
 
 def weights_sample(found: Iterable[ModelPart]) -> str:
-    """Return ``SAMPLE`` and a digest of some values of each weight, which tells models with the same modules apart without reading all
-    weights.
+    """Return ``SAMPLE`` and a digest of some values of each weight, which distinguishes models with the same modules.
 
-    Files of earlier versions name it. It covers the tensors of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced values of each. Raises
+    Files of earlier versions contain it. It covers the tensors of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced values of each. Raises
     InvalidParameter.
     """
     named = _states(found)
@@ -149,7 +150,7 @@ _name = itemgetter(0)
 
 
 def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
-    """Yield parameters and persistent buffers, as ``Module._save_to_state_dict`` gives them, in less time."""
+    """Yield parameters and persistent buffers like ``Module._save_to_state_dict``, but faster."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -162,7 +163,7 @@ def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, which accelerate keeps elsewhere until a call needs them; ``x`` itself where it does not."""
+    """Return the values of ``x``, which accelerate may offload until a call needs them."""
     hook = vars(module).get("_hf_hook")
     for one in getattr(hook, "hooks", (hook,)):
         values = getattr(one, "weights_map", None)
@@ -186,7 +187,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
 
 
 def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
-    """Return True if the state of a class's modules is their parameters and persistent buffers."""
+    """Return True if the state of a class's modules consists of their parameters and persistent buffers."""
     import torch
 
     usual = torch.nn.Module
@@ -251,8 +252,10 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """The attributes that hold tensors, arrays and structures, which are not registered as buffers, and a home-made module's private
-    floats. Modules that define their own state have them among the weights.
+    """Return the attributes with tensors, arrays and structures that are not registered as buffers, and a home-made module's private
+    floats.
+
+    Modules that define their own state have them among the weights.
     """
     if not _has_usual_state(type(module)):
         return []
@@ -270,7 +273,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _constants_among(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
-    """The names of attributes that may be constants, sorted; ``private`` ones too."""
+    """Return the names of attributes that may be constants, sorted, including ``private`` ones."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()
@@ -280,7 +283,7 @@ def _constants_among(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _settings_among(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of attributes that may be settings, sorted: modules of a class have the same."""
+    """Return the names of attributes that may be settings, sorted; modules of a class have the same."""
     return tuple(sorted(name for name in names if not name.startswith("_") and _is_setting(name)))
 
 

@@ -106,7 +106,7 @@ class Identity:
         self._check()
 
     def _check(self) -> None:
-        """Raise InvalidParameter for a field that no header can hold, and make the recipe's text canonical."""
+        """Raise InvalidParameter for a field that no header can store, and make the recipe's text canonical."""
         for name in _FIELDS:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
@@ -168,7 +168,7 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of the model whose ``modules.parts`` are ``found``, as ``of`` does; one walk serves all digests.
+        """Return the identity of the model whose ``modules.parts`` are ``found``, like ``of``; one walk serves all digests.
 
         With ``digests`` and ``weights``, no weights are read.
         """
@@ -263,12 +263,12 @@ class Identity:
 
     @property
     def root(self) -> bytes:
-        """The parent of a first chunk's key (spec/store.md, Keys and States): 32 bytes."""
+        """Parent of a first chunk's key (spec/store.md, Keys and States): 32 bytes."""
         return states_key(self.digest) if self.keeps_states else self.digest
 
     @property
     def digest(self) -> bytes:
-        """The digest of all fields that keys depend on (spec/store.md, Keys): 32 bytes."""
+        """Digest of all fields that keys depend on (spec/store.md, Keys): 32 bytes."""
         fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
 
@@ -278,7 +278,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.co
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Return ``data`` after its length in 8 bytes, so that no two sequences of fields have the same bytes."""
+    """Prepend the length of ``data`` in 8 bytes, so that no two sequences of fields have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 

@@ -1,4 +1,4 @@
-"""The layers of a model's cache, as transformers makes them for its configuration."""
+"""The layers of a model's cache, as transformers creates them for its configuration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """Return the layers of the cache that transformers makes for a decoder's configuration.
+    """Return the layers of the cache that transformers creates for a decoder's configuration.
 
-    Raises what transformers raises for a configuration that it makes no cache of layers for: AttributeError, KeyError, TypeError or
+    Raises transformers' error for a configuration for which it creates no cache of layers: AttributeError, KeyError, TypeError or
     ValueError.
     """
     from transformers import DynamicCache
@@ -18,9 +18,9 @@ def cache_layers(config: Any) -> list[Any]:
 
 
 def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
-    """Return the sliding window of each layer, none if no layer has one, and whether any layer keeps recurrent or convolution states.
+    """Return the sliding window of each layer, empty if no layer has one, and whether any layer keeps recurrent or convolution states.
 
-    ``config`` is that of the model. Chunks of attention count as windows of their size: no token attends to an older one. Layers of an
+    ``config`` is the model's. Chunks of attention count as windows of their size, because no token attends to an older one. Layers of an
     encoder-decoder have neither: what they contain depends on the encoder, too.
     """
     if config.is_encoder_decoder:

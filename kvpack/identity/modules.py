@@ -1,6 +1,6 @@
 """The modules of a transformers model: its own, and those of adapters and of PyTorch's wrappers around them.
 
-PEFT is recognised by its class names, so it need not be installed.
+PEFT is recognized by its class names, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ModelPart(NamedTuple):
 def parts(model: torch.nn.Module) -> list[ModelPart]:
     """Return every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
 
-    PyTorch's wrappers are left out: what they contain has the name that it has without them.
-    Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
+    PyTorch's wrappers are left out: what they contain has the name that it has without them. Raises InvalidParameter for an adapter whose
+    effect kvpack cannot determine.
     """
     check_model(model)
     result: list[ModelPart] = []

@@ -35,8 +35,10 @@ def same_up_to(config: Any) -> int | None:
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length in tokens up to which ``rope``, of an identity, has the same frequencies for every sequence; None for any
-    length."""
+    """Return the length in tokens up to which ``rope``, from an identity, has the same frequencies for every sequence.
+
+    Returns None for any length.
+    """
     try:
         settings = json.loads(rope)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The digest of all weights of a model in memory, computed in the background. It takes about as long as reading every weight once.
+"""The digest of all weights of a model in memory, computed in the background in about the time of reading every weight once.
 
-Weights can change without a trace through ``.data``, so their bytes are digested each time that a file or an identity is compared with the
-model. No cheaper check could show that an earlier digest is still valid.
+Weights can change unnoticed through ``.data``, so their bytes are digested each time that a file or an identity is compared with the model.
+No cheaper check could show that an earlier digest is still valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALIGNMENT = 8
 
 
 class Weights:
-    """The digest of ``named``, a model's state by name, with the values of the moment when it is made.
+    """The digest of ``named``, a model's state by name, with the values at the time of creation.
 
     Values must not change before ``hold`` returns: it waits until the tensors in host memory are read, and makes later work on a CUDA
     device wait until those on the device are read. Raises InvalidParameter, as ``text`` does, naming a tensor whose values are not in
@@ -55,14 +55,14 @@ class Weights:
         self._devices = [_OnDevice(device, named, values) for device, values in devices.items()]
 
     def hold(self) -> None:
-        """Make later changes of the weights leave the digest unchanged."""
+        """Wait until later changes of the weights cannot affect the digest."""
         for one in self._devices:
             one.hold()
         self._host.wait()
 
     @cached_property
     def text(self) -> str:
-        """``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
+        """Return ``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
         found = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for one in self._devices:
             found |= one.texts()
@@ -73,7 +73,7 @@ class Weights:
 
 
 class _OnDevice:
-    """The digests of tensors on one CUDA device, by their numbers in ``named``, on a stream of their own."""
+    """The digests of tensors on one CUDA device, by their numbers in ``named``, on a separate stream."""
 
     def __init__(self, device: torch.device, named: Sequence[tuple[str, Any]], values: dict[int, torch.Tensor]) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""LiveCache: keys and values that are packed while a model generates, and attended where they are."""
+"""LiveCache: keys and values that are packed while a model generates, and attended in packed form."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class LiveCache:
 
     @classmethod
     def of(cls, cache: Cache, *, sliding_windows: Sequence[int | None] | None = None) -> LiveCache:
-        """Return a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything but a packed cache."""
+        """Create a live cache that continues ``cache`` and shares its bytes. Raises InvalidType for anything but a packed cache."""
         check_packed(cache, "LiveCache.of({})")
         cache.check_ends()
         for number, layer in enumerate(cache):
@@ -289,7 +289,7 @@ class LiveCache:
 
     @property
     def room(self) -> int:
-        """Number of tokens that every layer's raw tail still has room for, as far as the host knows.
+        """Number of tokens for which every layer's raw tail still has room, as far as the host knows.
 
         It is 0 while a long update is not encoded, and if one side has packed tokens that are raw on the other.
         """
@@ -303,7 +303,7 @@ class LiveCache:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context in which the caller captures calls in a CUDA graph, and reports its replays with ``replayed``.
+        """Allow the caller to capture calls in a CUDA graph in the block, and to report its replays with ``replayed``.
 
         Calls that need more than kernels, with positions found on the device, raise InvalidParameter. The graph is valid while ``launches``
         stays the same; a replay needs ``room``.
@@ -338,14 +338,16 @@ class LiveCache:
         return restore_tail
 
     def adjust_length(self, tokens: int) -> None:
-        """Change the number of valid tokens in the raw tails by ``tokens``: a repeated step first goes back to before its tokens."""
+        """Change the number of valid tokens in the raw tails by ``tokens``; a repeated step first drops its own tokens."""
         self.replayed(tokens)
         for number in range(self._count):
             self._changed(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """Return all tokens of ``layer`` as an immutable layer, which shares the pages; ``packed`` as for ``freeze``. Raises
-        OutOfBounds."""
+        """Return all tokens of ``layer`` as an immutable layer that shares the pages; ``packed`` is as for ``freeze``.
+
+        Raises OutOfBounds.
+        """
         own = self._settled(layer)
         if own is None:
             return Layer(None, None)
@@ -355,7 +357,7 @@ class LiveCache:
         return frozen
 
     def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Dense K and V of ``layer`` ``[batch, kv_head, token, dim]``: tokens that are still raw are as they were given.
+        """Return dense K and V of ``layer`` ``[batch, kv_head, token, dim]``; tokens that are still raw are returned exactly.
 
         Raises OutOfBounds.
         """
@@ -364,10 +366,10 @@ class LiveCache:
         return (None, None) if own is None else own.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
-        """Return all tokens as an immutable ``Cache``, which shares the pages and has the tail as its raw tail; this cache goes on.
+        """Return all tokens as an immutable ``Cache`` that shares the pages and keeps the raw tail; this cache stays usable.
 
-        With ``packed``, tokens of the tail are packed, too, in whole token groups, or in whole windows where the recipe requests a residual
-        window: so a file is smaller, and a store takes all whole chunks. A layer to which nothing was done since ``of`` is the one given.
+        With ``packed``, tokens of the tail are packed too, in whole token groups, or in whole windows if the recipe requests a residual
+        window: then a file is smaller, and a store gets all whole chunks. A layer that is unchanged since ``of`` is returned as given.
         Raises InvalidParameter, also while an update of all layers is under way.
         """
         cache = self.snapshot(packed)
@@ -375,14 +377,14 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return ``freeze``, also where a forward pass ended between two layers. Raises InvalidParameter."""
+        """Return the result of ``freeze``, even if a forward pass ended between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
-        """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that are no longer there."""
+        """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that have been dropped."""
         tokens = integer(tokens, "tokens")
         self._settle()
         chosen = self._chosen(layer)
@@ -395,23 +397,24 @@ class LiveCache:
         self._each(lambda own: own.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Let a sliding-window layer drop the tokens that no later query sees only in ``truncate``, which can then go back before them."""
+        """Let a sliding-window layer drop unseen tokens only in ``truncate``, so that it can go back before them."""
         own = self._own(layer)
         self._kept.add(layer)
         if own is not None:
             own.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Let other layers of the model attend to the tokens of ``layer``, too: those of a long update are not encoded before the next."""
+        """Let other layers of the model also attend to the tokens of ``layer``; those of a long update are encoded only before the next
+        one."""
         self._own(layer)
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one; the next ones may be of another batch. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one; the next tokens may have another batch size. Raises OutOfBounds."""
         self._each(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
-        """Keep the rows ``indices`` of the batch, in that order, repeats allowed, of every layer or of one.
+        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one; an index may repeat.
 
         Raises OutOfBounds or InvalidParameter.
         """
@@ -451,13 +454,13 @@ class LiveCache:
             raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels only, so a CUDA graph cannot capture it")
 
     def _settle(self) -> None:
-        """Learn from the device how many tokens were added by replays of graphs."""
+        """Read from the device how many tokens were added by replays of graphs."""
         for steps in self._steps:
             if steps is not None:
                 steps.settle()
 
     def _settled(self, layer: int) -> LiveLayer | None:
-        """Return ``_own``, after the device was asked how many tokens replays of graphs have added to the layer."""
+        """Return ``_own`` after reading from the device how many tokens replays of graphs have added to the layer."""
         own, steps = self._own(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()

@@ -1,4 +1,4 @@
-"""Decode steps on the CPU: the checks and tables of a layer, made once for all steps until its pages or buffers change."""
+"""Decode steps on the CPU: checks and tables of a layer, created once for all steps until its pages or buffers change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERS = {type(None), bool, int, float}
 
 
 class CpuSteps:
-    """The steps over one ``layer``; other calls are left to the layer's own ``update`` and to ``kvpack.attend``."""
+    """The steps over one ``layer``; other calls go to the layer's own ``update`` and to ``kvpack.attend``."""
 
     captured = False
 
@@ -32,11 +32,11 @@ class CpuSteps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """True if queries like ``q`` are attended by C, over keys and values."""
+        """Return True if C can attend queries like ``q`` over keys and values."""
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail; returns False and does nothing if the layer's own ``update`` checks, converts or makes room."""
+        """Append tokens to the raw tail. Returns False, and does nothing, if the layer's ``update`` must check, convert or make room."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` must do it, or report why it cannot."""
+        """Attend like ``LiveCache.attend``; None if ``kvpack.attend`` must do it, or report why it cannot."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -101,7 +101,7 @@ class CpuSteps:
         """Do nothing: no step is captured."""
 
     def _view(self) -> None:
-        """Return the layer as it is now, with the whole buffers as its tails."""
+        """Build the current layer, with the whole buffers as its tails."""
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

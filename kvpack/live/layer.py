@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LiveLayer:
-    """A layer that grows: an immutable ``layer`` first, then what ``update`` adds.
+    """A growing layer: an immutable ``layer``, followed by the tokens that ``update`` adds.
 
     ``window`` is the number of tokens encoded together, ``newest`` the number that stay raw, and ``room`` the capacity of the raw tail.
     With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of
@@ -60,7 +60,7 @@ class LiveLayer:
 
     @property
     def value_dim(self) -> int:
-        """The dim of values; 0 without any."""
+        """Head dim of values; 0 without any."""
         return self.sides["v"].dim if "v" in self.sides else 0
 
     @property
@@ -70,7 +70,7 @@ class LiveLayer:
 
     @property
     def is_uneven(self) -> bool:
-        """True if one side has tokens in pages that are raw on the other."""
+        """True if one side has packed tokens that are raw on the other."""
         return any(side.unfinished.shape[2] for side in self.sides.values())
 
     @property
@@ -85,7 +85,7 @@ class LiveLayer:
 
     @property
     def seen(self) -> int:
-        """The number of tokens from the cache's first to the layer's last."""
+        """Number of tokens from the cache's first to the layer's last."""
         side = self._one_side
         return self.skipped + side.packed_tokens + side.unfinished.shape[2] + self.raw_tokens + self.pending_tokens
 
@@ -95,10 +95,10 @@ class LiveLayer:
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add tokens to both sides: to the raw tail, or if it has no room for them, to what ``commit`` encodes.
+        """Add tokens to both sides: to the raw tail or, if it has no room for them, to those that ``commit`` encodes.
 
-        Raises InvalidParameter or InvalidType when they do not continue the layer, and on the CPU InvalidParameter; nothing is
-        added then.
+        Raises InvalidParameter or InvalidType if they do not continue the layer, and on the CPU InvalidParameter for values that are not
+        finite; nothing is added then.
         """
         given = self._checked(k, v)
         self.commit()
@@ -126,18 +126,18 @@ class LiveLayer:
         return restore_tail
 
     def layer(self) -> Layer:
-        """Return all tokens as an immutable layer, which shares pages and tail: the tail's values may move when more are added."""
+        """Return all tokens as an immutable layer that shares pages and tail; the tail's values may move when more are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def whole(self) -> Layer:
-        """Return the layer with the whole buffers of its tails, the room for tokens to come included."""
+        """Return the layer with the whole buffers of its tails, including the room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def frozen(self, packed: bool = False) -> Layer:
-        """Return all tokens as an immutable layer whose values never change; in whole windows they are packed.
+        """Return all tokens as an immutable layer whose values never change, packed in whole windows.
 
-        With ``packed``, so is the tail, in whole token groups, or in whole windows where the recipe requests a residual window. A layer to
-        which nothing was done is the one that it was made from.
+        With ``packed``, the tail is packed too, in whole token groups, or in whole windows if the recipe requests a residual window. An
+        unchanged layer returns the layer from which it was created.
         """
         self.commit()
         layer, raw_tokens = self._given
@@ -151,7 +151,7 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return ``kvpack.attend`` over all tokens; those of the last update are attended as they were given."""
+        """Run ``kvpack.attend`` over all tokens; those of the last update are attended unencoded."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
@@ -176,7 +176,7 @@ class LiveLayer:
         return True
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens seen. Raises OutOfBounds for tokens that the layer does not hold."""
+        """Keep the first ``tokens`` tokens seen. Raises OutOfBounds for tokens that the layer does not contain."""
         count = self.seen - tokens
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that holds tokens {self.seen - self.tokens} to {self.seen}")
@@ -209,7 +209,7 @@ class LiveLayer:
         self.version += 1
 
     def without_tokens(self, batch: int) -> Layer:
-        """Return a layer of the same codecs for ``batch`` sequences, which contains no tokens."""
+        """Return a layer with the same codecs and no tokens for ``batch`` sequences."""
         with float32_no_grad(self.device):
             sides = {name: side.without_tokens(batch) for name, side in self.sides.items()}
         return Layer(sides.get("k"), sides.get("v"))
@@ -223,7 +223,7 @@ class LiveLayer:
         self.version += 1
 
     def _wait(self, pending: dict[str, torch.Tensor]) -> None:
-        """Let ``pending`` tokens wait until they are attended."""
+        """Keep ``pending`` tokens until they have been attended."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
         """The number of tokens of an update that is longer than the tail's room, until they are attended."""
@@ -263,9 +263,9 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
-        """Return the position of the layer's token ``first``, and the norms of the keys from it on, where these choose raw tokens.
+        """Return the position of the layer's token ``first``, and the norms of the keys from it on, if these choose raw tokens.
 
-        ``k`` are the keys behind those of pages, and unfinished ones.
+        ``k`` are the keys after those in pages, including unfinished ones.
         """
         position = self._start + self.skipped + first
         if k is None or not any(side.codec.side_car(RawPositions) for side in self.sides.values()):
@@ -277,8 +277,8 @@ class LiveLayer:
     def _encoded(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Return the streams of the whole groups that ``x`` begins with, as side ``name`` encodes them, their tokens, and the unfinished
-        ones."""
+        """Encode the whole groups at the beginning of ``x`` for side ``name``; return their streams, their number of tokens, and the rest.
+        """
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
         streams = side.encoded(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
@@ -295,12 +295,12 @@ class LiveLayer:
         return self._windows(tokens)
 
     def _windows(self, tokens: int) -> int:
-        """Return the tokens of the whole windows of ``tokens`` raw tokens before the newest ones."""
+        """Return the number of tokens in whole windows of ``tokens`` raw tokens before the newest ones."""
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
     def _both_sides(self) -> Iterator[None]:
-        """Change both sides or, if that fails, for example because memory runs out, neither: sides have the same tokens."""
+        """Change both sides or, if that fails (for example for lack of memory), neither, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -312,7 +312,7 @@ class LiveLayer:
             raise
 
     def _unseen(self, raw: int) -> int:
-        """Return the number of held tokens, ``raw`` of them in the tail, that no later query sees."""
+        """Return the number of stored tokens, ``raw`` of them in the tail, that no later query sees."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -329,8 +329,8 @@ class LiveLayer:
     def _aligned(self, token: int) -> int:
         """Return the last token up to ``token`` at which both sides can begin.
 
-        Whole windows behind the beginning of a page, rows are as aligned as before, so that kernels stay the same; pages of both
-        sides may have no such token in common.
+        Whole windows after the beginning of a page, rows have the same alignment, so that kernels stay the same; the pages of both sides
+        may have no such token in common.
         """
         first = token
         for group in (self.window, 0):

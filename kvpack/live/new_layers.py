@@ -1,4 +1,4 @@
-"""Creation of a live cache's layers, from first tokens or from an immutable layer to continue."""
+"""Create a live cache's layers, from first tokens or from an immutable layer to continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEWEST = 128
 
 
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-    """Return layer ``number`` of ``layers`` without tokens, of the shapes of ``k`` and ``v``. Raises InvalidParameter and InvalidType."""
+    """Return layer ``number`` of ``layers`` without tokens, for the shapes of ``k`` and ``v``. Raises InvalidParameter and InvalidType."""
     sides: dict[str, Side | None] = {}
     for name, x in zip(SIDES, (k, v), strict=True):
         if x is None:
@@ -55,7 +55,7 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
 
 
 def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int) -> LiveLayer:
-    """Return the live layer that continues ``layer``, which has sides, number ``number`` of a cache from position ``start`` on."""
+    """Create the live layer that continues ``layer``, which has sides and is layer ``number`` of a cache from position ``start`` on."""
     group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
     window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
@@ -64,7 +64,7 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
 
 
 def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Return ``sliding_windows`` of a cache of ``layers`` layers. Raises InvalidParameter and InvalidType."""
+    """Check the ``sliding_windows`` of a cache of ``layers`` layers, and return them. Raises InvalidParameter and InvalidType."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):

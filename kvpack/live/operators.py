@@ -1,8 +1,8 @@
-"""The operators by which compiled code updates and attends live caches: ``torch.compile`` sees their shapes and nothing of what they do.
+"""Operators by which compiled code updates and attends live caches; ``torch.compile`` sees their shapes, but not their effects.
 
 Every call takes the *ticket* that the layer's last call returned, a tensor with the number of the cache, and returns the next one. So no
-compiler drops a call, joins two or changes their order, and code that was compiled for one cache takes another. A ticket is in the
-CPU's memory, which keeps the operators out of graphs that a compiler captures: what they do in Python would be lost in a replay.
+compiler drops a call, joins two or changes their order, and code compiled for one cache accepts another. A ticket is in CPU memory, which
+keeps the operators out of graphs that a compiler captures, where a replay would lose their Python code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def ticket_of(cache: Live) -> torch.Tensor:
 
 
 def cache_of(ticket: torch.Tensor) -> Live:
-    """Return the cache whose ticket it is. Raises InvalidParameter if it no longer exists."""
+    """Return the cache of a ticket. Raises InvalidParameter if it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
         raise InvalidParameter("the live cache of this call no longer exists: keep a reference to it while compiled code uses it")
@@ -67,7 +67,7 @@ class Tickets:
     def compiled_attend(
         self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: Any, **options: Any
     ) -> torch.Tensor:
-        """Attend one layer, whose values have ``dim`` channels, in compiled code."""
+        """Attend over one layer, whose values have ``dim`` channels, in compiled code."""
         if starts is not None:
             starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
         out: torch.Tensor
@@ -78,7 +78,7 @@ class Tickets:
 # Schemas are written out: here annotations are text, which PyTorch does not read.
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Return ``LiveCache.update``; returns the next ticket."""
+    """Run ``LiveCache.update``; return the next ticket."""
     cache_of(ticket).update(layer, k, v)
     return ticket.clone()
 
@@ -108,7 +108,7 @@ def live_attend(
     softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``LiveCache.attend``, and the next ticket; ``dim`` is that of the values."""
+    """Run ``LiveCache.attend``; return its result and the next ticket. ``dim`` is that of the values."""
     out = cache_of(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )

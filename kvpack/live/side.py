@@ -36,13 +36,13 @@ class OpenPage:
 
     @staticmethod
     def of(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
-        """Return an empty page."""
+        """Create an empty page."""
         layout = codec.layout(batch, heads, capacity)
         streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Add ``tokens`` tokens, which are those from token ``start`` of ``streams`` on: whole token groups."""
+        """Append ``tokens`` tokens of ``streams``, starting at token ``start``: whole token groups."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
@@ -50,7 +50,7 @@ class OpenPage:
 
     @property
     def page(self) -> PackedRun:
-        """The tokens that are there, in views that later tokens do not change."""
+        """The tokens written so far, in views that later tokens do not change."""
         layout = self.codec.row_layouts
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
         return PackedRun(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
@@ -62,7 +62,7 @@ def _has_rows_of_tokens(codec: Codec) -> bool:
 
 
 class SideState(NamedTuple):
-    """Pages and buffers of a side at one moment, and how many tokens of each open page were filled."""
+    """Pages and buffers of a side at one moment, with the number of tokens in each open page."""
 
     runs: PackedRuns
     unfinished: torch.Tensor
@@ -73,11 +73,11 @@ class SideState(NamedTuple):
 
 
 class LiveSide:
-    """The keys or the values of a live layer, from an immutable ``side`` on, whose runs it shares.
+    """The keys or the values of a live layer, continuing an immutable ``side`` whose runs it shares.
 
-    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; the layer keeps
+    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; the layer stores
     the number of its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
-    tail, which the other side has packed already, are ``unfinished``: they stay raw until they fill a token group.
+    tail, which the other side has already packed, are ``unfinished``: they stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -123,7 +123,7 @@ class LiveSide:
 
     @property
     def older_tokens(self) -> int:
-        """The number of tokens before the tail, packed or unfinished."""
+        """Number of tokens before the tail, packed or unfinished."""
         return self.packed_tokens + self.unfinished.shape[2]
 
     @property
@@ -136,15 +136,15 @@ class LiveSide:
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """Return the tokens of the side before its tail, and ``tail`` behind them."""
+        """Return the tokens of the side before its tail, followed by ``tail``."""
         return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
-        """Return a side of the same codec for ``batch`` sequences, which contains no tokens."""
+        """Return a side with the same codec and no tokens for ``batch`` sequences."""
         return Side(self.codec, (), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the unfinished tokens, then ``x`` ``[batch, kv_head, token, dim]``."""
+        """Return the unfinished tokens followed by ``x`` ``[batch, kv_head, token, dim]``."""
         if not self.unfinished.shape[2]:
             return x
         with float32_no_grad(x.device):
@@ -153,8 +153,8 @@ class LiveSide:
     def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
         """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
-        With ``packed``, they are packed in whole token groups, or in whole windows where the recipe requests a residual window.
-        ``position`` and ``norms`` are those of the tokens behind the packed ones. Raises the errors of ``encoded``.
+        With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
+        and ``norms`` are those of the tokens after the packed ones. Raises the errors of ``encoded``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -165,10 +165,10 @@ class LiveSide:
         return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
 
     def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
-        """Return the streams of ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones; nothing is changed.
+        """Encode ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones, without changing the side.
 
-        ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with those of the tokens' keys, if they
-        are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
+        ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if
+        they are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
         """
         runs = self._all_runs()
         with float32_no_grad(x.device), collected_misfits() as misfits:
@@ -205,7 +205,7 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """State for ``restore``, without the values written into the tail."""
+        """Return the state for ``restore``, without the values written into the tail."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
@@ -226,7 +226,7 @@ class LiveSide:
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
     def take_unfinished(self, unfinished: torch.Tensor) -> None:
-        """Hold ``unfinished`` ``[batch, kv_head, token, dim]`` behind the packed tokens, in place of those so far."""
+        """Replace the unfinished tokens after the packed ones with ``unfinished`` ``[batch, kv_head, token, dim]``."""
         with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()
 
@@ -240,13 +240,13 @@ class LiveSide:
             self.tail, self.unfinished = (x.index_select(0, rows) for x in (self.tail, self.unfinished))
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Convert the tail so that it can also store values of ``dtype``, exactly."""
+        """Convert the tail so that it can also store values of ``dtype`` exactly."""
         with float32_no_grad(self.tail.device):
             wide = torch.promote_types(self.tail.dtype, dtype)
             self.tail, self.unfinished = self.tail.to(wide), self.unfinished.to(wide)
 
     def _capacity(self) -> int:
-        """Return tokens that the next page has room for."""
+        """Return the number of tokens for which the next page has room."""
         windows = max(MIN_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 

@@ -1,4 +1,4 @@
-"""Decoding steps on a CUDA device: kernels that read positions, tails and pages on the device, without planning or checks between steps."""
+"""Decode steps on a CUDA device: kernels read positions, tails and pages on the device, without planning or checks between steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Steps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Return True if queries like ``q`` may be attended by steps: over all tokens of both sides, by kernels."""
+        """Return True if steps can attend queries like ``q``: over all tokens of both sides, by kernels."""
         if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append a few tokens; returns False and does nothing if the layer's own ``update`` is to check or to make room."""
+        """Append a few tokens. Returns False, and does nothing, if the layer's own ``update`` must check them or make room."""
         layer = self._layer
         if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False
@@ -78,7 +78,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend``; None if ``kvpack.attend`` is to do it."""
+        """Attend like ``LiveCache.attend``; None if ``kvpack.attend`` must do it."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -118,7 +118,7 @@ class Steps:
         return changed
 
     def settle(self) -> None:
-        """Learn how many tokens replays of a graph have added."""
+        """Read how many tokens replays of a graph have added."""
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:
@@ -142,7 +142,7 @@ class Steps:
             self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
 
     def _takes_starts(self, starts: Any) -> bool:
-        """Return True if ``starts`` is left out, or a tensor that kernels read where it is."""
+        """Return True if ``starts`` is None, or a tensor that kernels can read in place."""
         if starts is None:
             return True
         if not isinstance(starts, torch.Tensor) or starts.device != self._lengths.device:

@@ -1,7 +1,7 @@
-"""Lanes that no kernel codes page by page, on their device: pages are gathered, coded together, and their streams copied.
+"""Lanes that no kernel codes page by page, on their device: pages are gathered and coded together, and their streams copied.
 
-So run codecs with scales of channels, with a basis and with two widths, values of 8 bits, and dims that the kernels of pages do not take.
-A job's pages are one batch: what a codec chooses for a run, it chooses for each of the batch.
+This handles codecs with channel scales, with a basis and with two widths, 8-bit values, and head dims that the page kernels do not support.
+A job's pages form one batch: what a codec chooses for a run, it chooses for each of the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def supports(codec: Codec) -> bool:
 
 
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
-    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for a page among them.
+    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for any of the pages.
 
     ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``tokens_of_slots``.
     """
@@ -99,7 +99,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Yield the slots in parts of at most ``MAX_BYTES`` of ``dtype``, and the number of the first of each."""
+    """Yield the slots in parts of at most ``MAX_BYTES`` of ``dtype``, with the number of the first of each."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)
@@ -108,7 +108,7 @@ def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tupl
 
 
 def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
-    """Memory for the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, a multiple of ``ALIGNED`` bytes apart."""
+    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, a multiple of ``ALIGNED`` bytes apart."""
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)

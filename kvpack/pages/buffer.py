@@ -51,7 +51,7 @@ class PageBuffer:
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:
-        """Return ``slots`` as integers. Raises as ``checked_slots``, and InvalidParameter where slots are ``written`` that share memory."""
+        """Return ``slots`` as integers. Raises the errors of ``checked_slots``, and InvalidParameter if ``written`` slots share memory."""
         check_flag(written, "written")
         if written and self._shared:
             raise InvalidParameter(f"{self._shared}, so a page cannot be written there: use a tensor in which no values share memory")
@@ -59,7 +59,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Groups of values that share memory, as in an expanded tensor; empty if there are none."""
+        """Describe values that share memory, as in an expanded tensor; empty if there are none."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         found = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -89,7 +89,7 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """Return ``slots`` as Python's integers: sums of an engine's narrow ones with addresses would wrap around.
+    """Convert ``slots`` to Python integers, because sums of narrow integers with addresses would wrap around.
 
     Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
     for a repeated slot.

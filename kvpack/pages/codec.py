@@ -1,4 +1,4 @@
-"""PageCodec: many pages at a time between an engine's own memory and rows of one size."""
+"""PageCodec: encode many pages at a time from an engine's own memory to rows of one size, and decode them back."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class PageCodec:
         self.close()
 
     def close(self) -> None:
-        """End the codec's threads. It accepts no further calls."""
+        """Stop the codec's threads. It accepts no further calls."""
         self._closed = True
         self._host.close()
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Tokens to be kept raw that pages had no slot for, in all layers and sides so far. The host waits for devices."""
+        """Number of tokens to be kept raw for which pages had no slot, in all layers and sides so far. The host waits for devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
@@ -100,7 +100,7 @@ class PageCodec:
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
-        """Return ``encode_into`` without waiting for the device: in host memory the job is done at once."""
+        """Start ``encode_into`` without waiting for the device; in host memory the job is complete on return."""
         slots, digests = self.checked(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
@@ -121,7 +121,7 @@ class PageCodec:
     def start_decode(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> PageJob:
-        """Return ``decode_into`` without waiting for the device: in host memory the job is done at once."""
+        """Start ``decode_into`` without waiting for the device; in host memory the job is complete on return."""
         check_flag(values, "values")
         slots, digests = self.checked(pages, slots, keys, written=True)
         if (device := self._device_of(pages)) is not None:
@@ -138,7 +138,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _device_of(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the codec for the device of ``pages``; None for host memory, which C kernels and PyTorch code."""
+        """Return the codec for the device of ``pages``; None for host memory, which C kernels and PyTorch handle."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -159,7 +159,7 @@ class PageCodec:
         return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
-        """Check ``rows`` as ``_views`` does; they may be in device memory."""
+        """Check ``rows`` like ``_views``; they may be in device memory."""
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:

@@ -1,4 +1,4 @@
-"""Pages in device memory, to rows and back by kernels: the host adds only tables, and reads the outcomes afterwards.
+"""Convert pages in device memory to rows and back with kernels: the host only provides tables, and reads the outcomes afterwards.
 
 Recipes without such kernels are coded for all pages of a job together (``batched``). Host memory handles the rest: refused pages, whose
 errors the host reports, and recipes whose digits must be checked before a table lookup.
@@ -32,7 +32,7 @@ _MAX_COUNT = 2**31 - 1
 
 
 class PageJob:
-    """A job of pages that may still run on its device: slots and rows must stay as they are until ``outcomes`` has returned."""
+    """A job of pages that may still run on its device: slots and rows must not change until ``outcomes`` has returned."""
 
     def __init__(self, status: torch.Tensor, finish: Callable[[list[int]], list[Outcome]]) -> None:
         self._finish: Callable[[list[int]], list[Outcome]] | None = finish
@@ -47,17 +47,17 @@ class PageJob:
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> PageJob:
-        """Return a finished job."""
+        """Create a finished job."""
         return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
 
     @property
     def on_device(self) -> bool:
-        """True if a CUDA device does the job; otherwise the host has done it."""
+        """True if a CUDA device runs the job; otherwise the host has finished it."""
         return self._event is not None
 
     @property
     def done(self) -> bool:
-        """True if the device has done its part: ``outcomes`` then waits for nothing but pages that it refused."""
+        """True if the device has done its part; ``outcomes`` then only waits for pages that it refused."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
@@ -84,7 +84,7 @@ class DevicePages:
             """Raw tokens for which pages had no slot, as ``LeftOut`` counts them."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
-        """Begin to encode to ``rows`` of any memory, those of the device best."""
+        """Start encoding to ``rows`` in any memory, preferably the device's."""
         target = rows if self._holds(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
@@ -112,7 +112,7 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Begin to decode ``rows`` of any memory; those of the device are checked there, except for ``values``."""
+        """Start decoding ``rows`` in any memory; rows on the device are checked there, except for ``values``."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._holds(rows):
@@ -138,7 +138,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> torch.Tensor | None:
-        """Return the status of every page, None if the kernels do not support all of the recipe."""
+        """Return the status of every page; None if the kernels do not support the whole recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes

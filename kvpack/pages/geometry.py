@@ -1,4 +1,4 @@
-"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe gives them."""
+"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe selects for them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PageGeometry:
 
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
-        """Return pages of ``count`` bytes for each layer, whose meaning is their engine's. Raises InvalidParameter."""
+        """Return the geometry of pages with ``count`` bytes per layer that only their engine interprets. Raises InvalidParameter."""
         if not 1 <= integer(count, "count") <= MAX_BYTES:
             raise InvalidParameter(f"count is {shown(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
@@ -77,17 +77,17 @@ class PageGeometry:
 
     @property
     def computed_dtype(self) -> torch.dtype:
-        """The dtype that codecs read and write."""
+        """Dtype that codecs read and write."""
         return DTYPES[COMPUTED.get(self.dtype, self.dtype)]
 
     @property
     def dims(self) -> dict[str, int]:
-        """The values per token and head of each side that a page has."""
+        """Values per token and head, for each side that a page has."""
         return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
 
     @property
     def raw_bytes(self) -> int:
-        """The bytes of a page as the engine keeps it."""
+        """Bytes of a page in the engine's memory."""
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
@@ -117,7 +117,7 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return the rows of each stream that has a fixed number of raw tokens a page; none if there is no room for one.
+        """Return the number of rows of each stream with a fixed number of raw tokens per page; empty if there is no room.
 
         A basis is calibrated without the tokens that recipes keep raw and encodes them badly, so pages with a basis have room for at least
         one.
@@ -126,7 +126,7 @@ class PageGeometry:
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """Return the description of a page in ``recipe``. Raises InvalidParameter and InvalidType."""
+        """Return the description of a page with ``recipe``. Raises InvalidParameter and InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_length()
         recipe.check_layers(self.layers)

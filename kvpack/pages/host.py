@@ -1,4 +1,4 @@
-"""Pages in host memory, to rows and back, by the codec's own threads."""
+"""Convert pages in host memory to rows and back, with the codec's own threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Why a row is not one of this plan; with ``values`` also by the rules of its codecs."""
+        """Return the error of a row that does not follow this plan, or None; with ``values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
             check_same(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -54,7 +54,7 @@ class RowPlan(NamedTuple):
 
 
 class HostPages:
-    """Encodes and decodes pages in the host's memory with ``threads`` threads."""
+    """Encodes and decodes pages in host memory with ``threads`` threads."""
 
     def __init__(self, plan: RowPlan, threads: int, left_out: LeftOut) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out
@@ -71,7 +71,7 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode to ``targets``; errors name the slots ``names``, None for their own."""
+        """Encode to ``targets``; errors name the slots ``names``, or ``slots`` for None."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 
@@ -102,7 +102,7 @@ class HostPages:
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Decode rows that were checked."""
+        """Decode rows that have been checked."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 

@@ -1,4 +1,4 @@
-"""Lanes: one side of consecutive layers with the same codec, copied between slots of an engine's memory and rows, in C if C supports it."""
+"""Lanes: one side of consecutive layers with the same codec, copied between slots of an engine's memory and rows, in C if supported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Side ``side`` of ``count`` layers from ``first`` on, all of ``codec``. ``places`` are those of the first layer's streams in a row."""
+    """Side ``side`` of ``count`` layers from ``first`` on, all with ``codec``. ``places`` are those of the first layer's streams in a row.
+    """
 
     geometry: PageGeometry
     codec: Codec
@@ -63,14 +64,15 @@ class Lane:
 
     @property
     def shared(self) -> frozenset[str]:
-        """Kinds of shared scales. Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem
-        large.
+        """Kinds of shared scales.
+
+        Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
         """
         return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
 
     @property
     def slots(self) -> int:
-        """The raw tokens that a page has room for."""
+        """Number of raw tokens for which a page has room."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @property
@@ -86,7 +88,7 @@ class Lane:
         return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
 
     def _compiled(self) -> tuple[Any, Any]:
-        """Return the encoder and the decoder of one layer, and of all of them together, in C; None if C does not support the codec."""
+        """Return the C encoder and decoder for one layer, and for all of them together; None if C does not support the codec."""
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain
@@ -99,8 +101,9 @@ class Lane:
         return encoders, decoders
 
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
-        """Return the C functions that choose the raw tokens of one layer, and of all layers together; None if C does not choose, or there
-        are none.
+        """Return the C functions that choose the raw tokens of one layer, and of all layers together.
+
+        They are None if C does not choose, or if there are no raw tokens.
         """
         from kvpack.kernels.cpu import encode, pages
 
@@ -141,10 +144,7 @@ class _Ready:
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as ``tokens_of_slots``.
-
-        Raises InvalidParameter, naming the layer and the side.
-        """
+        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as in ``tokens_of_slots``."""
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         if raw is None:
@@ -161,9 +161,8 @@ class _Ready:
         return left_out
 
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending with -1 at the end, and the number without a slot,
-        ``[2]``.
-        """
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and the counts without a slot,
+        ``[2]``."""
         if self._choosers is not None:
             found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in found]), numpy.concatenate([left_out for _, left_out in found]).sum(0)
@@ -201,7 +200,7 @@ class _Ready:
         return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
 
     def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> None:
-        """Encode all layers, or what ``rest`` has of them, ``[1, kv_head, token, dim]``."""
+        """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``."""
         if self._encoders is not None and not rest:
             address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
@@ -288,13 +287,14 @@ class _Ready:
 
 
 def _direct(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if channels are next to each other."""
+    """Return True if channels are contiguous."""
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 
 def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
-    """Return (first layer, layers, address, bytes per slot, bytes per layer, head and token): all layers at once if they are evenly
-    spaced.
+    """Return (first layer, layers, address, bytes per slot, bytes per layer, head and token) of evenly spaced layers.
+
+    If possible, all layers form one stretch.
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
@@ -311,7 +311,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """Return the lanes of a page: layers go together if both sides have the same codecs."""
+    """Return the lanes of a page: consecutive layers are combined if both sides have the same codecs."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):

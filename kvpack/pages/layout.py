@@ -1,4 +1,4 @@
-"""PageLayout: where an engine puts each value of a page, found by writing through the engine's own writer."""
+"""PageLayout: the position of each value of a page in an engine's memory, found by writing through the engine's own writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PageLayout:
-    """The place of every value in a page of ``elements`` values: ``places`` has int64 ``[layer, head, token, channel]`` for each side."""
+    """The position of every value in a page of ``elements`` values; ``places`` has int64 ``[layer, head, token, channel]`` per side."""
 
     geometry: PageGeometry
     elements: int
@@ -85,13 +85,13 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """Name of the layout, from the places of its values: the ``layout`` for ``Identity.of_engine``."""
+        """Name of the layout, derived from the positions of its values: the ``layout`` for ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """For each side the place of its first value and the strides of its axes; None for a layout that has no strides."""
+        """Offset of the first value and the strides of the axes, for each side; None for a layout without strides."""
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -109,7 +109,7 @@ class PageLayout:
         return result
 
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
-        """Return the slots of ``pool`` ``[slot, value]`` in an engine's memory, without a copy.
+        """View ``pool`` ``[slot, value]`` in an engine's memory as slots, without a copy.
 
         Raises InvalidParameter for a layout without strides: copy its pages with ``gather`` and ``scatter``.
         """
@@ -126,7 +126,7 @@ class PageLayout:
         return PageBuffer(self.geometry, views["k"], views.get("v"))
 
     def staging(self, slots: int) -> PageBuffer:
-        """New memory for ``slots`` pages, from and to which ``scatter`` and ``gather`` copy."""
+        """Allocate memory for ``slots`` pages, for use with ``scatter`` and ``gather``."""
         slots = integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
             raise InvalidType(f"slots is {shown(slots)}, expected the number of pages that memory holds")
@@ -182,12 +182,12 @@ def _check_tensor(x: Any, what: str) -> None:
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values as integers: indexing has no kernels for every dtype, and a NaN equals nothing."""
+    """Return the bits of values as integers, because indexing has no kernels for every dtype, and a NaN equals nothing."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return values of any bits, from the smallest to the largest, negative zeros among them and no NaN, from a generator of their own."""
+    """Return values with random bits, from smallest to largest, including negative zeros but no NaN, from a separate generator."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)

@@ -1,6 +1,4 @@
-"""Raw tokens for which an engine's pages have no room. They are counted, with one warning if other tokens lose precision because of
-them.
-"""
+"""Count raw tokens for which an engine's pages have no room, and warn once if other tokens lose precision because of them."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class LeftOut:
-    """Counts, in ``count``, the tokens that the pages of one codec had no room for. Threads add to it.
+    """Counts, in ``count``, the tokens for which the pages of one codec had no room. Threads add to it.
 
-    A token of low norm that is left out has its own error alone. One of high norm, or one that a shared scale does not fit, is ``costly``:
+    A token of low norm that is left out only has its own error. One of high norm, or one that a shared scale does not fit, is ``costly``:
     tokens or heads that share scales with it lose precision.
     """
 
@@ -28,7 +26,7 @@ class LeftOut:
         self.count = self.costly = 0
 
     def add(self, count: int, costly: int) -> None:
-        """Count tokens of a page; nothing is warned of."""
+        """Count tokens of a page, without a warning."""
         with self._lock:
             self.count += count
             self.costly += costly

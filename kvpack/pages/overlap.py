@@ -1,8 +1,7 @@
-"""Tests whether strided values share bytes, from sizes and strides only: an engine's tensors may have any strides and too many values to
-list.
+"""Test whether strided values share bytes, from sizes and strides only; an engine's tensors may have too many values to list.
 
-Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes where the bounded integers a and b bring these
-within an item of each other: a search from the largest stride down, in which what the smaller strides can reach leaves few choices.
+Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these within an
+item of each other. The search goes from the largest stride down; the reach of the smaller strides leaves few choices.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _MAX_STEPS = 10_000
 
 
 class Strided(NamedTuple):
-    """Items of ``item`` bytes from ``begin`` on, ``axes`` of (size, stride in bytes); sizes are at least 2, strides at least 0."""
+    """Items of ``item`` bytes from ``begin`` on, with ``axes`` of (size, stride in bytes); sizes are at least 2, strides at least 0."""
 
     begin: int
     item: int
@@ -50,7 +49,7 @@ def share(x: Strided, y: Strided) -> bool:
 
 
 def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
-    """Return the numbers of two tensors that share bytes, or of one that does with itself, twice; None if none do."""
+    """Return the numbers of two tensors that share bytes, or of one that shares bytes with itself, twice; None if none do."""
     for number, one in enumerate(tensors):
         if shares_with_itself(one):
             return number, number
@@ -86,7 +85,7 @@ def _folded(tensors: list[Strided]) -> Strided | None:
 
 
 def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
-    """Return True if Σ c·stride, c from low to high of each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
+    """Return True if Σ c·stride, with c from low to high for each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
     below = [(0, 0)]
     for low, high, stride in reversed(terms):
         below.append((below[-1][0] + low * stride, below[-1][1] + high * stride))

@@ -1,6 +1,6 @@
 """Mapped files and the page cache.
 
-``map_file`` maps a file without keeping it open: ``mmap.mmap`` keeps a descriptor for as long as it lives, and a long prefix has many
+``map_file`` maps a file without keeping it open: an ``mmap.mmap`` keeps a descriptor open as long as it lives, and a long prefix has many
 files.
 """
 
@@ -46,7 +46,7 @@ class _Mapping:
 
 @functools.cache
 def max_mappings() -> int:
-    """Return the number of files that may be mapped at a time: a share of the system's limit for the process."""
+    """Return the number of files that may be mapped at a time, a share of the system's limit for the process."""
     try:
         with open("/proc/sys/vm/max_map_count", "rb") as file:
             return int(file.read(32)) // _SHARE
@@ -60,10 +60,9 @@ def may_map() -> bool:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Return the first ``size`` bytes, at least one, of an open file, writable and private: writes never reach the file.
+    """Map the first ``size`` bytes, at least one, of an open file, writable and private: writes never reach the file.
 
-    Every page is mapped at once, so a page that the disk cannot read is an error here and not a signal later.
-    Raises OSError.
+    Every page is mapped at once, so a page that the disk cannot read is an error here and not a signal later. Raises OSError.
     """
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
     if address is None or address == _FAILED:
@@ -79,7 +78,7 @@ def map_file(descriptor: int, size: int) -> memoryview:
 def populate(address: int, size: int) -> None:
     """Map ``size`` bytes of a mapping from ``address``, a page's first byte, now, while other threads run.
 
-    A disk is then read faster than page by page. Older kernels map them when they are used. Raises OSError if they cannot be read.
+    The disk is then read faster than page by page. Older kernels map pages on first use. Raises OSError if they cannot be read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
         raise _error()

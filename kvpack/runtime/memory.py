@@ -1,8 +1,8 @@
 """Memory for large results on the CPU: separate allocations, in huge pages if the system has them.
 
-Most of the time of writing new memory goes to the faults of its pages: 0.4 to 0.7 ms per MiB in small ones, 0.1 in large ones. The heap has
-large pages if a whole one is inside one result, and then keeps them for what the host puts there next. Memory of a freed pack is reused by
-the next one, unless the system has reclaimed its pages.
+Writing new memory spends most of its time on page faults: 0.4 to 0.7 ms per MiB with small pages, 0.1 with large ones. The heap has large
+pages only inside a single result, and then keeps them for the host's next allocations. Memory of a freed pack is reused by the next one,
+unless the system has reclaimed its pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 class _Piece:
-    """Memory from which results are taken one after the other. It is freed with the last of them."""
+    """A block of memory from which results are allocated in order. It is freed with the last of them."""
 
     def __init__(self, nbytes: int) -> None:
         memory = _kept() if nbytes == _PIECE_BYTES else None
@@ -54,7 +54,7 @@ class _Piece:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the next ``values`` values; None if they do not fit."""
+        """Allocate the next ``values`` values; None if they do not fit."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None
@@ -82,7 +82,7 @@ _pieces: ContextVar[list[_Piece] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Place results side by side that are kept together, if they encode at least ``MANY_BYTES`` of ``values`` 16-bit values."""
+    """Allocate results side by side that are kept together, if they encode at least ``MANY_BYTES`` of ``values`` 16-bit values."""
     if 2 * values < MANY_BYTES or _pieces.get() is not None:
         yield
         return

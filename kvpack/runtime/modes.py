@@ -1,4 +1,4 @@
-"""The torch modes in which kvpack computes, whatever its caller has set."""
+"""The torch modes in which kvpack computes, whatever modes its caller has set."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
     """Encode and decode on ``device`` in true float32, on ordinary tensors without gradients.
 
-    Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by
-    autograd later. A cache with gradients would keep alive everything that its model computed. Products of reduced precision are
-    left to ``formats.products``: their setting is of the whole process.
+    Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by autograd later. A
+    cache with gradients would keep alive everything that its model computed. Products of reduced precision are left to
+    ``formats.products``, because their setting is global.
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
         return _set_modes(device)
@@ -26,8 +26,10 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which ``tensor``, which belongs to someone else, can be written: tensors made in inference mode only in that
-    mode."""
+    """Return a context in which ``tensor``, which belongs to someone else, can be written.
+
+    Tensors made in inference mode can only be written in that mode.
+    """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
@@ -56,7 +58,7 @@ _SMALLEST_NORMAL = sys.float_info.min
 
 @contextlib.contextmanager
 def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
-    """Keep subnormal numbers in the calling thread, which flushes them, within the block."""
+    """Keep subnormal numbers in the block, in a thread that flushes them."""
     torch.set_flush_denormal(False)
     try:
         with inside:
@@ -67,7 +69,7 @@ def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which PyTorch, and libraries that use its thread count, run in one thread; the count is restored afterwards."""
+    """Limit PyTorch, and libraries that use its thread count, to one thread in the block; restore the count afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Reads of a file by threads in C, which do not hold the interpreter."""
+"""Read a file with C threads, which do not hold the interpreter lock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ BLOCK = 4096
 
 
 def open_direct(descriptor: int) -> int | None:
-    """Return a new descriptor of the same open file whose reads go past the page cache; None if the file system refuses them, as tmpfs
-    does."""
+    """Return a new descriptor of the same open file whose reads bypass the page cache.
+
+    Returns None if the file system refuses them, as tmpfs does.
+    """
     try:
         # Through the open file, which may have another name by now, or none.
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -50,12 +52,12 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class Reader:
-    """``reads`` of the open file ``descriptor`` in order: its first byte, the number of its bytes, and the address that they go to.
+    """Runs ``reads`` of the open file ``descriptor`` in order; each has a first byte, a number of bytes, and a target address.
 
-    Threads share each in pieces of up to ``piece_bytes``. With ``direct``, of ``open_direct``, which is closed at the end, these read past
-    the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. None is
-    begun before ``allow``. A context manager: until its end the descriptor is read and ``memory``, which contains the addresses and is
-    kept, written. Raises MemoryError if no thread can be started.
+    Threads share each read in pieces of up to ``piece_bytes``. With ``direct``, a result of ``open_direct`` that is closed at the end, they
+    bypass the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. No
+    read starts before ``allow``. Use it as a context manager: until it exits, the descriptor is read and ``memory``, which contains the
+    addresses and is kept alive, is written. Raises MemoryError if no thread can be started.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class Reader:
     __del__ = _stop
 
     def allow(self, upto: int) -> None:
-        """Let the reads below ``upto`` begin."""
+        """Let the reads below ``upto`` start."""
         self._library.kvpack_reader_allow(self._reader, upto)
 
     def wait(self, number: int) -> bool:
-        """Wait for the end of that read and of those before it; return True if it read all of its bytes."""
+        """Wait for read ``number`` and those before it; return True if it read all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

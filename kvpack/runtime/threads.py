@@ -1,7 +1,7 @@
-"""Threads: the number per call, threads kept between calls, and concurrent calls in threads without waiting for their start.
+"""Threads: the number per call, threads kept between calls, and concurrent calls that do not wait for their threads to start.
 
-``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the
-thread runs. Here a call that no thread has begun is made by the thread that requests its result.
+``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the thread
+runs. Here a call that no thread has started is made by the thread that requests its result.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
-    """Return ``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items taken.
+    """Yield ``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items fetched.
 
-    With none waiting, threads that are done wait until the first result is requested. When the iterator closes, it waits for running
-    calls and drops those not begun.
+    With none waiting, finished threads wait until the first result is requested. When the iterator closes, it waits for running calls and
+    drops those not started.
     """
     rest = iter(items)
     jobs = deque(map(_Job, islice(rest, at_once + waiting)))
@@ -49,7 +49,7 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class Begun(Generic[Item, Result]):
-    """``call(item)`` for every item, begun in up to ``at_once`` threads; whoever waits makes the calls that no thread has begun."""
+    """Calls ``call(item)`` for every item in up to ``at_once`` threads; waiting threads make the calls that no thread has started."""
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]
@@ -66,7 +66,7 @@ class Begun(Generic[Item, Result]):
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls; raises none of their errors. Arguments that only the calls need are released."""
+        """Wait for all calls without raising their errors. Arguments that only the calls need are released."""
         if self._call is not None:
             for job in self._jobs:
                 job.run(self._made)
@@ -75,13 +75,13 @@ class Begun(Generic[Item, Result]):
             self._call = None
 
     def results(self) -> list[Result]:
-        """Return the results in the order of the items; raises the error of the first call that failed."""
+        """Return the results in item order. Raises the error of the first call that failed."""
         self.wait()
         return [job.result() for job in self._jobs]
 
 
 class _Job:
-    """One call: the thread that takes the lock ``_begun`` makes it, and then releases ``_done``."""
+    """One call: the thread that acquires the lock ``_begun`` makes it, and then releases ``_done``."""
 
     __slots__ = ("_begun", "_done", "_error", "_item", "_result")
 
@@ -93,7 +93,7 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[Any], Any]) -> None:
-        """Make the call, unless another thread has begun it."""
+        """Make the call, unless another thread has started it."""
         if self._begun.acquire(blocking=False):
             try:
                 self._result = call(self._item)
@@ -103,19 +103,19 @@ class _Job:
                 self._done.release()
 
     def wait(self) -> None:
-        """Wait for the end of the call, which some thread makes."""
+        """Wait until some thread has finished the call."""
         with self._done:
             pass
 
     def result(self) -> Any:
-        """Wait for the call and return its result; raises the error of the call."""
+        """Wait for the call and return its result, or raise its error."""
         self.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def cancel(self) -> None:
-        """Prevent the call, or wait for its end if it has begun."""
+        """Prevent the call, or wait for it if it has started."""
         if not self._begun.acquire(blocking=False):
             self.wait()
 
@@ -136,12 +136,12 @@ def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerThreads:
-    """``count`` threads called ``name``, which begin when they are first asked for; a forked child begins its own."""
+    """``count`` threads named ``name``, which start on first use; a forked child starts its own."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
@@ -149,12 +149,15 @@ class WorkerThreads:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Threads of this process. After a fork, the parent's threads do not run in the child, which would wait for them forever."""
+        """Return the threads of this process.
+
+        After a fork, the parent's threads do not run in the child, which would wait for them forever.
+        """
         found = self._pools.get(os.getpid())
         # An executor that two threads make at once, and one keeps, has begun no thread.
         return found or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for the threads' work and end them; ``pool`` starts others."""
+        """Wait for the threads' work and stop them; ``pool`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

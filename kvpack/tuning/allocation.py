@@ -21,12 +21,12 @@ Allocation = dict[Place, str]
 
 
 def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
-    """Return the same codecs in every layer."""
+    """Assign the same codecs to every layer."""
     return {(layer, side): k if side == "k" else v for layer, side in places}
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """Return the clauses of a recipe: the commonest codec of each side, then the layers that differ, as ranges."""
+    """Return the clauses of a recipe: the most common codec of each side, then the layers that differ, as ranges."""
     common = {}
     for side in "kv":
         counts = Counter(codec for (_, of), codec in sorted(allocation.items()) if of == side)
@@ -61,7 +61,7 @@ def _canonical(text: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending layer numbers as a recipe lists them: ``0-2,5``."""
+    """Format ascending layer numbers as a recipe lists them, such as ``0-2,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

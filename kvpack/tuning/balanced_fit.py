@@ -1,4 +1,4 @@
-"""Balanced frames from the statistics of a calibration (spec/writers.md, Calibration), and what more text would change about them."""
+"""Compute balanced frames from calibration statistics (spec/writers.md, Calibration), and what more text would change in them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ RIDGE = 1e-3
 def balanced_of_all(
     found: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """Return the balanced frames of every layer, and their means before RoPE where it is known how keys turn; ``progress`` counts the
-    layers."""
+    """Return the balanced frames of every layer, and their means before RoPE if the rotation of keys is known.
+
+    ``progress`` counts the layers.
+    """
     made = {}
     for layer, moments in enumerate(found):
         queries = moments.queries / moments.rows
@@ -43,7 +45,7 @@ def balanced_of_all(
 def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the frames ``[kv_head, column, channel]`` of keys and queries with these second moments, float64 ``[kv_head, dim, dim]``.
 
-    In a frame both have the same second moments, which are diagonal, the largest first. Its rows have a mean square length of 1.
+    In a frame both have the same diagonal second moments, largest first. Its rows have a mean square length of 1.
     """
     root = torch.linalg.cholesky(_ridged(keys))
     shared, turned = torch.linalg.eigh(root.mT @ _ridged(queries) @ root)
@@ -53,9 +55,9 @@ def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 
 def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the cost of an error that is equal in all directions of the frames ``[kv_head]``, relative to one without frames.
+    """Return the cost of an error of equal size in all directions of the frames, ``[kv_head]``, relative to one without frames.
 
-    The error is in proportion to the size of keys in the frame, and each unit of it to that of queries.
+    The error is proportional to the size of keys in the frame, and its cost per unit to that of queries.
     """
     inverse = torch.linalg.inv(frames)
     own = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
@@ -63,9 +65,9 @@ def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """Return the cost of frames made from half of the text, on that half (``own``) and on the other (``other``); None without two halves.
+    """Return the cost of frames fitted to half of the text, on that half (``own``) and on the other (``other``); None without two halves.
 
-    Costs are as ``cost_of`` says, averaged over layers and heads. The frames of a basis are made of both halves.
+    Costs are those of ``cost_of``, averaged over layers and heads. The frames of a basis are fitted to both halves.
     """
     own, other = [], []
     for pair in halves:
@@ -79,7 +81,7 @@ def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[s
 
 
 def _ridged(moments: torch.Tensor) -> torch.Tensor:
-    """Second moments with more in each channel, so that none is without any."""
+    """Add to the second moments of each channel, so that none is zero."""
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)
     ridge = torch.where(mean > 0, RIDGE * mean, 1.0)
     return moments + ridge[:, None, None] * torch.eye(moments.shape[1], dtype=moments.dtype, device=moments.device)

@@ -1,4 +1,4 @@
-"""The rows of a basis from the statistics of a calibration: transform, scales and tables (spec/writers.md, Calibration)."""
+"""Compute the rows of a basis from calibration statistics: transform, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
 
 
 def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str, torch.Tensor]:
-    """Return the cost of errors, float64 ``[part, dim, dim]`` by the ``names`` of statistics, for heads or frames; ``least`` is as
-    ``MIN_COST``.
-    """
+    """Return the cost of errors, float64 ``[part, dim, dim]``, for heads or frames, by the ``names`` of statistics; ``least`` is like
+    ``MIN_COST``."""
     # Every temperature has the same share, and layers and sides keep their proportions.
     shares = 1 / torch.stack([found.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (found.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
@@ -73,9 +72,9 @@ def costs_of(found: Statistics, names: Sequence[str], least: float) -> dict[str,
 
 
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
-    """Return the cost of an error in a single channel ``[..., channel]``, from costs ``[..., dim, dim]``; every channel costs a little.
+    """Return the cost of an error in a single channel ``[..., channel]``, from costs ``[..., dim, dim]``; every channel has a small cost.
 
-    The added costs are in proportion to them, so that a model with larger keys and smaller queries in a channel is coded the same.
+    The added costs are proportional to them, so that a model with larger keys and smaller queries in a channel is coded the same way.
     """
     own = cost.diagonal(dim1=-2, dim2=-1)
     least = MIN_CHANNEL * own.mean()
@@ -83,7 +82,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, torch.Tensor]:
-    """Return the term that is added to the cost of every channel ``[part, channel]``, by layer and side."""
+    """Return the term added to the cost of every channel ``[part, channel]``, by layer and side."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = found.sums[name] / found.counts[name]
@@ -114,8 +113,7 @@ def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tup
 
 
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
-    """Return the matrix whose rows the columns are factors of, the matrix that finds the columns, and their standard deviations,
-    descending.
+    """Return the matrix from columns to channels, the matrix from channels to columns, and the columns' standard deviations, descending.
 
     The cost of an error in a column is its square.
     """
@@ -135,16 +133,16 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _trained(values: Array) -> Array:
-    """Return the values that tables are trained by, ascending: evenly chosen of all by size."""
+    """Return the values for training tables, ascending: evenly chosen by size."""
     step = max(1, len(values) // TRAINED)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered
 
 
 def _table(values: Array, width: int) -> Array:
-    """Return the Lloyd-Max table of ascending ``values`` with 2^``width`` entries, ascending, whose products with the values are unbiased.
+    """Return the Lloyd-Max table of ascending ``values`` with 2^``width`` ascending entries, whose products with the values are unbiased.
 
-    Wide ones begin as steps over the whole range.
+    For large widths, the search starts from uniform steps over the whole range.
     """
     table: Array
     count, levels = len(values), 1 << width

@@ -1,4 +1,4 @@
-"""kvpack calibrate: the basis of a model from a text, for the codecs klt and transform and for keys in balanced frames."""
+"""kvpack calibrate: create the basis of a model from a text, for the codecs klt and transform and for keys in balanced frames."""
 
 from __future__ import annotations
 
@@ -163,8 +163,10 @@ def run(
 
 
 def _sizes(settings: Settings, words: Text, longest: int | None, most_positions: int | None) -> tuple[int, int, int]:
-    """Return the tokens of a window, those that are predicted, and the number of windows. Raises InvalidParameter for those that do not
-    fit."""
+    """Return the tokens of a window, the number of predicted tokens, and the number of windows.
+
+    Raises InvalidParameter for sizes that do not fit.
+    """
     only = settings.balanced_only
     if only and (settings.score is not None or settings.scope is not None):
         raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
@@ -183,7 +185,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
 
 
 def _positions(settings: Settings, longest: int | None, most_positions: int | None) -> tuple[int, int]:
-    """Return the positions that keys are described for, in balanced frames and in the rows of klt."""
+    """Return the numbers of positions for which keys are described, in balanced frames and in the rows of klt."""
     if settings.positions is not None:
         return settings.positions, settings.positions
     limits = [limit for limit in (longest, most_positions) if limit is not None]
@@ -199,7 +201,7 @@ def _windows_for_widths(text: Text, most_positions: int | None, settings: Settin
 
 
 def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
-    """Return the average share of ``tokens`` in each layer that were not counted, because recipes such as klt-1.75 keep them raw."""
+    """Return the average share of ``tokens`` in each layer that was not counted, because recipes such as klt-1.75 keep it raw."""
     counted = [float(count) for name, count in found.counts.items() if name.endswith(".k")]
     counted = counted or [float(one.tokens + other.tokens) for one, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
@@ -208,8 +210,8 @@ def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments
 def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
     """Return the scope of the frames in windows of ``tokens`` tokens, or None and the reason for having none.
 
-    Frequencies of RoPE are those of at most ``longest`` tokens. Raises InvalidParameter for keys that turn in an unknown way, if ``scope``
-    requests frames, and InvalidParameter for layers without keys.
+    RoPE frequencies are those of at most ``longest`` tokens. Raises InvalidParameter for keys with an unknown rotation, if ``scope``
+    requests frames, and for layers without keys.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -233,7 +235,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of every layer's keys in windows of ``tokens`` tokens; None if it is not known, or differs from shorter windows."""
+    """Return the RoPE of every layer's keys in windows of ``tokens`` tokens; None if it is unknown, or differs from shorter windows."""
     if longest is not None and tokens > longest:
         return None
     try:
@@ -243,7 +245,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 
 def _sample(model: Any, text: Text) -> torch.Tensor:
-    """Return the first tokens ``[1, token]`` of the text, as many as the model has positions for at most."""
+    """Return the first tokens ``[1, token]`` of the text, at most as many as the model has positions."""
     return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)]
 
 
@@ -264,7 +266,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the columns of a frame up to the last of which half of all chunks have another level than 0, on average over frames."""
+    """Return the columns of a frame up to the last one with a nonzero level in half of all chunks, on average over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.reach] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
@@ -316,12 +318,12 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """Return the identity of the model loaded in ``dtype``, by default its checkpoint's: the digest of its weights tells it from others."""
+    """Return the identity of the model loaded in ``dtype``, by default its checkpoint's; the digest of its weights distinguishes it."""
     return identity_of(_loaded(folder, dtype))
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if the model in ``folder`` is another than that of ``basis``."""
+    """Raise InvalidParameter if ``basis`` belongs to another model than the one in ``folder``."""
     basis.check_model(identity_for(_loaded(folder, "auto"), basis))
 
 
@@ -330,7 +332,7 @@ def _loaded(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with the digests of weights in the others that users load models in."""
+    """Return the identity in the checkpoint's dtype, with the digests of weights in the other dtypes that users load."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         found = folder_identity(folder, dtype)

@@ -1,4 +1,4 @@
-"""The codecs that a search chooses from, and the bytes that they take in a model's files."""
+"""The codecs from which a search chooses, and their sizes in a model's files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse the codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or a codec only, which is for both sides.
+    """Parse the codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or only a codec, which is for both sides.
 
     Raises InvalidParameter for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
     """
@@ -95,7 +95,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def attendable(codec: str) -> bool:
-    """Return True if attention runs on what ``codec``, in the words of a recipe, packs."""
+    """Return True if attention can run on the packed bytes of ``codec``, given in the words of a recipe."""
     return codec.partition(":")[0] not in DECODED
 
 
@@ -103,7 +103,7 @@ def attendable(codec: str) -> bool:
 class Priced:
     """Every candidate of every place, packed: the size of a file with any of them is known without packing again.
 
-    ``left_out`` says why a candidate cannot have a place.
+    ``left_out`` says why a place cannot use a candidate.
     """
 
     packed: dict[Place, dict[str, Side]]
@@ -114,25 +114,25 @@ class Priced:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Return bytes of the file of one window with these codecs."""
+        """Return the bytes of one window's file with these codecs."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return bytes of the streams of one place."""
+        """Return the bytes of the streams of one place."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for page in side.runs for stream in page.streams.values())
 
     def values(self) -> int:
-        """Return values of one window."""
+        """Number of values in one window."""
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 
 def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> Priced:
     """Pack the whole window with every candidate, as a measurement does: its prefix, then the scored tokens appended.
 
-    ``basis`` is that of candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter when a place can have
-    none of the candidates.
+    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a place cannot use any of
+    the candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}

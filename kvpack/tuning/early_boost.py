@@ -1,4 +1,4 @@
-"""The fast search: TurboAngle's early boost (Sec. 3.2), three to five recipes within a budget of bytes."""
+"""The fast search: TurboAngle's early boost (Sec. 3.2), with three to five recipes within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ Rungs = dict[str, list[str]]
 def fast(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the best of the uniform recipe and those whose early layers have finer keys, or finer values; and the uniform one.
 
-    The boost of 4 layers is tried on keys and on values; the better side is then boosted in 8 and in 16 layers as long as that
-    helps. A boost takes the finest codec that the budget allows in that many layers. Raises InvalidParameter for an
-    impossible budget.
+    The boost of 4 layers is tried on keys and on values; the better side is then boosted in 8 and in 16 layers as long as that helps. A
+    boost uses the finest codec that the budget allows in that many layers. Raises InvalidParameter for an impossible budget.
     """
     rungs = {side: search.everywhere(side) for side in "kv"}
     for side, codecs in rungs.items():
@@ -54,7 +53,7 @@ def fast(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _baselines(search: Search, rungs: Rungs) -> Iterator[Allocation]:
-    """Uniform allocations from most bytes to fewest: keys as fine as values, or one rung finer, as keys matter more."""
+    """Yield uniform allocations from most bytes to fewest: keys as fine as values, or one step finer, because keys matter more."""
     k, v = rungs["k"], rungs["v"]
     for total in range(len(k) + len(v) - 2, -1, -1):
         # Where one side has no rungs left, the other goes on.

@@ -1,4 +1,4 @@
-"""The frames of a basis from the statistics of a calibration: transform, scales and tables (spec/writers.md, Calibration)."""
+"""Compute the frames of a basis from calibration statistics: transform, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None])
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations: a table is in the middle of the four that share it."""
+    """Return the scales of columns with these standard deviations; the four columns that share a table are centered on it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
@@ -88,7 +88,7 @@ def _scales(deviations: Array) -> Array:
 def _columns(
     found: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
-    """Return the columns ``[frame, token, column]`` of the samples of every layer and side."""
+    """Return the columns ``[frame, token, column]`` of the samples, by layer and side."""
     columns = {}
     for (layer, side), frames in fitted.items():
         samples = torch.cat(found.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
@@ -97,7 +97,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> Tables:
-    """Return tables for columns by their standard deviation in steps: the levels of all columns at all steps that ordinary recipes have."""
+    """Return tables for columns by standard deviation in steps, trained on the levels of all columns at all steps of ordinary recipes."""
     levels = 2 * REACH + 1
     # The last place stands for levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
@@ -144,13 +144,13 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 
 def _levels(steps: Array, dead_zone: float) -> Array:
-    """Return the levels of columns, as encoders round with a ``dead_zone``."""
+    """Round columns to levels as encoders do, with a ``dead_zone``."""
     result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
     return result
 
 
 def _entropy(levels: Array) -> float:
-    """Return bits per value of ``levels`` ``[frame, token, column]`` by tables of every column of its own."""
+    """Return the bits per value of ``levels`` ``[frame, token, column]`` with a separate table for every column."""
     tokens = levels.shape[1]
     ordered = numpy.sort(levels, 1)
     # Where runs of equal levels begin: their lengths are the counts.

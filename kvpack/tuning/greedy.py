@@ -1,4 +1,4 @@
-"""The best codecs for a budget when the losses of all layers and sides add up."""
+"""Choose the best codecs for a budget, assuming that the losses of all layers and sides add up."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Point = tuple[int, float, str]
 
 
 def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
-    """Return the codecs of a file of at most ``budget`` bytes whose losses have the least sum.
+    """Return the codecs with the least total loss for a file of at most ``budget`` bytes.
 
-    Everything starts with its smallest codec; the step with the largest decrease of loss per byte is taken while one fits
-    (Lagrangian bit allocation: Shoham and Gersho, 1988). What is left over then pays for any codec that still fits.
-    Raises InvalidParameter if the smallest file is larger than the budget.
+    Everything starts with its smallest codec; the step with the largest decrease of loss per byte is taken while one fits (Lagrangian bit
+    allocation: Shoham and Gersho, 1988). The remaining bytes then pay for any codec that still fits. Raises InvalidParameter if the
+    smallest file is larger than the budget.
     """
     hulls = {place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in of.items()) for place, of in losses.items()}
     chosen = {place: points[0][2] for place, points in hulls.items()}
@@ -67,8 +67,10 @@ def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Al
 
 
 def hull(points: Iterable[Point]) -> list[Point]:
-    """Return the lower convex hull from the point of fewest bytes to that of least loss: each step gains less per byte than the one
-    before."""
+    """Return the lower convex hull, from the point of fewest bytes to that of least loss.
+
+    Each step gains less per byte than the previous one.
+    """
     kept: list[Point] = []
     for point in sorted(points):
         if kept and (point[1] >= kept[-1][1] or point[0] == kept[-1][0]):

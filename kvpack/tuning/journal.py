@@ -1,4 +1,4 @@
-"""Losses kept in a file: an interrupted search resumes, and a search for another budget measures little again."""
+"""Store losses in a file, so that an interrupted search resumes and a search for another budget measures little again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def identity(exact: Sequence[Exact]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes in the windows called ``of``, kept in the file ``path`` (None: in memory alone)."""
+    """The losses of recipes in the windows named ``of``, kept in the file ``path`` (None: in memory only)."""
 
     path: str | None
     of: str
@@ -50,7 +50,7 @@ class Journal:
     unwritten: int = 0
 
     def keep(self, recipe: str, loss: Loss) -> None:
-        """Add the loss of a recipe, and write the file now and then. Raises WriteFailed."""
+        """Add the loss of a recipe, and write the file from time to time. Raises WriteFailed."""
         self.losses[recipe] = loss
         self.unwritten += 1
         if self.unwritten >= EVERY:
@@ -71,9 +71,9 @@ class Journal:
 
 
 def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
-    """Return the journal of these windows, with the contents of an existing file.
+    """Open the journal of these windows, with the contents of an existing file.
 
-    Raises MissingFile if it cannot be read, InvalidParameter when it is not a journal, or one of other windows.
+    Raises MissingFile if it cannot be read, and InvalidParameter if it is not a journal or belongs to other windows.
     """
     made = Journal(path, identity(exact))
     if path is None or not os.path.lexists(path):

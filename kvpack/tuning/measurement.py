@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Loss:
     """The cost of one recipe, one number per window; ``bytes`` is the size of the windows' files, ``values`` their number of values.
 
-    The KL divergence (nats per token) is the rise of the log-perplexity if the text were as the uncompressed model expects it. It hardly
-    depends on the text, so that a few windows suffice to compare codecs whose perplexities they cannot distinguish.
+    The KL divergence (nats per token) is the expected rise of the log-perplexity on text drawn from the uncompressed model. It hardly
+    depends on the text, so a few windows suffice to compare codecs whose perplexities they cannot distinguish.
     """
 
     kl_divergences: list[float]
@@ -42,7 +42,7 @@ class Loss:
 
     @staticmethod
     def joined(losses: Sequence[Loss]) -> Loss:
-        """Return the losses of one recipe in several windows."""
+        """Join the losses of one recipe in several windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],
@@ -53,10 +53,10 @@ class Loss:
 
 @dataclass
 class Windows:
-    """Windows of one text that are read again and again; ``step`` is told of every window read, ``measured`` of every new loss.
+    """Windows of one text that are read repeatedly; ``step`` is called for every window read, ``measured`` for every new loss.
 
-    ``losses`` are by the text of the recipe, which names the ``basis`` where it needs one. ``exact`` holds the uncompressed model's
-    results, but only the prefix of the pairs, in the precision that is packed.
+    ``losses`` are keyed by recipe text, which names the ``basis`` if it needs one. ``exact`` holds the uncompressed model's results, but
+    only the prefix of the pairs, in the precision that is packed.
     """
 
     model: Any
@@ -68,7 +68,7 @@ class Windows:
     basis: Basis | None = None
 
     def read(self, windows: Sequence[torch.Tensor], score: int) -> Exact:
-        """Read windows ``[1, token]`` without packing, and return all of the first one."""
+        """Read windows ``[1, token]`` without packing, and return all results of the first one."""
         first = None
         for tokens in windows:
             found = read_exactly(self.model, tokens, score)
@@ -101,7 +101,10 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], score: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """Return the exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``; one window is in memory at a time."""
+    """Return the exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``.
+
+    One window is in memory at a time.
+    """
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:

@@ -1,4 +1,4 @@
-"""Loss of a model by layer and side at one width, from which kvpack's own presets derive widths."""
+"""The loss of a model by layer and side at one width, from which kvpack's own presets derive widths."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SCORED_PART = 4
 
 
 def in_one_place(layer: int, side: str, codec: str) -> str:
-    """Return the recipe that stores ``side`` of ``layer`` by ``codec``, and all else in bf16."""
+    """Return the recipe that stores ``side`` of ``layer`` with ``codec``, and everything else in bf16."""
     return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
 
 
 def losses_of_places(model: Any, basis: Basis, layers: int, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
-    """Return the losses of each side of ``layers`` layers as texts for ``model`` of a basis, minus the smallest loss, which is noise.
+    """Return the losses of each side of ``layers`` layers, as texts for ``model`` of a basis, minus the smallest loss, which is noise.
 
-    ``windows`` are token ids ``[1, token + 1]``; ``step`` is told of every window read.
+    ``windows`` are token ids ``[1, token + 1]``; ``step`` is called for every window read.
     """
     with tempfile.TemporaryDirectory(prefix="kvpack-widths-") as folder:
         read = Windows(model, folder, step, basis=basis)

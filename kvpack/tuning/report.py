@@ -1,4 +1,4 @@
-"""The report of a search as text."""
+"""Print the report of a search."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _row(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """Return one row for every run of layers with the same codecs; with ``attended``, whether attention runs on their packed bytes."""
+    """Return one row per run of layers with the same codecs; with ``attended``, also whether attention runs on their packed bytes."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:

@@ -98,7 +98,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """Return the recipe file: its description as comments, then one clause per line."""
+    """Return the text of the recipe file: its description as comments, then one clause per line."""
     found, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
@@ -114,5 +114,5 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 
 
 def uniform_name(report: dict[str, Any]) -> str:
-    """Return the description of a report's uniform recipe: only the thorough search tries more than the largest that fits."""
+    """Return the description of a report's uniform recipe; only the thorough search tries more than the largest that fits."""
     return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

@@ -1,4 +1,4 @@
-"""The RoPE of each layer of a model, found by reading single tokens at several positions."""
+"""Find the RoPE of each layer of a model by reading single tokens at several positions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOLERANCE = 1e-3
 
 
 def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
-    """Return the RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` are some of a text.
+    """Return the RoPE of every layer, None for keys that do not depend on their position; ``tokens`` ``[1, token]`` come from a text.
 
-    A sequence of one token attends to itself alone, so that its keys at two positions differ by RoPE and nothing else. Whatever its type
-    (default, linear, llama3, yarn, ...), RoPE is determined by its frequencies; for types that change with the length of a sequence, they
-    are those of short sequences, up to ``Rope.longest``. Raises InvalidParameter, naming the layer, for keys that turn in another way.
+    A sequence of one token attends only to itself, so that its keys at two positions differ only by RoPE. Whatever its type (default,
+    linear, llama3, yarn, ...), RoPE is determined by its frequencies; for types that change with the length of a sequence, they are those
+    of short sequences, up to ``Rope.longest``. Raises InvalidParameter, naming the layer, for keys that depend on positions in another way.
     """
     alone = tokens[0, :_TOKENS, None]
     limit = positions(model)
@@ -43,7 +43,7 @@ def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
 
 
 def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]:
-    """Return the keys of every layer, ``[sequence, kv_head, 1, dim]``, of sequences of one token at ``position``."""
+    """Return the keys of every layer, ``[sequence, kv_head, 1, dim]``, for sequences of one token at ``position``."""
     return [k for k, _ in prefill(model, tokens, torch.full_like(tokens, position))]
 
 

@@ -1,4 +1,4 @@
-"""The thorough search: the sensitivity of every layer and side, a greedy allocation, and exchanges that the real loss confirms."""
+"""The thorough search: the sensitivity of every layer and side, a greedy allocation, and exchanges confirmed by the real loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXCHANGES = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation whose loss was measured, and its role, ``what``, in the search."""
+    """An allocation with its measured loss and its role, ``what``, in the search."""
 
     what: str
     allocation: Allocation
@@ -37,7 +37,7 @@ class Measurement:
 
 @dataclass
 class Search:
-    """The state that both searches share: their inputs and the measurements in order."""
+    """The state shared by both searches: their inputs and the measurements in order."""
 
     priced: Priced
     windows: Windows
@@ -57,22 +57,22 @@ class Search:
         return self.priced.file_bytes(allocation) <= self.budget
 
     def everywhere(self, side: str) -> list[str]:
-        """Return the candidates that every layer can have on ``side``, from fewest bytes to most."""
+        """Return the candidates that every layer can use on ``side``, from fewest bytes to most."""
         first, *others = [codecs for (_, of), codecs in self.priced.packed.items() if of == side]
         common = [codec for codec in first if all(codec in codecs for codecs in others)]
         return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """Return the measurement of least divergence; ties go to the first."""
+    """Return the measurement with the smallest divergence; ties go to the first."""
     return min(measured, key=lambda found: found.loss.kl_divergence)
 
 
 def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation and the best uniform one, None if no uniform recipe fits.
+    """Return the tuned allocation and the best uniform one; None if no uniform recipe fits.
 
-    The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss
-    of an allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
+    The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss of an
+    allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
     """
     _check_budget(search)
     search.sensitivities = sensitivities(search)
@@ -88,13 +88,15 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def steps(layers: int, candidates: dict[str, list[str]]) -> int:
-    """About how many recipes the thorough search measures with these candidates of each side."""
+    """Return about how many recipes the thorough search measures with these candidates of each side."""
     return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + EXCHANGES)
 
 
 def sensitivities(search: Search) -> Losses:
-    """Return the loss of every candidate in every place, all others uncompressed; candidates that cannot hold a window's values are left
-    out."""
+    """Return the loss of every candidate in every place, with all others uncompressed.
+
+    Candidates that cannot represent a window's values are left out.
+    """
     result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
         result[layer, side] = {}
@@ -140,10 +142,10 @@ def _promising(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """Return ``tuned`` with some places given more bytes and others fewer, or None if that does not lower the real loss.
+    """Return ``tuned`` with more bytes in some places and fewer in others, or None if that does not lower the real loss.
 
-    The gain or loss of a place is measured with all others as they are in ``tuned``. Many changes at once may not have the sum
-    of their effects; then fewer are tried, those that gain most.
+    The gain or loss of a place is measured with all others as in ``tuned``. The effects of many simultaneous changes may not add up; then
+    fewer are tried, those that gain most.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():

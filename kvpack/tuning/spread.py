@@ -1,7 +1,7 @@
 """Statistics of keys over all positions of a context, from windows that begin at position 0.
 
-RoPE turns keys and queries by their position. Its slow pairs of channels turn only a little within a window, so what windows say of them
-holds for their positions alone. Scores depend on differences of positions: at other positions, keys and queries are the same, turned.
+RoPE rotates keys and queries by their position. Its slow channel pairs rotate only a little within a window, so their statistics hold only
+for the positions of the window. Scores depend on position differences: at other positions, keys and queries are the same, rotated.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TURNED = ("keys", "queries", "pages")
 
 
 def places_of(tokens: int, positions: int) -> list[int]:
-    """Return the positions at which windows of ``tokens`` tokens begin to cover about ``positions``, ascending from 0."""
+    """Return the starts of windows of ``tokens`` tokens that cover about ``positions`` positions, ascending from 0."""
     count = min(MOST, max(1, round(positions / tokens)))
     return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
 
 
 def spread_moments(found: KeyMoments, rope: Rope | None, places: Sequence[int]) -> KeyMoments:
-    """Moments of a layer, averaged over windows that begin at ``places``; as they are without ``rope``."""
+    """Average the moments of a layer over windows that begin at ``places``; return them unchanged without ``rope``."""
     if rope is None:
         return found
     turns = _turns(rope, found.keys.shape[-1], places)
@@ -40,7 +40,7 @@ def spread_moments(found: KeyMoments, rope: Rope | None, places: Sequence[int]) 
 
 
 def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequence[int]) -> Statistics:
-    """Statistics with those of keys averaged over windows that begin at ``places``; samples of a window are at one of them."""
+    """Average the statistics of keys over windows that begin at ``places``; the samples of a window are at one of them."""
     sums, products, costs, samples = dict(found.sums), dict(found.products), dict(found.costs), dict(found.samples)
     for layer, rope in enumerate(ropes):
         name = f"{layer}.k"
@@ -54,12 +54,12 @@ def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequenc
 
 
 def _turns(rope: Rope, dim: int, places: Sequence[int]) -> torch.Tensor:
-    """Matrices ``[place, dim, dim]``, float64, by which a row of channels is multiplied to be turned to the positions ``places``."""
+    """Return the matrices ``[place, dim, dim]``, float64, that rotate a row of channels to the positions ``places``."""
     # Tokens of one sequence are at consecutive positions: each unit vector is a sequence of its own.
     units = torch.eye(dim, dtype=torch.float32, device="cpu")[:, None]
     return torch.stack([rope.turned(units, place)[:, 0] for place in places]).to(torch.float64)
 
 
 def _turned(moments: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Second moments ``[..., dim, dim]`` of rows that are multiplied by each of ``turns``, on average."""
+    """Return the average second moments ``[..., dim, dim]`` of rows multiplied by each of ``turns``."""
     return (turns.mT @ moments[..., None, :, :] @ turns).mean(-3)

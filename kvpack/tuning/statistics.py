@@ -1,8 +1,8 @@
-"""Statistics of a calibration, from windows of text: means, covariances and samples of keys and values, and the cost of errors in them.
+"""Calibration statistics from windows of text: means, covariances and samples of keys and values, and the cost of errors in them.
 
-The cost is the Fisher information: of a next token that is drawn from the model's own prediction, the gradient of its log-probability by
-every key and value (Martens 2020, Sec. 5). Predictions at higher temperatures are drawn from, too: if the model is certain, the gradient of
-a likely token is almost zero, whatever an error would change.
+The cost is the Fisher information: the gradient, by every key and value, of the log-probability of a next token sampled from the model's
+own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled too: if the model is certain, the gradient of a likely
+token is almost zero, whatever an error would change.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Framing:
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
+        """View ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.turned(x.to(torch.float32), 0, back=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
@@ -74,10 +74,10 @@ class Framing:
 
 @dataclass
 class KeyMoments:
-    """Sums over ``tokens`` keys of a layer and ``rows`` queries that meet them, float64, of each KV head.
+    """Sums over ``tokens`` keys of a layer and ``rows`` queries that attend to them, float64, for each KV head.
 
-    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``pages`` of keys less the mean of their page of ``PAGE``
-    tokens, ``queries`` of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``pages`` of keys less the mean of their page of ``PAGE`` tokens,
+    ``queries`` of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -89,8 +89,9 @@ class KeyMoments:
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Return the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens, and of ``queries`` already
-        summed.
+        """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
+
+        ``queries`` are already summed.
         """
         counted = _counted(k)
         x = k[0].to(torch.float64)[:, counted]
@@ -113,14 +114,16 @@ class QueryMoments:
         self._heads: dict[int, torch.Tensor] = {}
 
     def observe(self, layer: int, queries: torch.Tensor) -> None:
-        """Count ``queries`` ``[1, q_head, token, dim]``."""
+        """Add ``queries`` ``[1, q_head, token, dim]``."""
         q = queries[0].to(torch.float64)
         self._heads[layer] = q.transpose(1, 2) @ q
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and how many queries each is of; None for a layer that has
-        none."""
+        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each.
+
+        Returns None for a layer without queries.
+        """
         found = self._heads.get(layer)
         if found is None or len(found) % heads:
             return None
@@ -129,13 +132,13 @@ class QueryMoments:
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k"), of a model and a text that ``of`` names; those of frames are named like "3.k.frames".
+    """Sums over tokens, by layer and side ("3.k"), for the model and text named by ``of``; those of frames are named like "3.k.frames".
 
-    ``counts``, float64 ``[]``, are the tokens that were counted. ``sums`` float64 ``[kv_head, dim]`` and ``products``
-    ``[kv_head, dim, dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32
-    ``[kv_head, token, dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the
-    tokens that were not counted; none where ``attention_shares`` finds none. ``moments`` are those of ``KeyMoments``, by layer, half of
-    the windows and name ("3.0.keys"): even windows are one half and odd ones the other.
+    ``counts``, float64 ``[]``, are the numbers of counted tokens. ``sums`` float64 ``[kv_head, dim]`` and ``products`` ``[kv_head, dim,
+    dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32 ``[kv_head, token,
+    dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the tokens that were not
+    counted; empty if ``attention_shares`` finds none. ``moments`` are those of ``KeyMoments``, by layer, half of the windows and name
+    ("3.0.keys"): even windows are one half and odd ones the other.
     """
 
     of: str
@@ -149,9 +152,9 @@ class Statistics:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
-        """Count a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer, ``sampled`` of them kept.
+        """Add a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer; ``sampled`` of them are kept.
 
-        As many tokens are predicted as have no pairs, after beginnings of the window that ``beginnings`` gives. With ``framing``, its
+        As many tokens are predicted as have no pairs, after the prefixes of the window that ``beginnings`` returns. With ``framing``, its
         frames are counted too. Raises InvalidParameter for predictions that are not finite, or depend on no pair.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -176,7 +179,7 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Count the keys of a window with ``pairs`` of every layer, and its ``queries``; nothing if a layer has none of these."""
+        """Add the keys of a window with ``pairs`` of every layer, and its ``queries``; do nothing if a layer has none of these."""
         of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(found is None for found in of_layers):
             return
@@ -202,8 +205,8 @@ class Statistics:
     def _views(
         number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield the name of each side of layer ``number``, and of its frames, and what ``pairs`` are there, ``[1, part, token,
-        channel]``."""
+        """Yield the name of each side of layer ``number``, and of its frames, with its views of ``pairs``, ``[1, part, token, channel]``.
+        """
         for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
             yield f"{number}.{side}", list(values)
             if framing is not None:
@@ -217,7 +220,7 @@ class Statistics:
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
 
     def write(self, path: str) -> None:
-        """Replace the file ``path`` by these statistics. Raises WriteFailed."""
+        """Replace the file ``path`` with these statistics. Raises WriteFailed."""
         tensors = {f"samples.{name}.{n}": one for name, parts in self.samples.items() for n, one in enumerate(parts)}
         for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
@@ -226,7 +229,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Return the statistics in the file ``path``; empty if there is no file. Raises InvalidParameter for another kind of file."""
+        """Read the statistics in the file ``path``; empty if there is no file. Raises InvalidParameter for another kind of file."""
         result = cls(of)
         if not os.path.lexists(path):
             return result
@@ -250,9 +253,9 @@ class Statistics:
 
 
 def beginnings(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return the lengths of beginnings of ``count`` tokens, ascending up to all of them, and how many tokens are predicted after each.
+    """Return the lengths of prefixes of ``count`` tokens, ascending up to all of them, and the number of tokens predicted after each.
 
-    ``predicted`` in all; fewer beginnings than ``PREFIXES`` where there are too few tokens.
+    ``predicted`` tokens are predicted in total; with few tokens there are fewer prefixes than ``PREFIXES``.
     """
     parts = min(PREFIXES, predicted, count)
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
@@ -293,7 +296,7 @@ def _squares(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, the gradients of drawn next tokens' log-probabilities by the keys and values of ``pairs``."""
+    """Yield, for each temperature, the gradients of sampled next tokens' log-probabilities by the keys and values of ``pairs``."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

@@ -1,7 +1,7 @@
-"""kvpack tune: a search over the recipes of one model, and its report.
+"""kvpack tune: search over the recipes of one model, and report the result.
 
-Windows of a text are read in two parts, as ``kvpack bench quality`` reads them: the first part is packed, saved and loaded, and
-the model reads the second over it. Some windows are held out: the search never sees them, and the report compares there.
+Windows of a text are read in two parts, as in ``kvpack bench quality``: the first part is packed, saved and loaded, and the model reads the
+second over it. Some windows are held out: the search never sees them, and the report compares there.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def run(
 
 
 def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
-    """Return the codecs of ``candidates`` by side. Raises InvalidParameter for one that attention decodes, if ``only_attendable``."""
+    """Return the codecs of ``candidates`` by side. With ``only_attendable``, raises InvalidParameter for one that attention must decode."""
     codecs = parse_candidates(candidates)
     if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
         raise InvalidParameter(
@@ -172,7 +172,8 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
 
 
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """Return the usual candidates: the fast search has one family, in which more bytes mean smaller errors, and that by widths another."""
+    """Return the usual candidates; the fast search needs one family, in which more bytes mean smaller errors, the search by widths another.
+    """
     if widths:
         values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS

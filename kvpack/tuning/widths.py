@@ -1,7 +1,7 @@
 """The search by widths: the loss of every layer and side is measured at 2 bits and predicted for other widths.
 
-Each bit more divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a place at 2 bits thus predicts its loss
-at every width: a bit goes where loss * 4^(2 - bits) falls the most per byte. Only the chosen recipes are measured besides.
+Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a place at 2 bits thus predicts its
+loss at every width: a bit goes where loss * 4^(2 - bits) falls the most per byte. Only the chosen recipes are also measured.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CHECKED = 2
 
 
 def steps(layers: int) -> int:
-    """Return the number of recipes the search measures."""
+    """Return the number of recipes that the search measures."""
     return 2 * layers + CHECKED
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the allocation found, and the largest uniform one within the budget; None if none fits.
+    """Return the chosen allocation, and the largest uniform one within the budget; None if none fits.
 
     Raises InvalidParameter for a budget below the smallest candidates.
     """
@@ -52,7 +52,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """Return the losses of all candidates in every place, minus the smallest loss: that is noise, which no width reduces."""
+    """Return the losses of all candidates in every place, minus the smallest loss, which is noise that no width reduces."""
     floor = min(loss for _, loss in measured.values())
     raised = raised_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}
@@ -64,8 +64,10 @@ def _predicted(search: Search, measured: dict[tuple[int, str], tuple[str, float]
 
 
 def bits_of(codec: str, side: str) -> float:
-    """Return the bits per value of the codes of ``codec``, in the words of a recipe. Raises InvalidParameter for one without such a
-    width."""
+    """Return the bits per value of the codes of ``codec``, in the words of a recipe.
+
+    Raises InvalidParameter for a codec without such a width.
+    """
     recipe = parse_recipe(f"kv=raw;{side}={codec}")
     words = dict(next(rule for rule in reversed(recipe.rules) if side in rule.sides).words)
     if not words.get("b", "").isdigit():

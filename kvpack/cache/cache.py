@@ -326,7 +326,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
         One cache of all tokens.
 
     Raises:
-        InvalidParameter: The caches differ in model, layers, codec or shape, or leave a gap in a layer.
+        InvalidParameter: The caches differ in model, layers, codec or shape, leave a gap in a layer, or one is a slice of a cache that has
+            other token ids before it.
         InvalidType: An element is not a packed cache.
 
     >>> cache = kvpack.pack(past, "octopus-3")

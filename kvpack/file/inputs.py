@@ -53,6 +53,7 @@ class Inputs:
         first: Position of the first token.
         count: Number of tokens that the inputs were recorded for.
         sums: Checksums of keys and values ``[row, token]`` by layer and side, each with the position of its first token.
+        before: Ids of each row up to the first token, of the cache that these tokens were cut from; None if they are not known.
 
     Raises:
         InvalidParameter: The values contradict one another.
@@ -71,6 +72,7 @@ class Inputs:
     first: int | None = field(default=None, compare=False)
     count: int | None = field(default=None, compare=False)
     sums: Mapping[tuple[int, str], tuple[int, Any]] | None = field(default=None, compare=False, repr=False)
+    before: tuple[bytes, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
@@ -134,6 +136,7 @@ class Inputs:
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
         cut_inputs = _of(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+        cut_inputs = replace(cut_inputs, before=self._before(start))
         if self.sums is None:
             return cut_inputs
         sums = {
@@ -141,6 +144,17 @@ class Inputs:
             for place, (position, own) in self.sums.items()
         }
         return replace(cut_inputs, sums=sums)
+
+    def _before(self, start: int) -> tuple[bytes, ...] | None:
+        """The ids of each row up to token ``start``, as far back as all are known; None if none are."""
+        if not start:
+            return self.before
+        if self.tokens < start:
+            return None
+        earlier = self.before or (b"",)
+        count = max(len(earlier), len(self.known))
+        cut = slice(start * ID_BYTES)
+        return tuple(a + b[cut] for a, b in zip(_for_rows(earlier, count), _for_rows(self.known, count), strict=True))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
@@ -161,7 +175,10 @@ class Inputs:
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
         sums = None if self.sums is None else {place: (position, own[list(indices)]) for place, (position, own) in self.sums.items()}
-        return replace(_of(token_ids, items, rows, hidden, self.first), sums=sums)
+        before = self.before
+        if before is not None and len(before) > 1:
+            before = tuple(before[index] for index in indices)
+        return replace(_of(token_ids, items, rows, hidden, self.first), sums=sums, before=before)
 
     def to_bytes(self) -> bytes:
         """Return the feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
@@ -251,15 +268,20 @@ class Inputs:
 
 
 def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
-    """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown."""
+    """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
+
+    Raises InvalidParameter if a cache was computed after other tokens than those that it would follow.
+    """
     if all(inputs is None for inputs, _ in parts):
         return None
     count = max(len(inputs.rows) if inputs is not None else 0 for inputs, _ in parts)
     ids, rows, known, rows_known = b"", [b""] * count, True, count > 0
     undetermined: list[tuple[str, int]] = []
     hidden: dict[int, list[Hidden]] = {}
-    for inputs, tokens in parts:
+    for number, (inputs, tokens) in enumerate(parts):
         inputs = inputs or Inputs()
+        if number and (known or rows_known):
+            _check_follows(tuple(rows) if rows_known else (ids,), inputs, number)
         if known:
             ids += inputs.token_ids
             known = len(inputs.token_ids) == tokens * ID_BYTES
@@ -278,6 +300,29 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
     in_order = tuple(stretch for row in sorted(hidden) for stretch in hidden[row])
     first = next((inputs.first for inputs, _ in parts[:1] if inputs is not None), None)
     return _of(ids, dict.fromkeys(undetermined), tuple(rows), in_order, first)
+
+
+def _check_follows(ids: tuple[bytes, ...], inputs: Inputs, number: int) -> None:
+    """Raise InvalidParameter if ``inputs``, of part ``number``, were computed after tokens with other ids than ``ids`` of each row."""
+    before = inputs.before or ()
+    if not before or not before[0] or not ids[0]:
+        return
+    # Both end where the part begins.
+    size = min(len(before[0]), len(ids[0]))
+    count = max(len(before), len(ids))
+    for row, pair in enumerate(zip(_for_rows(before, count), _for_rows(ids, count), strict=True)):
+        computed, joined_ids = (memoryview(one[len(one) - size :]).cast("I") for one in pair)
+        if computed != joined_ids:
+            back = next(back for back in range(1, len(computed) + 1) if computed[-back] != joined_ids[-back])
+            raise InvalidParameter(
+                f"caches[{number}] was computed after other tokens than those before it here: {back} before its first, row {row} had the "
+                f"id {computed[-back]}, and here it has {joined_ids[-back]}; join slices of one cache"
+            )
+
+
+def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
+    """Return the ids of each of ``count`` rows; one element stands for all rows."""
+    return ids * count if len(ids) == 1 else ids
 
 
 def rows_differ(start: int, stop: int) -> str:

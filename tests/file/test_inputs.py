@@ -56,6 +56,37 @@ def test_of_joined_caches_ids_are_known_up_to_the_first_gap() -> None:
     assert concat([unknown, replace(second, inputs=None)]).inputs is None
 
 
+def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:
+    one = cache_of(12, 0, Inputs(ids(*range(12))))
+    other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
+    kvpack.save(other, tmp_path / "other")
+    told = r"^caches\[1\] was computed after other tokens than those before it here: 5 before its first, row 0 had the id 50, .* has 3; "
+    for tail in (other[:, 8:], other[:, 2:][:, 6:], kvpack.load(tmp_path / "other", tokens=(8, 12))):
+        with pytest.raises(InvalidParameter, match=told):
+            concat([one[:, :8], tail])
+        with pytest.raises(InvalidParameter, match=told.replace("1", "2", 1)):
+            concat([one[:, :4], one[:, 4:8], tail])
+    for tail in (one[:, 8:], one[:, 2:][:, 6:]):
+        assert concat([one[:, :8], tail]).inputs == one.inputs
+    # What came before a difference, and pieces of which nothing is known, may be joined.
+    assert concat([one[:, :3], other[:, 3:]]).inputs == other.inputs
+    assert concat([one[:, 6:8], other[:, 8:]]).token_ids.tolist() == [list(range(6, 12))]
+    assert concat([replace(one, inputs=None)[:, :8], other[:, 8:]]).tokens == 12
+
+
+def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
+    rows = (ids(*range(8)), ids(*range(20, 28)))
+    side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
+    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
+    for kept in ([0, 1], [1, 0], [1]):
+        assert torch.equal(concat([batch[:, :5].select(kept), batch[:, 5:].select(kept)]).token_ids, batch.select(kept).token_ids)
+    for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
+        with pytest.raises(InvalidParameter, match=r"caches\[1\] was computed after other tokens .* row \d had the id"):
+            concat([batch[:, :5].select(first), batch[:, 5:].select(second)])
+    with pytest.raises(InvalidParameter, match="1 before its first, row 0 had the id 24, and here it has 4"):
+        concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])
+
+
 def test_cutting_and_joining_again_gives_the_same() -> None:
     cache = cache_of(16, 0, Inputs(ids(*range(16)), (EMBEDDINGS, "tokens 12 to 15 were computed in training mode"), (8, 12)))
     assert concat([cache[:, :9], cache[:, 9:]]).inputs == cache.inputs

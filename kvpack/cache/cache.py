@@ -98,6 +98,13 @@ class Cache:
                 f"the cache starts at position {self.start}, but its inputs start at position {self.inputs.first}: pass inputs= for the "
                 f"tokens from position {self.start} on, or inputs=None"
             )
+        rows = () if self.inputs is None else self.inputs.rows
+        batch = next((side.batch for layer in self.layers for side in layer.sides.values()), len(rows))
+        if rows and len(rows) != batch:
+            raise InvalidParameter(
+                f"the cache has {batch} sequences, but its inputs have the ids of {len(rows)}: pass inputs= with a row for each, in order, "
+                "or inputs=None"
+            )
 
     def __copy__(self) -> Cache:
         return self

@@ -122,7 +122,15 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
         ([("QuantizedKVCache", [K, V, 40])], r"layer 0 is a 'QuantizedKVCache', but kvpack reads KVCache"),
         ([("KVCache", [K, V, 40]), ("ArraysCache", [K])], "layer 1 is a 'ArraysCache'"),
         ([("RotatingKVCache", [rotated(K, 16, 37), V[:, :, :16], 37, 4, 16, 5])], "keeps the first 4 of 37 tokens next to the newest 12"),
-        ([("RotatingKVCache", [K, V, 37, 0, 16, 41])], "the next place of its window is 41 after 37 tokens, and it holds 40"),
+        ([("RotatingKVCache", [K, V, 37, 0, 16, 41])], "the next place of its window of 16 is 41 after 37 tokens, and it holds 40"),
+        # What mlx-lm never writes: arrays of other tokens, a window that lacks tokens, one that was written over before it was full.
+        ([("KVCache", [K, V[:, :, :39], 39])], r"its keys are \[1, 2, 40, 16\] and its values \[1, 2, 39, 8\]"),
+        ([("KVCache", [K, V[:, :1], 40])], r"its values \[1, 1, 40, 8\], expected the same batch, heads and tokens"),
+        ([("RotatingKVCache", [K[:, :, :15], V[:, :, :15], 37, 0, 16, 15])], "window of 16 is 15 after 37 tokens, and it holds 15"),
+        ([("RotatingKVCache", [K[:, :, :16], V[:, :, :16], 16, 0, 16, 5])], "window of 16 is 5 after 16 tokens, and it holds 16"),
+        ([("RotatingKVCache", [K[:, :, :20], V[:, :, :20], 37, 0, 16, 5])], "window of 16 is 5 after 37 tokens, and it holds 20"),
+        ([("RotatingKVCache", [K, V, 37, 0, 16, 38])], "window of 16 is 38 after 37 tokens, and it holds 40"),
+        ([("RotatingKVCache", [K, V, 41, 0, 0, 40])], "window of 0 is 40 after 41 tokens"),
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
         ([("KVCache", [K, V, 41])], "has seen 41 tokens and holds 40"),
         ([("KVCache", [K, V, -1])], "a count of its state is '-1'"),
@@ -139,19 +147,12 @@ def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: P
 @pytest.mark.parametrize("count", [-1, 3, 39, 41, 255, 9 * 10**9, 10**12, 2**40, 2**62])
 @pytest.mark.parametrize("part", [2, 3, 4, 5])
 def test_counts_are_compared_before_anything_is_built_of_them(
-    part: int, count: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: int, count: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Any count of a window gives a cache of at most the file's tokens, or InvalidParameter."""
-    arange, built = torch.arange, []
-
-    def counted(*bounds: int, **options: Any) -> torch.Tensor:
-        built.append(bounds[-1] - (bounds[0] if len(bounds) > 1 else 0))
-        return arange(*bounds, **options)
-
-    monkeypatch.setattr(torch, "arange", counted)
     counts = [torch.tensor(one) for one in (2**40 - 1, 0, 16, 2**39)]
     counts[part - 2] = torch.tensor(count % 2**63).to(dtype)
-    for others in (counts, [torch.tensor(37), torch.tensor(0), torch.tensor(16), torch.tensor(5)]):
+    for others in (counts, [torch.tensor(37), torch.tensor(0), torch.tensor(16), torch.tensor(37)]):
         others[part - 2] = counts[part - 2]
         path = newer(tmp_path / "in.safetensors", [("RotatingKVCache", [K, V, *others])])
         try:
@@ -159,7 +160,15 @@ def test_counts_are_compared_before_anything_is_built_of_them(
         except InvalidParameter:
             continue
         assert cache[0].tokens <= 40
-    assert all(0 <= count <= 40 for count in built)
+
+
+def test_the_zeros_that_a_window_was_filled_up_with_are_told_from_tokens(tmp_path: Path) -> None:
+    """A place of zeros that mlx-lm would write to next is not a token; elsewhere zeros may be one."""
+    k, v = (torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :19]], 2) for x in (K, V))
+    for counts, skipped in (([30, 0, 20, 20], 11), ([30, 0, 16, 20], 10)):
+        layer = import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [k, v, *counts])]))[0]
+        assert (layer.skipped, layer.seen) == (skipped, 30)
+        assert all(map(torch.equal, values(layer), (x[:, :, skipped - 10 :].view(torch.int16) for x in (k, v))))
 
 
 def test_a_count_beyond_64_bits_is_refused(tmp_path: Path) -> None:

@@ -148,36 +148,37 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
         raise InvalidParameter(f"{where}: contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
     keys, values = parts[0], parts[1]
-    length = min(keys.shape[2], values.shape[2])
+    length = keys.shape[2]
+    if keys.shape[:3] != values.shape[:3]:
+        raise InvalidParameter(
+            f"{where}: its keys are {list(keys.shape)} and its values {list(values.shape)}, expected the same batch, heads and tokens"
+        )
     if name in _WHOLE:
         seen = _count(where, parts, 2, length) if 2 in parts else length
         if seen > length:
             raise InvalidParameter(f"{where}: has seen {seen} tokens and holds {length}")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
-        keep, _, seen, place = (_number(where, texts[part]) for part in range(4))
+        keep, window, seen, place = (_number(where, texts[part]) for part in range(4))
     else:
-        seen, keep, _, place = (_count(where, parts, part, None) for part in range(2, 6))
-    wrong = InvalidParameter(f"{where}: the next place of its window is {place} after {seen} tokens, and it holds {length}")
-    if place > length:
-        raise wrong
-    if place == length:
-        order = torch.arange(length, device="cpu")
-    elif place < seen:
-        stretches = ((0, min(keep, place)), (place, length), (min(keep, place), place))
-        order = torch.cat([torch.arange(*part, device="cpu") for part in stretches])
-    else:
-        order = torch.arange(place, device="cpu")
-    if len(order) > seen:
-        raise wrong
-    skipped = seen - len(order)
-    if skipped and keep:
+        seen, keep, window, place = (_count(where, parts, part, None) for part in range(2, 6))
+    skipped = max(0, seen - length)
+    # Tokens are written over only once there are as many places as the window has tokens, one place for each of its tokens.
+    fits = place == length >= window or (place < length == window) if skipped else place == seen
+    if not fits or not window:
         raise InvalidParameter(
-            f"{where}: keeps the first {keep} of {seen} tokens next to the newest {len(order) - keep}, "
+            f"{where}: the next place of its window of {window} is {place} after {seen} tokens, and it holds {length}: mlx-lm writes no "
+            "such cache"
+        )
+    if not skipped:
+        return keys[:, :, :seen], values[:, :, :seen], 0
+    if keep:
+        raise InvalidParameter(
+            f"{where}: keeps the first {keep} of {seen} tokens next to the newest {length - keep}, "
             "but kvpack's layers hold consecutive tokens: save the prompt without --max-kv-size"
         )
-    keys, values = keys[:, :, order], values[:, :, order]
-    if skipped and not keys[:, :, 0].any() and not values[:, :, 0].any():
+    keys, values = (torch.cat([x[:, :, place:], x[:, :, :place]], 2) for x in (keys, values))
+    if place == length == window and not keys[:, :, 0].any() and not values[:, :, 0].any():
         # A place that no token was written to: mlx-lm would write to it next.
         return keys[:, :, 1:], values[:, :, 1:], skipped + 1
     return keys, values, skipped
@@ -187,7 +188,8 @@ def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int |
     array = parts.get(part)
     if array is None and default is not None:
         return default
-    if array is None or array.numel() != 1 or array.dtype.is_floating_point or array.dtype.is_complex:
+    is_integer = array is not None and not (array.dtype.is_floating_point or array.dtype.is_complex or array.dtype is torch.bool)
+    if array is None or array.numel() != 1 or not is_integer:
         raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'not an integer'}")
     # torch makes no int of a uint64 of 2^63 or more.
     return _number(where, str(int(array.numpy().item())))

@@ -112,8 +112,8 @@ class Backend(Protocol):
         With ``front`` only the bytes before the payload of a kvpack file must be correct.
         """
 
-    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        """Return the result of ``peek`` with ``front`` for each key."""
+    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+        """Return the result of ``peek`` for each of ``keys``; the caller bounds their bytes."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return True if a readable entry exists now.
@@ -189,9 +189,9 @@ class OneTier:
         found = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in found]
 
-    def fronts(self: Backend, keys: Sequence[bytes]) -> list[Data | None]:
-        """Implement ``Backend.fronts`` one key at a time."""
-        return [self.peek(key, front=True) for key in keys]
+    def peek_each(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+        """Implement ``Backend.peek_each`` one key at a time."""
+        return [self.peek(key, front=front) for key in keys]
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Implement ``Backend.put_all`` one entry at a time."""

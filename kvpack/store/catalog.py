@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 
-_FRONTS_AT_ONCE = 256
-"""The most fronts that are asked for at once."""
-_FRONT_BYTES = 16 * 2**20
-"""Maximum number of bytes of the entries whose fronts are read in one request, unless one entry has more; the front of a row is the whole
-entry.
-"""
+_ENTRIES_AT_ONCE = 256
+"""The most entries, or fronts of entries, that are asked for at once."""
+_BYTES_AT_ONCE = 16 * 2**20
+"""Maximum number of bytes of the entries that are asked for at once, unless one entry has more. The front of a row is the whole entry."""
 
 
 @dataclass(frozen=True)
@@ -244,9 +242,9 @@ def verify(
     NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
     """
     listed = list(backend.list())
-    for number, stored in enumerate(listed):
+    for number, (stored, entry) in enumerate(_contents(backend, listed, max_entry_bytes)):
         try:
-            data = _read(backend, stored, cipher, max_entry_bytes)
+            data = _clear(stored, entry, cipher, max_entry_bytes)
             if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
                 check_page(stored.key, data)
                 yield stored, None
@@ -295,27 +293,35 @@ def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = 
 
 
 def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
-    """Yield the ``listed`` entries and their fronts (``Backend.fronts``), which are requested from a server many at a time.
+    """Yield the ``listed`` entries and their fronts (``Backend.peek``), which are requested from a server many at a time.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
+    return _contents(backend, listed, max_entry_bytes, front=True)
+
+
+def _contents(
+    backend: Backend, listed: Iterable[Stored], max_entry_bytes: int, *, front: bool = False
+) -> Iterator[tuple[Stored, Data | None]]:
+    """Yield the ``listed`` entries and their bytes, or only their fronts; bytes are released before more are requested."""
     waiting: list[Stored] = []
     size = 0
     for stored in listed:
         own = stored.size if 0 < stored.size <= max_entry_bytes else 0
-        if waiting and (len(waiting) == _FRONTS_AT_ONCE or size + own > _FRONT_BYTES):
-            yield from _fronts(backend, waiting, max_entry_bytes)
+        if waiting and (len(waiting) == _ENTRIES_AT_ONCE or size + own > _BYTES_AT_ONCE):
+            yield from _asked(backend, waiting, max_entry_bytes, front)
             waiting, size = [], 0
         waiting.append(stored)
         size += own
-    yield from _fronts(backend, waiting, max_entry_bytes)
+    yield from _asked(backend, waiting, max_entry_bytes, front)
 
 
-def _fronts(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
+def _asked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, front: bool) -> Iterator[tuple[Stored, Data | None]]:
+    # Checked before any byte is fetched or mapped: others may have written the entries.
     keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
-    fronts = dict(zip(keys, backend.fronts(keys) if keys else (), strict=True))
+    found = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))
     for stored in listed:
-        yield stored, fronts.pop(stored.key, None)
+        yield stored, found.pop(stored.key, None)
 
 
 class _Gone(Exception):

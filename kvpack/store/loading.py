@@ -122,7 +122,7 @@ class Loader:
         present = self._backend.present_each(keys)
         result = [there and key in self._known for key, there in zip(keys, present, strict=True)]
         asked = [at for at, there in enumerate(present) if there and not result[at]]
-        for at, data in zip(asked, self._backend.fronts([keys[at] for at in asked]), strict=True):
+        for at, data in zip(asked, self._backend.peek_each([keys[at] for at in asked], front=True), strict=True):
             with suppress(*FAULTS):
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
@@ -140,7 +140,7 @@ class Loader:
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
         for begin in range(0, len(asked), at_once):
             part = asked[begin : begin + at_once]
-            for at, data in zip(part, self._backend.fronts([keys[at] for at in part]), strict=True):
+            for at, data in zip(part, self._backend.peek_each([keys[at] for at in part], front=True), strict=True):
                 result[at] = data is not None and self._opens(keys[at], numbers[at], data)
         self._know([keys[at] for at in asked if result[at]])
         return result

@@ -130,8 +130,8 @@ class ObjectStore(OneTier):
 
         return [*in_parallel(find, zip(keys, beyond, strict=True), REQUESTS)]
 
-    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
-        return [*in_parallel(lambda key: self.peek(key, front=True), keys, REQUESTS)]
+    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+        return [*in_parallel(lambda key: self.peek(key, front=front), keys, REQUESTS)]
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         read = self._objects.read_front if front else self._objects.read

@@ -124,12 +124,25 @@ class Redis(OneTier):
         return result
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        if front:
-            return self.fronts([key])[0]
-        size = self._client.ask("get", "STRLEN", ENTRY + key, check=integer, otherwise=0)
-        return next(iter(self._fetched([key], [size])), None) if self._takes(key, size) else None
+        return self.peek_each([key], front=front)[0]
 
-    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+        if front:
+            return self._fronts(keys)
+        result: list[Data | None] = [None] * len(keys)
+        for part in _parts(range(len(keys)), _KEYS_AT_ONCE):
+            sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[number]) for number in part])
+            there = {number: size for number, size in zip(part, sizes, strict=False) if self._takes(keys[number], size or 0)}
+            for group in _batches(there, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
+                while group:
+                    found = self._fetched([keys[number] for number in group], [there[number] for number in group])
+                    for number, entry in zip(group, found, strict=False):
+                        result[number] = entry
+                    # The entry after those found has changed since, or there was no answer.
+                    group = group[len(found) + 1 :]
+        return result
+
+    def _fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
         result: list[Data | None] = []
         for part in _parts(keys, _FRONTS_AT_ONCE):
             looked = self._looked(part, _FRONT_BYTES)

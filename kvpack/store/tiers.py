@@ -96,13 +96,14 @@ class Tiers:
         self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        return next((data for backend in self._backends if (data := backend.peek(key, front=front)) is not None), None)
+        return self.peek_each([key], front=front)[0]
 
-    def fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         result: list[Data | None] = [None] * len(keys)
         for backend in self._backends:
             missing = [number for number, data in enumerate(result) if data is None]
-            for number, data in zip(missing, backend.fronts([keys[number] for number in missing]) if missing else (), strict=True):
+            found = backend.peek_each([keys[number] for number in missing], front=front) if missing else ()
+            for number, data in zip(missing, found, strict=True):
                 result[number] = data
         return result
 

@@ -71,9 +71,8 @@ def export_prefix(
             f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it no longer exist"
         )
     chunks = []
-    for entry in prefix.entries:
+    for entry, data in zip(prefix.entries, backend.peek_each([entry.stored.key for entry in prefix.entries]), strict=True):
         key = entry.stored.key
-        data = backend.peek(key)
         if data is None:
             raise MissingFile(f"entry {key.hex()} is gone")
         file = open_entry(decrypted_entry(key, data, cipher), key)

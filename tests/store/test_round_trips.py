@@ -15,7 +15,7 @@ from kvpack.store import catalog as catalog_module
 from kvpack.store import object_store
 from kvpack.store import redis as redis_module
 from kvpack.store.backend import Hold, Stored
-from kvpack.store.catalog import read_catalog
+from kvpack.store.catalog import read_catalog, verify
 from kvpack.store.counters import Counters
 from kvpack.store.entry_kind import PLAIN
 from kvpack.store.locations import open_backend
@@ -25,6 +25,7 @@ from kvpack.store.options import LocationOptions
 from kvpack.store.reclaim import reclaim
 from kvpack.store.removal import remove
 from kvpack.store.summary import summarize
+from kvpack.store.transfer import export_prefix
 from support.redis_server import running
 from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
 
@@ -169,6 +170,7 @@ def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPat
         for name, call in (
             ("look", lambda: engine.present(KEYS[:32])),
             ("read_beginning", lambda: engine.get_into(KEYS[:32], given, range(32))),
+            ("read", lambda: [error is None for _, error in verify(backend)]),
         ):
             real = getattr(backend._objects, name)
             barrier = threading.Barrier(REQUESTS, timeout=60)
@@ -221,7 +223,7 @@ def test_a_put_of_nothing_asks_nothing() -> None:
     assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
 
 
-def test_listing_and_removing_ask_for_many_entries_at_once(server: Server) -> None:
+def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_path: Path) -> None:
     """What commands need for 200 entries takes as many requests as what they need for 100, or one page of names more."""
     asked: list[dict[str, int]] = []
     for number in (1, 2):
@@ -232,6 +234,9 @@ def test_listing_and_removing_ask_for_many_entries_at_once(server: Server) -> No
         counts = {}
         counts["catalog"], catalog = trips(server, partial(read_catalog, backend))
         assert len(catalog.entries) == 100 * number
+        counts["verify"], verdicts = trips(server, lambda backend=backend: [*verify(backend)])
+        assert [error for _, error in verdicts] == [None] * 100 * number
+        counts["export"], _ = trips(server, partial(export_prefix, backend, catalog.prefixes()[0], tmp_path / "exported.kvpack"))
         counts["summary"], summary = trips(server, partial(summarize, backend))
         assert summary.count == 100 * number
         counts["reclaim"], _ = trips(server, partial(reclaim, backend, Counters()))
@@ -246,11 +251,12 @@ def test_listing_and_removing_ask_for_many_entries_at_once(server: Server) -> No
 
 def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front of a page is all of it. What is too large, or empty, is not read."""
-    monkeypatch.setattr(catalog_module, "_FRONT_BYTES", 1000)
+    monkeypatch.setattr(catalog_module, "_BYTES_AT_ONCE", 1000)
     parts: list[int] = []
 
     class Fronts:
-        def fronts(self, keys: Any) -> Any:
+        def peek_each(self, keys: Any, *, front: bool) -> Any:
+            assert front
             parts.append(len(keys))
             return list(keys)
 
@@ -259,3 +265,26 @@ def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.Monkey
     assert [stored.key for stored, _ in found] == [stored.key for stored in listed]
     assert [front is not None for _, front in found] == [size not in (0, 5000) for size in [400, 400, 400, 0, 5000, 100, 999, 1001]]
     assert parts == [2, 2, 1, 1]
+
+
+def test_an_entry_that_changes_while_it_is_read_is_missing_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size was asked for before, and the entries after it are read all the same."""
+    ids = prompt(6)
+    with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
+        save(store, ids)
+        keys = store.keys(ids)
+        backend = open_backend(server.url, Counters(), PLAIN, LocationOptions())
+        whole = backend.peek_each(keys)
+        real = redis_module.Redis._fetched
+
+        def changed_before(self: Any, *arguments: Any) -> Any:
+            with redis.Redis.from_url(server.url) as client:
+                client.set(redis_module.ENTRY + keys[2], b"short")
+                client.delete(redis_module.ENTRY + keys[4])
+            return real(self, *arguments)
+
+        monkeypatch.setattr(redis_module.Redis, "_fetched", changed_before)
+        found = backend.peek_each([b"nothing" * 4, *keys])
+        assert [data is None for data in found] == [True, False, False, True, False, True, False]
+        assert [bytes(data) for data in found if data is not None] == [bytes(whole[at]) for at in (0, 1, 3, 5)]
+        backend.close()

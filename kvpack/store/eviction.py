@@ -33,8 +33,8 @@ _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
 """How long a waiting writer sleeps at first, and at most: it takes the CPU from the one that makes room."""
 
-_LOW_PART, _LOW_ENTRIES = 256, 128
-"""Where there is an index, a writer makes room while 1/256 of the budget, or room for this many entries of its own size, is left."""
+_LOW_PART, _LOW_ENTRIES = 128, 256
+"""Where there is an index, a writer makes room while 1/128 of the budget, or room for this many entries of its own size, is left."""
 _FUTILE_SECONDS = 1.0
 """Seconds before a round that found nothing to remove is repeated while room is left."""
 
@@ -52,6 +52,8 @@ _MAX_AT_ONCE = 384
 """Maximum number of entries per round, so that a round takes about ten milliseconds."""
 _PAGE = 64
 """Entries that are removed before others may change the index."""
+_LIST_SECONDS = 0.01
+"""Seconds after which a round lists no other folder that has changed without the index."""
 _ROWS_READ = 256
 """Rows of the index that are read at once."""
 _FIRST, _LAST = -(2**63), 2**63 - 1
@@ -233,11 +235,22 @@ class Evictor:
         return Round(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
-        """Evict like ``_evict``, with the index and the count ``before``; return None if they do not match the folder."""
-        # If others keep the index busy, its rows are a hint that is good enough: listing the folder would take longest of all.
-        if not self._index.refresh() and not self._index.there:
+        """Evict like ``_evict``, with the index and the count ``before``; return None if they do not match the folder.
+
+        Rows that do not match the folder yet are a hint that is nearly always good enough. Folders that have changed without the index
+        are listed once there is room, because others wait for it.
+        """
+        if not self._index.there:
             return None
-        self._index.check_next()
+        result = self._evict_rows(size, kept, budget, before)
+        if (result is None or result.missing) and not self._index.matches() and self._index.refresh():
+            result = self._evict_rows(size, kept, budget, before)
+        elif result is not None and self._index.refresh(_LIST_SECONDS):
+            self._index.check_next()
+        return result
+
+    def _evict_rows(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
+        """Evict entries of which there are rows; return None if these account for much less than the count."""
         pending, overhead, totals = self._pending(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None

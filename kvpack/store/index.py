@@ -10,6 +10,7 @@ import contextlib
 import os
 import sqlite3
 import stat
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.file.atomic import is_on_one_host
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 ENTRIES = 4096
 """A folder of fewer entries has no index: it is listed as fast."""
 _VERSION = 1
-_WAIT_MS = 50
-"""Milliseconds that a writer waits for another; without the index, it continues as if there were none."""
+WAIT_SECONDS = 0.05
+"""Seconds that a writer waits for another; without the index, it continues, and notes what it has changed."""
+_POLL_SECONDS = 0.001
+"""SQLite's own waiting grows to many times what a transaction takes."""
+_MAX_MISSED = 1024
+"""The most changes that wait to be indexed; the folders of others are listed again."""
+_ATTEMPTS = 2
+"""How often a folder that others change is listed before they have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 _FIRST_BYTES = 8
@@ -61,6 +68,15 @@ class Listing(NamedTuple):
     entries: dict[int, tuple[bytes, int, int]]
 
 
+class Missed(NamedTuple):
+    """A change of the entry ``key`` that the index has missed: its description, and the states of its folder before and after."""
+
+    key: bytes
+    about: str | None
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
 class Index:
     """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork."""
 
@@ -72,6 +88,7 @@ class Index:
         self._inherited: list[sqlite3.Connection] = []
         # The numbers of texts, as far as they were committed.
         self._known: dict[str, int] = {}
+        self._missed: list[Missed] = []
 
     def build(self) -> None:
         """Create the index unless there is one; folders of other users and network folders get none."""
@@ -102,6 +119,9 @@ class Index:
 
     def close(self) -> None:
         """Release the connection; the next call opens another."""
+        if self._missed:
+            with self._guarded(), self._transaction():
+                pass
         with self._lock:
             self._forget()
 
@@ -126,7 +146,9 @@ class Index:
                     self._replace(connection, key, size, used_ns, number)
         if done and about is not None and number is not None:
             self._known[about] = number
-        once()
+        if not done:
+            with self._missing(key, about):
+                once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
         """Call ``unlink``, which returns the size of a removed entry, for each of ``keys``, and remove those entries from the index."""
@@ -142,36 +164,52 @@ class Index:
                         removed[key] = size
                     self._drop(connection, key)
         for key in keys[done:]:
-            size = unlink(key)
+            with self._missing(key):
+                size = unlink(key)
             if size is not None:
                 removed[key] = size
         return removed
 
-    def refresh(self) -> bool:
-        """List folders that other processes have changed; return True if the index then matches the folder."""
-        known = False
+    def matches(self) -> bool:
+        """Return True if there is an index, and no folder has changed since it was indexed."""
+        result = False
         with self._guarded():
+            result = self._stale() == []
+        return result
+
+    def refresh(self, seconds: float | None = None) -> bool:
+        """List folders that other processes have changed, beginning none after ``seconds``; return True if the index then matches.
+
+        Within ``seconds``, a folder that others change meanwhile is left for later; without a limit, they wait.
+        """
+        known = False
+        with self._guarded(), contextlib.suppress(OSError):
+            if self._missed:
+                with self._transaction():
+                    pass
             stale = self._stale()
-            for folder in stale or ():
-                # Before the transaction: others change the index while a large folder is read.
-                listing = self._listing(folder)
-                with self._transaction() as connection:
-                    if connection is None:
-                        return False
-                    self._list(connection, folder, listing if listing.state == self._state(folder) else self._listing(folder))
+            # If the time is short, each has its turn.
+            first = time.monotonic_ns() % (len(stale or ()) or 1)
+            deadline = time.monotonic() + (seconds or 0)
+            for folder in (*(stale or ())[first:], *(stale or ())[:first]):
+                if (seconds is not None and time.monotonic() >= deadline) or not self._list(folder, certain=seconds is None):
+                    return False
             known = stale is not None
         return known
 
     def check_next(self) -> None:
         """Compare the names of one folder, a different one at each call, with its rows: two changes at one moment leave the same time."""
-        with self._guarded(), contextlib.suppress(OSError), self._transaction() as connection:
-            if connection is None:
-                return
-            folder = self._note(connection, "next") % 256
-            self._set_note(connection, "next", folder + 1)
+        with self._guarded(), contextlib.suppress(OSError):
+            with self._transaction() as connection:
+                if connection is None:
+                    return
+                folder = self._note(connection, "next") % 256
+                self._set_note(connection, "next", folder + 1)
+            state, names = self._state(folder), {_number(key) for key in self._folder.names(folder)}
             rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
-            if rows != {_number(key) for key in self._folder.names(folder)}:
-                self._list(connection, folder, self._listing(folder))
+            # What changes meanwhile is in order, or is found when it is this folder's turn again.
+            if rows != names and state == self._state(folder):
+                self._list(folder, certain=False)
 
     def totals(self) -> Totals | None:
         """Return the totals of the folder according to the index."""
@@ -267,7 +305,7 @@ class Index:
         except OSError:
             self._forget()
             return None
-        connection = sqlite3.connect(self._path, timeout=_WAIT_MS / 1000, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self._path, timeout=_POLL_SECONDS, isolation_level=None, check_same_thread=False)
         self._connection, self._node, self._pid = connection, status.st_ino, os.getpid()
         connection.execute("PRAGMA journal_mode = WAL")
         # What a loss of power leaves of it is not used: see the note of the machine's run.
@@ -292,27 +330,67 @@ class Index:
             # The parent's: closing it here would end the parent's locks.
             self._inherited.append(self._connection)
         self._connection = None
-        self._known = {}
+        self._known, self._missed = {}, []
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Enter a write transaction; yields None if the lock could not be acquired in time. Raises sqlite3.Error."""
+        """Enter a write transaction; yields None if the lock could not be acquired in time. Raises sqlite3.Error.
+
+        Changes that were missed before are indexed first.
+        """
         connection = self._opened(new=new)
-        if connection is not None:
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-            except sqlite3.OperationalError:
-                connection = None
-        if connection is None:
+        if connection is None or not self._begun(connection):
             yield None
             return
         try:
+            missed = len(self._missed)
+            self._index_missed(connection)
             yield connection
             connection.execute("COMMIT")
+            del self._missed[:missed]
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
+
+    def _begun(self, connection: sqlite3.Connection) -> bool:
+        """Begin a transaction; return False if others did not let it begin in time."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    return False
+            else:
+                return True
+
+    @contextlib.contextmanager
+    def _missing(self, key: bytes, about: str | None = None) -> Iterator[None]:
+        """Enter a change of the entry ``key``, described by ``about``, while others keep the index busy; its row follows."""
+        if self._connection is None:
+            yield
+            return
+        before = self._state(key[0])
+        yield
+        with self._lock:
+            self._missed.append(Missed(key, about, before, self._state(key[0])))
+            del self._missed[:-_MAX_MISSED]
+
+    def _index_missed(self, connection: sqlite3.Connection) -> None:
+        """Index the changes that were missed. Their folders match the index again, unless others have changed them since."""
+        for key, about, before, after in self._missed:
+            try:
+                status = os.stat(self._folder.path(key), follow_symlinks=False)
+            except FileNotFoundError:
+                self._drop(connection, key)
+            except OSError:
+                continue
+            else:
+                number = None if about is None else self._about(connection, about)
+                self._replace(connection, key, status.st_size, status.st_mtime_ns, number)
+            asked = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
+            connection.execute(asked, (*after, key[0], *before))
 
     @contextlib.contextmanager
     def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
@@ -348,11 +426,31 @@ class Index:
         entries = self._folder.entries_of(folder)
         return Listing(state, {_number(key): (key[_FIRST_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
 
-    def _list(self, connection: sqlite3.Connection, folder: int, listing: Listing) -> None:
-        """Make a folder's rows match its entries; correct rows are not written. Raises OSError and sqlite3.Error."""
-        there = listing.entries
+    def _list(self, folder: int, *, certain: bool) -> bool:
+        """Make a folder's rows match its entries, and return True if they then do; correct rows are not written.
+
+        Others change the index while the folder is read, and are waited for only if this must be ``certain``. Raises OSError and
+        sqlite3.Error.
+        """
+        for attempts_left in reversed(range(_ATTEMPTS if certain else 1)):
+            listing = self._listing(folder)
+            rows = None if (connection := self._opened()) is None else self._rows(connection, folder)
+            with self._transaction() as connection:
+                if connection is None or rows is None:
+                    return False
+                if certain and not attempts_left and listing.state != self._state(folder):
+                    listing, rows = self._listing(folder), self._rows(connection, folder)
+                if listing.state == self._state(folder):
+                    return self._write(connection, folder, listing, rows)
+        return False
+
+    def _rows(self, connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
         asked = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
-        rows = {number: tuple(row) for number, *row in connection.execute(asked, _numbers_of(folder))}
+        return {number: (rest, size, used) for number, rest, size, used in connection.execute(asked, _numbers_of(folder))}
+
+    def _write(self, connection: sqlite3.Connection, folder: int, listing: Listing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
+        """Write what differs between a listing and the rows of its folder; return False if the rows have changed meanwhile."""
+        there = listing.entries
         connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - there.keys()])
         connection.executemany(
             "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
@@ -360,10 +458,12 @@ class Index:
             "rest = excluded.rest, size = excluded.size, used = excluded.used",
             [(number, *row) for number, row in there.items() if rows.get(number) != row],
         )
-        sizes = [size for _, size, _ in there.values()]
-        state = listing.state if listing.state == self._state(folder) else (0, 0)
-        totals = len(sizes), sum(sizes), sum(map(self._folder.cost, sizes))
-        connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *state, *totals))
+        block = self._folder.block
+        asked = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
+        totals = tuple(map(int, connection.execute(asked, (block, block, block, *_numbers_of(folder))).fetchone()))
+        same = totals[:2] == (len(there), sum(size for _, size, _ in there.values()))
+        connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *(listing.state if same else (0, 0)), *totals))
+        return same
 
     def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None) -> None:
         self._drop(connection, key)

@@ -383,6 +383,80 @@ def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_pat
     assert backend.size() == truth(tmp_path)
 
 
+def test_what_a_busy_index_misses_is_indexed_by_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders need not be listed: each user notes what it did."""
+    backend = indexed(tmp_path)
+    monkeypatch.setattr(index.Index, "_list", lambda *given, **more: pytest.fail("a folder was listed"))
+    other = opened(tmp_path)
+    with other._index._transaction():
+        assert put(backend, 21)
+        assert put(backend, 28)
+        assert backend.delete([key(3), key(4)]) == {key(3), key(4)}
+        assert put(backend, 4, 300)
+    assert put(backend, 22)
+    assert opened(tmp_path).size() == backend.size() == truth(tmp_path)
+    rows = {index.key_of(number, rest): size for number, rest, size, _ in backend._index.oldest(100, (-1, -1), 2**62)}
+    assert rows == {bytes.fromhex(path.name): path.stat().st_size for path in tmp_path.glob("?/?/*")}
+    with other._index._transaction():
+        assert put(backend, 23)
+    backend.close()
+    assert other.size() == truth(tmp_path)
+
+
+def test_a_folder_that_others_change_before_the_miss_is_indexed_is_listed(tmp_path: Path) -> None:
+    backend, listed = indexed(tmp_path), []
+    other = opened(tmp_path)
+    with other._index._transaction():
+        assert put(backend, 21)
+    unaware(other, 28)
+    assert put(backend, 22)
+    real = backend._index._list
+    backend._index._list = lambda folder, **more: listed.append(folder) or real(folder, **more)  # type: ignore[method-assign]
+    assert backend.size() == truth(tmp_path)
+    assert listed == [0]
+
+
+def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, changes = indexed(tmp_path), iter(range(21, 70, 7))
+    real = index.Index._listing
+
+    def changing(self: index.Index, folder: int) -> Any:
+        found = real(self, folder)
+        if self is backend._index and (number := next(changes, None)) is not None:
+            unaware(backend, number)
+        return found
+
+    unaware(backend, 14)
+    backend._folder.remove(backend._folder.path(key(7)))
+    monkeypatch.setattr(index.Index, "_listing", changing)
+    # A round leaves it for later.
+    assert not backend._index.refresh(10.0)
+    assert backend._index.there
+    while next(changes, None) is not None:
+        pass
+    assert backend._index.refresh()
+    assert backend.size() == truth(tmp_path)
+
+
+def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, entries = 100 + len(HEAD), []
+    # One entry of a few is little here.
+    monkeypatch.setattr(eviction, "_LOST", 1)
+    backend = indexed(tmp_path, max_bytes=20 * size)
+    unaware(opened(tmp_path), 21)
+    real = backend._index._list
+
+    def counted(folder: int, *, certain: bool) -> bool:
+        entries.append(truth(tmp_path)[0])
+        return real(folder, certain=certain)
+
+    backend._index._list = counted  # type: ignore[method-assign]
+    assert put(backend, 22)
+    assert len(entries) == 1
+    assert entries[0] < 21
+    assert backend.size() == truth(tmp_path)
+
+
 def test_listing_a_folder_again_writes_only_the_rows_that_are_wrong(tmp_path: Path) -> None:
     backend = indexed(tmp_path)
     (connection,) = [backend._index._opened()]

@@ -1,1 +1,1 @@
-"""Fuzzers of the readers, and the encoders (README.md)."""
+"""Fuzz the readers and the encoders (see README.md)."""

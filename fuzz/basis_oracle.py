@@ -1,4 +1,4 @@
-"""The properties of bases, which a caller names and somebody else may have made. Loads torch."""
+"""Check the properties of basis files, which a caller names but somebody else may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loaded(data: bytes) -> Basis | None:
 
 
 def check_basis(data: bytes) -> bool:
-    """Return True if a basis is accepted; what is coded by it is refused, or loads from its file and decodes to finite values."""
+    """Return True if a basis is accepted; data encoded with it must be refused, or load from its file and decode to finite values."""
     basis = loaded(data)
     if basis is None:
         return False
@@ -73,7 +73,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
 
 
 def _layers(basis: Basis) -> list[Any] | None:
-    """Return keys and values of the shapes of a basis; None where it has too many."""
+    """Return random keys and values of the shapes of a basis, or None if there would be too many."""
     generator = torch.Generator().manual_seed(0)
     shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
     for layer in range(basis.layers_described):

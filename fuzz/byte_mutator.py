@@ -1,4 +1,4 @@
-"""Random edits of bytes, arrays of numbers, and text; each depends only on its input and on ``source``."""
+"""Mutate bytes, arrays of numbers, and text at random; each mutation depends only on its input and on ``source``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NUMBERS: dict[str, tuple[bytes, ...]] = {
 
 
 def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> bytes:
-    """Return ``data`` after one edit: a bit, a byte, a block written over, put in, taken out, copied or cut off; at most ``most`` bytes."""
+    """Return ``data``, at most ``most`` bytes long, after one edit: a bit or byte changed, or a block overwritten, inserted, removed,
+    copied or cut off."""
     result = bytearray(data)
     at = source.randrange(len(result) + 1)
     size = 1 << source.randrange(7)
@@ -88,7 +89,7 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
 
 
 def mutated_text(data: bytes, words: Sequence[bytes], source: random.Random, most: int = 1 << 12) -> bytes:
-    """Return ``data`` after one edit of text: ``words`` put in or exchanged, numbers changed, parts repeated, or any edit of bytes."""
+    """Return ``data`` after one edit of text: ``words`` inserted or replaced, numbers changed, parts repeated, or any edit of bytes."""
     kind = source.randrange(5)
     at = source.randrange(len(data) + 1)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""Oracles for attending and appending to accepted files, and for the memory that this takes."""
+"""Check attention over accepted files, appending to them, and the memory that both take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOLERANCE = 2e-3
 
 
 def check_attend(data: bytes) -> bool:
-    """Any queries attend to an accepted file, or are refused with a KvpackError, in bounded memory."""
+    """Check that random queries attend to an accepted file, or are refused with a KvpackError, in bounded memory."""
 
     def attend() -> bool:
         cache = loaded(data)
@@ -49,7 +49,7 @@ def check_attend(data: bytes) -> bool:
 
 
 def compare_attend(data: bytes) -> None:
-    """Attention over packed tokens equals attention over their decoded values."""
+    """Check that attention over packed tokens equals attention over their decoded values."""
     cache = loaded(data)
     if cache is None or cache.values > MAX_VALUES:
         return
@@ -71,7 +71,8 @@ def compare_attend(data: bytes) -> None:
 
 
 def check_append(data: bytes) -> bool:
-    """Tokens are appended to an accepted file, or refused, in bounded memory; earlier tokens stay, also after save and load."""
+    """Check that tokens can be appended to an accepted file, or are refused, in bounded memory, and that earlier tokens do not change, also
+    after save and load."""
 
     def append() -> bool:
         cache = loaded(data)
@@ -103,7 +104,7 @@ def check_append(data: bytes) -> bool:
 
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
-    """Appended values are exact while they are raw; only a codec that keeps a narrower dtype rounds them, with a warning."""
+    """Check that appended values are exact while they are raw; only a codec that stores a narrower dtype may round them, with a warning."""
     # Random values may well have outliers that scales do not fit.
     shown = [warning for warning in shown if "lose precision" not in str(warning.message)]
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
@@ -126,7 +127,7 @@ def _source(data: bytes) -> random.Random:
 
 
 def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
-    """Return values for a side: of the widest dtype, which a raw side may refuse or round, or of the side's own dtype."""
+    """Return values for a side, of the widest dtype (which a raw side may refuse or round) or of the side's own dtype."""
     if side is None:
         return None
     kept = side.codec.exact_dtype
@@ -157,7 +158,7 @@ def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softcap: float | None = None, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """softmax(q k^T / sqrt(dim)) v, every query head with its own key head."""
+    """Compute softmax(q k^T / sqrt(dim)) v, with each query head reading the key head of its group."""
     groups, length, tokens = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * q.shape[3] ** -0.5
     if softcap is not None:

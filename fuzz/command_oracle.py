@@ -1,4 +1,4 @@
-"""The oracle for the command line on any file: an exit code, a message, and no partial output. Runs in process."""
+"""Check the command line on arbitrary files: its exit code, its message, and that it leaves no partial output. Runs in process."""
 
 from __future__ import annotations
 

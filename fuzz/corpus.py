@@ -1,4 +1,4 @@
-"""Write the committed corpus: the smallest inputs found by runs that reach code that the seeds do not.
+"""Write the committed corpus: the smallest inputs found by fuzzing runs that reach code that the seeds do not.
 
     python -m fuzz.run --seconds 600 --found fuzz-found
     python -m fuzz.corpus --found fuzz-found

@@ -1,4 +1,4 @@
-"""Random edits of safetensors files of dense keys and values, which `kvpack pack` reads: of their JSON header or their bytes."""
+"""Mutate safetensors files of dense keys and values, which `kvpack pack` reads: their JSON header or their bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _joined(header: Any, body: bytes) -> bytes:
 
 
 def dense_file(tensors: dict[str, tuple[str, list[int]]], note: str = "") -> bytes:
-    """Return a file of zeros, its tensors by name with dtype and shape."""
+    """Return a safetensors file filled with zeros, with the given tensors (name, dtype and shape)."""
     header: dict[str, Any] = {"__metadata__": {"kvpack.unpacked": note}} if note else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -39,7 +39,7 @@ SEEDS = (
 
 
 def mutated_dense(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return ``data`` after one edit of a value of its header, its tensors, or any byte."""
+    """Return ``data`` after one edit of a value in its header, of its tensors, or of any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     if kind == 0:

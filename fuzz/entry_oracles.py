@@ -1,4 +1,4 @@
-"""Oracles for the entry reader of a store, whose input another process may have written. Loads torch."""
+"""Check the reader of a store's entries, which another process may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
 
 
 def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """Return a mutation of an entry: mostly with a payload that matches the digest in its header, else with unrepaired damage."""
+    """Return a mutated entry, mostly with a payload that matches the digest in its header, otherwise with the damage unrepaired."""
     if source.random() < 0.1:
         front = 8 + int.from_bytes(data[:8], "little")
         return data[:front] + mutated_numbers(data[front:], "U8", source)
@@ -59,7 +59,7 @@ def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, mo
 
 
 class EntryOracle:
-    """A reader that knows the shapes of its seeds and one that parses each entry whole must agree."""
+    """Checks that a reader that knows the shapes of its seeds agrees with one that parses every entry in full."""
 
     def __init__(self) -> None:
         self.chains = {recipe: entries(recipe) for recipe in RECIPES}
@@ -68,7 +68,7 @@ class EntryOracle:
             assert len(_read(self._knowing[recipe], chain, _keys(chain)) or []) == len(chain)
 
     def check(self, data: bytes) -> bool:
-        """Return True if the parsing reader accepts the entry; fails when the other reader does not give the same cache."""
+        """Return True if the parsing reader accepts the entry; fails if the other reader returns a different cache."""
         try:
             header = container.open_bytes(data).header
             recipe, number, key = header.recipe, header.start // CHUNK, header.ignorable.get(FEATURE, b"")[:KEY_BYTES]
@@ -98,7 +98,7 @@ def _payload_digest(data: bytes, parts: Parts) -> bytes:
 
 
 def _with_right_digests(data: bytes) -> bytes | None:
-    """Return the entry with the digests of its tensors as they should be; None where that of its payload is wrong."""
+    """Return the entry with the correct digests of its tensors, or None if the digest of its payload is wrong."""
     parts = taken_apart(data)
     if parts is None or parts.header["ignorable"][FEATURE][_DIGEST] != _payload_digest(data, parts):
         return None

@@ -1,7 +1,7 @@
-"""Random edits of kvpack files that repair lengths and digests afterwards; otherwise every edit would fail at a digest.
+"""Mutate kvpack files at random and repair their lengths and digests afterwards, because otherwise every edit would fail at a digest.
 
-A file is taken apart into its header and its stored tensors, one of them is changed, and the file is joined again. Changes
-of a codec, of a side or of the layers may also fit the tensors to the new header, so that they reach the codec's own rules.
+A file is taken apart into its header and its stored tensors, one of them is changed, and the file is joined again. Changes of a codec, of a
+side or of the layers may also fit the tensors to the new header, so that they reach the codec's own rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_A_FILE = (ValueError, KeyError, IndexError, TypeError, AttributeError, Over
 
 @dataclass
 class Vocabulary:
-    """The contents of the seeds, for mutations to choose from: codecs as maps, side-cars by name, and every word."""
+    """The contents of the seeds, from which mutations choose: codecs as maps, side-cars by name, and every word."""
 
     codecs: list[dict[str, Any]] = field(default_factory=list)
     words: list[str] = field(default_factory=lambda: ["x"])
@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 def taken_apart(data: bytes) -> Parts | None:
-    """Return the parts of a file, or None for bytes without a header and tensors in the places of a file."""
+    """Return the parts of a file, or None for bytes that do not have the header and tensors of a file."""
     try:
         parts = Parts.of(data)
         ends = all(len(stored) == row[4] for row, stored in zip(parts.header["tensors"], parts.tensors, strict=True))
@@ -64,7 +64,7 @@ def taken_apart(data: bytes) -> Parts | None:
 
 
 def mutated_file(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """Return ``data`` after one to four edits, most of them repaired, in at most ``most`` bytes."""
+    """Return ``data``, at most ``most`` bytes long, after one to four edits, most of them repaired."""
     parts = taken_apart(data)
     if parts is None or source.random() < 0.03:
         return mutated_bytes(data, source, most)
@@ -111,7 +111,7 @@ def _payload(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Non
 
 
 def _field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change a value of the header without the changes that it would require elsewhere."""
+    """Change a value of the header without the changes elsewhere that it would require."""
     mutate_place(parts.header, vocabulary.words, source)
 
 
@@ -121,7 +121,7 @@ def _header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -
 
 
 def _swap(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Swap, duplicate or drop stored tensors, with their rows of the header or without."""
+    """Swap, duplicate or drop stored tensors, with or without their rows in the header."""
     rows = parts.header["tensors"]
     if len(rows) < 2:
         return
@@ -139,7 +139,7 @@ def _swap(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
 
 
 def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Store a tensor as a zstd frame of any options, or change the bytes of one."""
+    """Store a tensor as a zstd frame with any options, or change the bytes of such a frame."""
     if not parts.tensors:
         return
     number = source.randrange(len(parts.tensors))
@@ -155,7 +155,7 @@ def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
 
 
 def _refitted(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
-    """Return ``change``, followed by fitting the tensors to the changed header."""
+    """Return an edit that applies ``change`` and then fits the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:
@@ -225,7 +225,7 @@ def _layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
 
 
 def _with_another_front(joined: bytes, source: random.Random) -> bytes:
-    """Change a byte of the length or the JSON header, which have no digest but only one correct form."""
+    """Change a byte of the length or of the JSON header, which have no digest but only one valid form."""
     end = 8 + int.from_bytes(joined[:8], "little")
     text = joined[: min(end, len(joined))]
     used = len(text.rstrip(b" ")) + 2
@@ -233,7 +233,7 @@ def _with_another_front(joined: bytes, source: random.Random) -> bytes:
 
 
 def _with_another_pad(joined: bytes, source: random.Random) -> bytes:
-    """Set a bit of a pad between tensors, which has no digest either."""
+    """Set a bit in the padding between tensors, which has no digest either."""
     end = 8 + int.from_bytes(joined[:8], "little")
     pads = _PADS.findall(joined[:end])
     if not pads:

@@ -1,4 +1,4 @@
-"""Random edits of the tensor kvpack.header by itself."""
+"""Mutate the tensor kvpack.header by itself."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Arc = tuple[str, int, int]
 
 
 class Tracer:
-    """Runs functions and notes each step from line to line in the sources of the library."""
+    """Runs functions and records each step from line to line in the sources of the library."""
 
     def __init__(self) -> None:
         self.sources = {
@@ -41,7 +41,7 @@ class Tracer:
         self._arcs: set[Arc] = set()
 
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
-        """Return the steps that ``run`` takes; its exceptions are ignored, because failures are counted elsewhere."""
+        """Return the steps that ``run`` takes; exceptions that it raises are ignored, because failures are counted elsewhere."""
         self._arcs = set()
         sys.settrace(self._called)
         try:
@@ -69,7 +69,7 @@ class Tracer:
 
 
 def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], seconds: float) -> dict[str, list[int]]:
-    """Return the lines that ``run`` runs on ``inputs``, as many of them as ``seconds`` allow, by file."""
+    """Return, by file, the lines that ``run`` executes on as many of ``inputs`` as ``seconds`` allow."""
     tracer, end = Tracer(), time.perf_counter() + seconds
     lines: dict[str, set[int]] = {}
     for data in inputs:
@@ -81,7 +81,7 @@ def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], secon
 
 
 def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
-    """Return the smallest of ``inputs`` that between them take every step that all take and ``known`` do not."""
+    """Return the smallest of ``inputs`` that together take every step that all of them take and ``known`` do not."""
     tracer = Tracer()
     steps: set[Arc] = set()
     for data in known:

@@ -1,4 +1,4 @@
-"""The memory of one input: the growth of resident memory as measured by the system, which includes libraries' buffers."""
+"""Measure the memory that one input takes: the growth of resident memory as the system reports it, including libraries' buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def growth(action: Callable[[], object]) -> float | None:
 
 
 def check_growth(action: Callable[[], bool], memory_limit: int) -> bool:
-    """Return the result of ``action``. Raises AssertionError above ``memory_limit`` plus the constant that kvpack states."""
+    """Run ``action`` and return its result. Raises AssertionError if memory grows by more than ``memory_limit`` plus the constant that
+    kvpack documents."""
     result = False
 
     def noted() -> None:

@@ -1,7 +1,7 @@
-"""Oracles for any bytes given to the readers of containers, headers and recipes. Do not need torch.
+"""Check arbitrary bytes given to the readers of containers, headers and recipes. Does not need torch.
 
-A check reads an input as a program would, and returns whether it was accepted. A KvpackError is a refusal; any other exception
-is a failure. Comparisons with another reader are separate functions: they take longer and see fewer inputs.
+A check reads an input as a program would, and returns whether it was accepted. A KvpackError is a refusal; any other exception is a
+failure. Comparisons with another reader are separate functions: they take longer and see fewer inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def opened(data: bytes) -> File | None:
 
 
 def check_container(data: bytes) -> bool:
-    """An accepted file is the only file with its contents: written again, it has the same bytes."""
+    """Check that an accepted file is the only file with its contents: written again, it has the same bytes."""
     file = opened(data)
     if file is None:
         return False
@@ -62,7 +62,7 @@ def check_container(data: bytes) -> bool:
 
 
 def compare_container(data: bytes) -> None:
-    """The second decoder and the readers in other languages accept exactly the files that the library accepts."""
+    """Check that the second decoder and the readers in other languages accept exactly the files that the library accepts."""
     try:
         file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
         if sum(map(layout_bytes, file.header.layouts.values())) > MAX_COMPARED_BYTES:
@@ -76,13 +76,13 @@ def compare_container(data: bytes) -> None:
 
 
 def needs_basis(file: File) -> bool:
-    """Return True if a file is of a basis that is not in it: no reader is given any here, but for the targets of values."""
+    """Return True if a file uses a basis that it does not embed; only the targets that check values give a reader one."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
     return any(file.header.codecs[number].bases_needed for number in used)
 
 
 def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]:
-    """Return the file that the second decoder reads, given ``bases``, or None and the rule by which it refuses it."""
+    """Return the file that the second decoder reads, given ``bases``, or None and the rule by which it refuses the file."""
     try:
         return decoder.read(data, decompress, bases), ""
     except decoder.Refused as refused:
@@ -90,7 +90,7 @@ def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]
 
 
 def check_header(data: bytes) -> bool:
-    """An accepted header is canonical and lays out a file."""
+    """Check that an accepted header is canonical and lays out a file."""
     try:
         header = parse_header(data)
     except KvpackError:
@@ -107,7 +107,7 @@ def check_header(data: bytes) -> bool:
 
 
 def compare_header(data: bytes) -> None:
-    """The second decoder accepts exactly the headers that the library accepts, and makes the same JSON headers."""
+    """Check that the second decoder accepts exactly the headers that the library accepts, and writes the same JSON headers."""
     error = rule = None
     text, size = b"", 0
     try:
@@ -132,7 +132,7 @@ def compare_header(data: bytes) -> None:
 
 
 def check_safetensors(data: bytes) -> bool:
-    """The official safetensors reader accepts every accepted file, with equal names, dtypes, shapes and offsets."""
+    """Check that the official safetensors reader accepts every accepted file, with the same names, dtypes, shapes and offsets."""
     file = opened(data)
     if file is None:
         return False
@@ -163,7 +163,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_recipe(data: bytes) -> bool:
-    """A parsed recipe parses to the same recipe from its own text, and its codecs can be rebuilt from their parameters."""
+    """Check that a parsed recipe round-trips through its text, and that its codecs can be rebuilt from their parameters."""
     text = data.decode("utf-8", "surrogateescape")
     if "/" in text or text.lstrip().startswith("@"):
         # A path: recipe files have their own target.
@@ -177,7 +177,7 @@ def check_recipe(data: bytes) -> bool:
 
 
 def check_recipe_file(data: bytes, path: str) -> bool:
-    """A recipe file, written to ``path``, is refused with its name in the message, or gives the recipe of its clauses."""
+    """Check that a recipe file, written to ``path``, is refused with its name in the message, or parses to the recipe of its clauses."""
     with open(path, "wb") as file:
         file.write(data)
     recipe, refusal = None, ""

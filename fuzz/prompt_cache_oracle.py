@@ -1,4 +1,4 @@
-"""The properties of mlx-lm's prompt cache files, which ``kvpack import`` reads. Loads torch."""
+"""Check how ``kvpack import`` reads mlx-lm's prompt cache files. Imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache"
 
 
 def prompt_cache(layers: list[tuple[str, list[int], list[int]]], dtype: str = "BF16", count: str = "I32", *, older: bool = False) -> bytes:
-    """Return a file of layers, each its class, the shape of its keys and values, and its counts, in mlx-lm's newer or older form."""
+    """Return a prompt cache file in mlx-lm's newer or ``older`` form; each layer gives its class, the shape of its keys and values, and its
+    counts."""
     metadata = {} if older else {"2.0": "", "0.title": "t"}
     header: dict[str, Any] = {"__metadata__": metadata}
     body = b""
@@ -61,7 +62,7 @@ SEEDS = (
 
 
 def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return ``data`` after one edit: of a count, its header, its arrays, or any byte."""
+    """Return ``data`` after one edit of a count, its header, its arrays, or any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     try:
@@ -79,7 +80,7 @@ def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes
 
 
 def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> bytes:
-    """Return the file with another count, as an array of any dtype or as text of any spelling."""
+    """Return the file with another count, as an array of any dtype or as text in any spelling."""
     metadata, value = header.get("__metadata__", {}), source.choice(_COUNTS)
     texts = [name for name in metadata if name.startswith("0.") and name.count(".") == 2]
     arrays = [name for name, entry in header.items() if name != "__metadata__" and entry["shape"] == []]
@@ -100,13 +101,13 @@ def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> b
 
 
 class PromptCacheOracle:
-    """Reads files, and writes those that are accepted again."""
+    """Reads files, and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted; fails where reading takes memory, and unless what is written again has the same tokens."""
+        """Return True if the file is accepted; fails if reading takes too much memory or the file written back has other tokens."""
         self._file.write_bytes(data)
         taken = growth(lambda: self._accepted(len(data)))
         assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"

@@ -1,4 +1,4 @@
-"""The readers in other languages, spec/readers, as oracles beside the second decoder."""
+"""Compare the readers in other languages (spec/readers) with the second decoder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from support.reader_programs import all_started, differences, in_files
 
 
 def check_readers(data: bytes, suffix: str, bases: tuple[bytes, ...], file: Any, rule: str) -> None:
-    """Check that the readers that can run here make of a file what the second decoder makes of it: ``file``, or a refusal by ``rule``."""
+    """Check that the readers that can run here agree with the second decoder, which either read ``file`` or refused it by ``rule``."""
     found = list(differences(all_started(), data, suffix, in_files(bases), file, rule))
     assert not found, "; ".join(found)

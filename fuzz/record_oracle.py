@@ -1,7 +1,8 @@
-"""Oracle for what a store notes next to its entries, and others may have written: pins, and records of uses. Does not need torch.
+"""Check the reading of records that a store keeps next to its entries and others may have written: pins and usage records. Does not need
+torch.
 
-The first byte of an input names its kind: a pin with an owner and an end, a pin of an earlier version, or a record of uses, whose name
-ends with a line feed.
+The first byte of an input names its kind: a pin with an owner and an end, a pin of an earlier version, or a record of uses, whose name ends
+with a line feed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SEEDS = (
 
 
 def mutated_record(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return a mutation of an input, mostly of the same kind."""
+    """Return a mutated input, mostly of the same kind."""
     return mutated_bytes(data, source, most) if source.random() < 0.1 else data[:1] + mutated_bytes(data[1:], source, most - 1)
 
 

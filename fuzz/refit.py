@@ -1,4 +1,4 @@
-"""Fit the tensors of a file to a changed header: each gets the name, dtype and size that codecs and layers give."""
+"""Fit the tensors of a file to a changed header: each gets the name, dtype and size that the codecs and layers require."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def _content(row: list[Any], data: bytes) -> bytes:
 
 
 def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
-    """Return ``size`` bytes that begin with ``known``, repeated to fill up, so that streams keep their character."""
+    """Return ``size`` bytes that begin with ``known`` and repeat it to fill up, so that streams keep their character."""
     if known:
         return (known * (size // len(known) + 1))[:size]
     return source.choice((bytes, source.randbytes))(size)
 
 
 def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
-    """Set ``entries`` of a side to what its fitted flags or counts say; a side without such streams has none."""
+    """Set ``entries`` of a side to the number given by its fitted flags or counts; a side without such streams has none."""
     names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
     side.pop("entries", None)
     if not names:

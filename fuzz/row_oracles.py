@@ -1,4 +1,4 @@
-"""The properties of rows, whose bytes another process may have written. Loads torch."""
+"""Check the reading of packed rows, whose bytes another process may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row_of(codec: PageCodec) -> bytes:
 
 
 class RowOracle:
-    """What codecs make of rows, and whether the second decoder makes the same of them."""
+    """Checks how codecs decode rows, and whether the second decoder agrees."""
 
     def __init__(self) -> None:
         made = [PageCodec(recipe, geometry, namespace=NAMESPACE) for recipe, geometry in PAGES]
@@ -56,7 +56,7 @@ class RowOracle:
         self.rows = [row_of(codec) for codec in made]
 
     def mutated(self, data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-        """Return a mutation of a row, mostly one whose length and checksum match what it has become."""
+        """Return a mutated row, mostly with a length and checksum that match its new contents."""
         if len(data) < FRAME_BYTES or source.random() < 0.05:
             return mutated_bytes(data, source, most)
         size = min(struct.unpack_from("<I", data, 96)[0], len(data) - FRAME_BYTES)
@@ -85,7 +85,7 @@ class RowOracle:
         return bytes(row)
 
     def check(self, data: bytes) -> bool:
-        """Return True if a row is accepted; one that is refused writes nothing, and whatever the rules of values say, none crashes."""
+        """Return True if a row is accepted; a refused row must write nothing, and no row may crash a codec, whatever its values."""
         codec = self._codec_of(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
@@ -95,7 +95,8 @@ class RowOracle:
         return refused is None
 
     def compare(self, data: bytes) -> None:
-        """The other readers accept the rows that a codec of their description accepts, and it gives values as near as it promises."""
+        """Check that the other readers accept exactly the rows that a codec built from their description accepts, and decode the same
+        values within its tolerance."""
         codec = self._codec_of(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
@@ -128,7 +129,7 @@ class RowOracle:
         assert not (error[kept] > 0).any(), f"off by {error[kept].max()}"
 
     def _codec_of(self, data: bytes) -> PageCodec:
-        """Return the codec of the pages that a row describes, if there is one, else any."""
+        """Return the page codec that a row describes, or any codec if the description is invalid."""
         size = int.from_bytes(data[96:100], "little")
         description = data[FRAME_BYTES : FRAME_BYTES + size] if data[: len(MAGIC)] == MAGIC else b""
         return self._codecs.get(description, next(iter(self._codecs.values())))

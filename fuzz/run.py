@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one target; a process that ends without its report is a crash of its own."""
+    """Run one target and return its report; a process that ends without a report is itself reported as a crash."""
     found.parent.mkdir(parents=True, exist_ok=True)
     words = [name, "--seconds", str(seconds), "--seed", str(arguments.seed), "--lines", str(arguments.lines), "--report", str(path)]
     words += ["--found", str(found), "--failures", str(arguments.failures)]

@@ -1,4 +1,4 @@
-"""The properties of a store's encrypted entries, which anyone may have written."""
+"""Check the reading of a store's encrypted entries, which anyone may have written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEALED = {sealed(plain): plain for plain in (b"", b"x", bytes(100))}
 
 
 def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return a mutation of an encrypted entry, mostly with a correct digest."""
+    """Return a mutated encrypted entry, mostly with a correct digest."""
     if source.random() < 0.1:
         return mutated_bytes(data, source, most)
     body = mutated_bytes(data[:-16], source, most - 16)
@@ -40,7 +40,7 @@ def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 def check_sealed(data: bytes) -> bool:
-    """An entry that decrypts has the contents that were encrypted."""
+    """Check that an entry that decrypts has the contents that were encrypted."""
     try:
         plain = Cipher({_NAME.decode(): _SEALED_KEY}, _TENANT).decrypt(bytes(KEY_BYTES), data)
     except KvpackError:

@@ -1,4 +1,4 @@
-"""The seeds of fuzzing: the conformance vectors, the golden files, and the committed corpus of a target."""
+"""List the seeds of fuzzing: the conformance vectors, the golden files, and the committed corpus of a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kvpack_files() -> tuple[bytes, ...]:
 
 
 def files_of(codec_id: str) -> list[bytes]:
-    """Return the files that hold the codec ``codec_id`` alone, without side-cars."""
+    """Return the files that use only the codec ``codec_id``, without side-cars."""
     return [data for data in kvpack_files() if (parts := taken_apart(data)) and _codecs(parts) == {(codec_id, False)}]
 
 

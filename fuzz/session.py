@@ -1,4 +1,4 @@
-"""One run of one target: every input timed and counted, failures kept as files, and the results as a report."""
+"""Run one target: time and count every input, keep failing inputs as files, and report the results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FAILURES = 20
 
 @dataclass
 class Report:
-    """The results of a run. Memory is resident memory in MiB: of the libraries, before the first input, and at its peak.
+    """The results of a run. Memory is resident memory in MiB: after the imports, before the first input, and at its peak.
 
     ``memory_of_files`` is the part of the libraries mapped from their files: code that all processes share.
     """
@@ -44,7 +44,7 @@ class Report:
 
 
 class Session:
-    """Runs inputs of a target for ``seconds`` or ``executions``; failing inputs go to ``failures``."""
+    """Runs inputs of a target for ``seconds`` or ``executions``; failing inputs are written to ``failures``."""
 
     def __init__(self, report: Report, target: Target, seconds: float, executions: int | None, failures: Path) -> None:
         self.report, self.target, self.failures = report, target, failures
@@ -84,7 +84,7 @@ class Session:
                 self._failed(data, error)
 
     def finish(self) -> Report:
-        """Return the report, and the slowest input as a file."""
+        """Return the report, and write the slowest input to a file."""
         self.report.seconds = time.perf_counter() - self._start
         self.report.memory_peak = resident("VmHWM")
         if self.report.executions:
@@ -92,7 +92,7 @@ class Session:
         return self.report
 
     def _failed(self, data: bytes, error: Exception) -> None:
-        """Keep the first input of every distinct place and kind of failure."""
+        """Keep the first input for each distinct location and kind of failure."""
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}:{type(error).__name__}"
         if place not in self._seen:
@@ -114,7 +114,7 @@ def hash_of(data: bytes) -> int:
 
 
 def resident(name: str) -> float:
-    """Resident memory of this process in MiB: ``VmRSS`` now, ``RssFile`` of it mapped from files, ``VmHWM`` at its peak.
+    """Return a resident memory figure of this process in MiB: ``VmRSS`` (current), ``RssFile`` (mapped from files) or ``VmHWM`` (peak).
 
     0 if the system does not report it.
     """

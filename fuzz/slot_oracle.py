@@ -1,4 +1,4 @@
-"""The properties of sequence states of llama.cpp, which ``kvpack import`` reads. Loads torch."""
+"""Check how ``kvpack import`` reads sequence states of llama.cpp. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = tuple(struct.pack("<I", word) for word in (0, 1, 2, 3, 8, 30, 256, 4096
 
 
 def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return ``data`` after one or two edits: of a word, most often of a count, a type or a size, or of any byte."""
+    """Return ``data`` after one or two edits of a word (most often a count, type or size) or of any byte."""
     for _ in range(source.randrange(1, 3)):
         if source.random() < 0.2 or len(data) < 8:
             data = mutated_bytes(data, source, most)
@@ -38,13 +38,13 @@ def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 class SlotOracle:
-    """Reads files with and without sliding windows, and writes those that are accepted again."""
+    """Reads files with and without sliding windows, and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "slot", folder / "again"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted; fails unless it is then written with the same layers, and read again as the same cache."""
+        """Return True if the file is accepted; fails unless it is then written with the same layers and reads back as the same cache."""
         self._file.write_bytes(data)
         return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])
 

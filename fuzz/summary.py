@@ -1,4 +1,4 @@
-"""The summary of a run's reports: a table, the covered lines, and the failures."""
+"""Summarize the reports of a run: a table, the covered lines, and the failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _memory(report: dict[str, Any]) -> float:
 
 
 def coverage_lines(reports: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Covered and runnable lines by file, over all targets."""
+    """Return the covered and the runnable lines by file, over all targets."""
     covered: dict[str, set[int]] = {}
     for report in reports:
         for name, lines in report.get("lines", {}).items():

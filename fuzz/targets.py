@@ -1,4 +1,4 @@
-"""The fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
+"""Define the fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
 
 A target is made in the process that runs it, so that processes without torch stay small.
 """
@@ -29,10 +29,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Target:
-    """``check`` returns whether an input was accepted, and raises when a property does not hold.
+    """One fuzz target. ``check`` returns whether an input was accepted, and raises if a property does not hold.
 
-    ``compare``, on one input in ``every``, compares with another reader; its time does not count as the input's.
-    ``share`` is the target's share of a run's time.
+    ``compare``, on one input in ``every``, compares with another reader; its time does not count as the input's. ``share`` is the target's
+    share of a run's time.
     """
 
     seeds: tuple[bytes, ...]
@@ -49,14 +49,14 @@ def _files(found: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tu
 
 
 def container() -> Target:
-    """Whole files: framing, header, pads, digests, frames, and the rules of codecs."""
+    """Return the target for whole files: framing, header, padding, digests, frames, and the rules of codecs."""
     from fuzz.oracles import check_container, compare_container
 
     return Target(*_files(list(seeds.kvpack_files())), check_container, compare_container)
 
 
 def header() -> Target:
-    """The tensor kvpack.header alone."""
+    """Return the target for the tensor kvpack.header alone."""
     from fuzz.oracles import check_header, compare_header
 
     vocabulary = Vocabulary.of(seeds.kvpack_files())
@@ -66,21 +66,21 @@ def header() -> Target:
 
 
 def codec(codec_id: str) -> Target:
-    """One codec: its parameters, its streams, and the values that they decode to."""
+    """Return the target for one codec: its parameters, its streams, and the values that they decode to."""
     from fuzz.value_oracles import check_values, compare_values
 
     return Target(*_files(seeds.files_of(codec_id)), check_values, compare_values)
 
 
 def side_cars() -> Target:
-    """Side-cars of any codec."""
+    """Return the target for the side-cars of all codecs."""
     from fuzz.value_oracles import check_values, compare_values
 
     return Target(*_files(seeds.files_with_side_cars()), check_values, compare_values)
 
 
 def attend() -> Target:
-    """Attention over files of any codec, with any options."""
+    """Return the target that attends to files of any codec, with any options."""
     from fuzz.cache_oracles import check_attend, compare_attend
 
     _run_what_caches_run()
@@ -88,7 +88,7 @@ def attend() -> Target:
 
 
 def append() -> Target:
-    """Files of any codec, to which tokens are added."""
+    """Return the target that appends tokens to files of any codec."""
     from fuzz.cache_oracles import check_append
 
     _run_what_caches_run()
@@ -96,14 +96,14 @@ def append() -> Target:
 
 
 def safetensors() -> Target:
-    """The official safetensors reader accepts every file that kvpack accepts, with the same meaning."""
+    """Return the target that compares accepted files with the official safetensors reader."""
     from fuzz.oracles import check_safetensors
 
     return Target(*_files(list(seeds.kvpack_files())), check_safetensors)
 
 
 def entry() -> Target:
-    """Entries of a store, read by template and parsed."""
+    """Return the target for entries of a store, read both by template and by parsing."""
     from fuzz.entry_oracles import EntryOracle, mutated_entry
 
     oracle = EntryOracle()
@@ -113,14 +113,14 @@ def entry() -> Target:
 
 
 def encrypted_entry() -> Target:
-    """Encrypted entries of a store."""
+    """Return the target for encrypted entries of a store."""
     from fuzz.sealed_oracles import SEALED, check_sealed, mutated_sealed
 
     return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
 
 
 def record() -> Target:
-    """Pins, and records of uses, which a store keeps next to its entries."""
+    """Return the target for pins and usage records, which a store keeps next to its entries."""
     from fuzz.record_oracle import SEEDS, check_record, mutated_record
 
     most = 1 << 10
@@ -128,7 +128,7 @@ def record() -> Target:
 
 
 def row() -> Target:
-    """Rows of engines' pages: frame, description, and the rules of codecs."""
+    """Return the target for packed rows of engines' pages: frame, description, and the rules of codecs."""
     from fuzz.row_oracles import RowOracle
 
     oracle = RowOracle()
@@ -138,7 +138,7 @@ def row() -> Target:
 
 
 def slot() -> Target:
-    """Sequence states of llama.cpp."""
+    """Return the target for sequence states of llama.cpp."""
     from fuzz.slot_oracle import SEEDS, SlotOracle, mutated_slot
 
     most = 1 << 12
@@ -146,7 +146,7 @@ def slot() -> Target:
 
 
 def basis() -> Target:
-    """Bases, and what is coded by them."""
+    """Return the target for basis files, and for data encoded with them."""
     from fuzz.basis_oracle import SEEDS, check_basis
 
     _run_what_caches_run()
@@ -155,7 +155,7 @@ def basis() -> Target:
 
 
 def prompt_cache() -> Target:
-    """Prompt caches of mlx-lm."""
+    """Return the target for prompt caches of mlx-lm."""
     from fuzz.prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
 
     most = 1 << 13
@@ -165,7 +165,7 @@ def prompt_cache() -> Target:
 
 
 def recipe() -> Target:
-    """Recipes as text."""
+    """Return the target for recipes as text."""
     from fuzz.oracles import check_recipe
 
     texts, words = _recipe_words()
@@ -173,7 +173,7 @@ def recipe() -> Target:
 
 
 def recipe_file() -> Target:
-    """Recipe files."""
+    """Return the target for recipe files."""
     from fuzz.oracles import check_recipe_file
 
     texts, words = _recipe_words()
@@ -184,7 +184,7 @@ def recipe_file() -> Target:
 
 
 def command() -> Target:
-    """The command line on a kvpack file: inspect, verify, unpack, convert, store."""
+    """Return the target for the command line on a kvpack file: inspect, verify, unpack, convert, store."""
     from fuzz.command_oracle import CommandOracle
 
     _import_what_commands_do()
@@ -192,7 +192,7 @@ def command() -> Target:
 
 
 def dense_file() -> Target:
-    """The command line on a safetensors file of dense keys and values: pack."""
+    """Return the target for the command line on a safetensors file of dense keys and values: pack."""
     from fuzz.command_oracle import CommandOracle
     from fuzz.dense_mutator import SEEDS, mutated_dense
 
@@ -201,14 +201,14 @@ def dense_file() -> Target:
 
 
 def _import_what_commands_do() -> None:
-    """Import what commands import when they run, so that it counts to the libraries and not to an input."""
+    """Import the modules that commands import lazily, so that they are not counted against an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.cache.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
     _run_what_caches_run()
 
 
 def _run_what_caches_run() -> None:
-    """Run PyTorch code that is mapped on its first run, so that it counts to the libraries and not to an input."""
+    """Run PyTorch code that is mapped on first use, so that it is not counted against an input."""
     import torch
 
     import kvpack
@@ -232,7 +232,7 @@ def _recipe_words() -> tuple[list[bytes], list[bytes]]:
 
 
 def _folder() -> Path:
-    """A folder of this process, in memory if the system has such a place."""
+    """Return a temporary folder of this process, in memory if the system has a file system there."""
     folder = Path(tempfile.mkdtemp(prefix="kvpack-fuzz-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

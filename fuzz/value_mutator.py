@@ -1,4 +1,4 @@
-"""Random edits of msgpack values: a header as maps, arrays, numbers and strings, any of which may become any other."""
+"""Mutate msgpack values at random: any map, array, number or string of a header may turn into any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {st
 
 
 def of_another_type(source: random.Random) -> Any:
-    """Any value, a new one at each call, because callers may change it."""
+    """Return a value of any type, new at each call because callers may change it."""
     return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
 
 
@@ -33,7 +33,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
-    """Change one value of ``top``, or the entries of one of its maps and arrays, in place."""
+    """Change one value in ``top``, or the entries of one of its maps and arrays, in place."""
     found = list(places(top))
     if not found:
         return

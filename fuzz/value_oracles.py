@@ -1,4 +1,4 @@
-"""The properties of the values that accepted files decode to. These targets load torch."""
+"""Check the values that accepted files decode to. These targets import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HUGE = 2.0**96
 
 
 def loaded(data: bytes) -> Cache | None:
-    """Return the cache of a file with the rules of every value checked, or None for a refusal."""
+    """Return the cache of a file after checking the rules of every value, or None if it is refused."""
     try:
         # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
         return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_LOADED)
@@ -45,7 +45,7 @@ def loaded(data: bytes) -> Cache | None:
 
 
 def check_values(data: bytes) -> bool:
-    """An accepted file decodes to values of its shapes."""
+    """Check that an accepted file decodes to values of its shapes."""
     cache = loaded(data)
     if cache is None:
         return False
@@ -59,7 +59,8 @@ def check_values(data: bytes) -> bool:
 
 
 def compare_values(data: bytes) -> None:
-    """The second decoder accepts the same files and gives the same values, and so does the cache, when cut and when saved and loaded."""
+    """Check that the second decoder accepts the same files with the same values, and that the cache keeps them when sliced, and when saved
+    and loaded."""
     compare_container(data)
     cache = loaded(data)
     file = opened(data)
@@ -86,7 +87,7 @@ def _stored_bytes(cache: Cache) -> int:
 
 
 def _check_finite(cache: Cache) -> None:
-    """Values of a lossy codec are finite if no stored value, and no value computed from one, is near a limit."""
+    """Check that the values of a lossy codec are finite unless a stored or intermediate value is near a limit."""
     for layer in cache:
         for name, side in layer.sides.items():
             floats = [stream for page in side.runs for stream in _numbers(page)]
@@ -101,7 +102,7 @@ def _check_finite(cache: Cache) -> None:
 
 
 def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
-    """Yield the numbers that a page stores: streams of floats, and powers of two of which it stores the exponents (e8m0)."""
+    """Yield the numbers that a page stores: float streams, and powers of two stored as their exponents (e8m0)."""
     for name, stream in page.streams.items():
         if stream.is_floating_point():
             yield stream
@@ -110,7 +111,7 @@ def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
 
 
 def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
-    """``found`` has the values of the first ``tokens`` tokens of ``cache``."""
+    """Assert that ``found`` has the values of the first ``tokens`` tokens of ``cache``."""
     for layer, other in zip(found, cache, strict=True):
         for name, side in layer.sides.items():
             values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]

@@ -1,4 +1,4 @@
-"""One target in a process of its own, with atheris or with a plain random driver.
+"""Run one target in its own process, with atheris or with a plain random driver.
 
     python -m fuzz.worker container --seconds 60 --seed 1
     python -m fuzz.worker container --repeat FILE
@@ -121,7 +121,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
 
 
 def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
-    """The seeds, then mutations of seeds and of mutations that were accepted; a process that dies leaves its input as a file."""
+    """Run the seeds, then mutations of seeds and of accepted mutations; if the process dies, its current input stays on disk."""
     source, pool = random.Random(seed), list(inputs)
     session.failures.mkdir(parents=True, exist_ok=True)
     running = session.failures / f"native-{session.report.target}-{os.getpid()}"
@@ -163,7 +163,7 @@ def _files_in(folder: Path) -> list[bytes]:
 
 
 def _repeat(name: str, path: Path) -> int:
-    """Run one input, and let what it raises be seen."""
+    """Run one input and let its exception propagate."""
     from fuzz.targets import TARGETS
 
     target, data = TARGETS[name](), path.read_bytes()

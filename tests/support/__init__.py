@@ -1,1 +1,1 @@
-"""What tests share, and programs that check at length what tests check in part."""
+"""Helpers that tests share, and programs that run at length what tests check in part."""

@@ -1,9 +1,9 @@
-"""Show that the vectors catch every step of arithmetic of the second decoder that is done otherwise.
+"""Show that the conformance vectors catch every changed step of arithmetic in the second decoder.
 
-``python -m support.arithmetic_changes`` changes one operator, number or rounding after another, and decodes the vectors that reach it:
-some minutes. It prints the changes that no vector catches and fails if ``arithmetic_survivors.txt`` does not list one of them with
-the reason. A vector catches a change when a value no longer agrees with the manifest, when the decoder refuses or fails, or when a
-tolerance that it computes is not that of the manifest any more.
+``python -m support.arithmetic_changes`` changes one operator, number or rounding after another, and decodes the vectors that reach it: some
+minutes. It prints the changes that no vector catches and fails if ``arithmetic_survivors.txt`` does not list one of them with the reason. A
+vector catches a change when a value no longer agrees with the manifest, when the decoder refuses or fails, or when a tolerance that it
+computes is not that of the manifest any more.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def changes_of(path: Path) -> list[Guard]:
 
 
 def _computing(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
-    """Yield the nodes of a statement that compute, each with its parent, without checks, texts, annotations and defaults."""
+    """Yield the expressions of a statement that compute values, each with its parent; skip checks, texts, annotations and defaults."""
     if isinstance(node, (ast.JoinedStr, ast.arguments, ast.Assert)):
         return
     if isinstance(node, ast.Call) and _called(node) in (*CHECKS, "take_parameters"):
@@ -107,14 +107,14 @@ def _with_operator(node: Any, other: ast.operator) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """True for the joining of lists, texts and bytes: those are caught by their types."""
+    """Return True if a node concatenates lists, texts or bytes, whose types already catch a change."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     return any(isinstance(one, (ast.List, ast.ListComp, ast.Tuple, ast.JoinedStr)) for one in sides)
 
 
 @dataclass
 class Reading:
-    """A vector that is decoded; ``functions`` are those of the decoder that this calls."""
+    """A vector that is decoded; ``functions`` are the functions of the decoder that this calls."""
 
     name: str
     decode: Callable[[], Any]
@@ -157,7 +157,7 @@ class Reading:
 
 @cache
 def readings() -> list[Reading]:
-    """Return all vectors that are decoded, the quickest first."""
+    """Return all vectors that are decoded, the fastest first."""
     found = []
     for name, line in manifest().items():
         if "values" in line:
@@ -191,7 +191,7 @@ def _trace(reading: Reading) -> None:
 
 
 def caught_by(change: Guard) -> str | None:
-    """Return the first vector that catches a change."""
+    """Return the name of the first vector that catches a change, or None."""
     lines = _lines(change)
     reached = [one for one in readings() if any(path == str(change.path) and line in lines for path, line in one.functions)]
     with removed(change):
@@ -199,7 +199,7 @@ def caught_by(change: Guard) -> str | None:
 
 
 def _lines(change: Guard) -> range:
-    """Return the lines of the function that a change is in."""
+    """Return the lines of the function that contains a change."""
     (node,) = (one for where, _, one in functions(tree(change.path)) if where == change.where)
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     return range(first, (node.end_lineno or 0) + 1)
@@ -211,7 +211,7 @@ def all_changes() -> list[Guard]:
 
 
 def listed() -> dict[str, str]:
-    """For changes that no vector catches: the reason."""
+    """Return the changes that no vector catches, each with the documented reason."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.rsplit(" -> ", 1) for line in lines)
 

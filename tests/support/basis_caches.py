@@ -1,4 +1,4 @@
-"""Small caches of a recipe that needs a basis, their identity, and what a store must hold for them."""
+"""Small caches for a recipe that needs a basis, their identity, and a check of what a store holds for them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def without_basis(location: Any, **options: Any) -> kvpack.Store:
 
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
-    """Save a cache of ``ids`` whole and return it."""
+    """Save a whole cache for ``ids`` and return it."""
     whole = cache(len(ids), seed)
     assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
     return whole
 
 
 def held(folder: Path | str) -> tuple[int, int]:
-    """Return (whole bases, entries that need one) in a folder without encryption."""
+    """Return the number of complete bases, and of entries that need a basis, in an unencrypted folder."""
     bases = needing = 0
     for path in entries(folder):
         try:

@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with chat templates, for the demo's model: it takes 264 token ids."""
+"""Byte tokenizers with chat templates for the demo's model, which has 264 token ids."""
 
 from __future__ import annotations
 

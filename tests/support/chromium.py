@@ -1,4 +1,4 @@
-"""Headless Chromium for tests, driven by the DevTools protocol over a pipe: no driver and no package."""
+"""Drive headless Chromium in tests by the DevTools protocol over a pipe, without a driver or a package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER_SECONDS = 120.0
 
 
 class Page:
-    """A tab. ``errors`` are the exceptions of its scripts and the messages of its console that report errors."""
+    """A tab. ``errors`` collects the exceptions of its scripts and the error messages on its console."""
 
     def __init__(self, process: subprocess.Popen[bytes], send: int, receive: int) -> None:
         self._process, self._send, self._receive = process, send, receive
@@ -84,7 +84,7 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """Return the first value of an expression that is true."""
+        """Wait until an expression is true and return its value."""
         end = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < end:
             if found := self.evaluate(condition):
@@ -102,7 +102,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone)
 
     def color_scheme(self, name: str) -> None:
-        """Prefer ``light`` or ``dark``."""
+        """Emulate a preference for ``light`` or ``dark``."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def screenshot(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Page:
 
 @contextmanager
 def page(folder: Path) -> Iterator[Page]:
-    """A new browser with one tab, whose profile is in ``folder``."""
+    """Start a browser with one tab and its profile in ``folder``; it closes when the context exits."""
     assert PROGRAM is not None
     to_browser, send = os.pipe()
     receive, from_browser = os.pipe()

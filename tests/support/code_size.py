@@ -1,9 +1,9 @@
-"""How much code there is, and how much of it one call runs: ``python -m support.code_size``, for ``make code-size``.
+"""Count lines of code, and how much of it one call runs: ``python -m support.code_size``, for ``make code-size``.
 
-Lines are counted without blank lines, comments and docstrings. A call is traced by ``sys.setprofile`` on its second run, when
-everything that is imported or built once is there: the distinct functions of kvpack that it enters, the files that hold them, its
-calls of such functions, and how deep they nest. ``--root DIR`` measures another checkout, whose C library is built, and ``--check``
-fails if a figure is above its limit.
+Lines are counted without blank lines, comments and docstrings. A call is traced by ``sys.setprofile`` on its second run, when everything
+that is imported or built once is there: the distinct functions of kvpack that it enters, the files that hold them, its calls of such
+functions, and how deep they nest. ``--root DIR`` measures another checkout, whose C library is built, and ``--check`` fails if a figure is
+above its limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LINES = LINES_BEFORE * 85 // 100
 
 
 class Calls(NamedTuple):
-    """The functions of kvpack that a call enters, the files that hold them, all calls of these functions, and their depth."""
+    """The functions of kvpack that a call enters, the files that define them, the total number of calls, and their depth."""
 
     functions: int
     files: int
@@ -48,7 +48,7 @@ _C_TOKENS = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*
 
 
 def python_lines(source: str) -> int:
-    """Return lines of a Python source that hold code."""
+    """Count the lines of a Python source that contain code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
@@ -61,13 +61,13 @@ def python_lines(source: str) -> int:
 
 
 def c_lines(source: str) -> int:
-    """Return lines of a C source that hold code."""
+    """Count the lines of a C source that contain code."""
     without = _C_TOKENS.sub(lambda match: "\n" * match[0].count("\n") if match[0].startswith("/") else "x", source)
     return sum(1 for line in without.splitlines() if line.strip())
 
 
 def folder_lines(folder: Path) -> dict[str, int]:
-    """Return lines of code of each folder and file right below a folder. Links are not followed."""
+    """Count the lines of code of each folder and file directly below a folder, without following links."""
     counts: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
         count = {".py": python_lines, ".c": c_lines, ".h": c_lines}.get(path.suffix)
@@ -107,7 +107,7 @@ def trace(call: Callable[[], object], root: Path) -> Calls:
 
 
 def operations(folder: Path) -> dict[str, Callable[[], object]]:
-    """Calls of users on the CPU: on one layer in octopus-4, and a decode step over four layers."""
+    """Return the operations to trace, by name, on the CPU: calls on one layer in octopus-4, and a decode step over four layers."""
     import torch
 
     import kvpack

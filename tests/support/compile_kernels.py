@@ -67,7 +67,7 @@ _REGISTERS = 0x2F
 
 
 class NoDevice:
-    """What Triton's compiler asks of a driver."""
+    """Stands in for the driver that Triton's compiler queries."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -86,7 +86,7 @@ class NoDevice:
 
 
 class Compiled:
-    """The kernels that were launched, by name, and the operations that failed; ``whole`` is whether machine code is made now.
+    """The kernels that were launched, by name, and the operations that failed; ``whole`` is True while machine code is generated.
 
     ``assembled`` are those of which this recipe has machine code.
     """
@@ -100,7 +100,7 @@ class Compiled:
         self.used: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Note the registers and shared memory of a kernel as far as they are the most of its name."""
+        """Record the registers and shared memory of a kernel if they are the most seen under its name."""
         if not kernel.asm["cubin"]:
             return
         registers, shared = self.used.get(name, (0, 0))
@@ -117,7 +117,7 @@ class Compiled:
 
 
 def _section_table(cubin: bytes) -> list[tuple[str, int, int, int]]:
-    """Name, type, offset and size of each section of an ELF file."""
+    """Return the name, type, offset and size of each section of an ELF file."""
     begin = struct.unpack_from("<Q", cubin, 40)[0]
     entry, count, names = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQ", cubin, begin + number * entry) for number in range(count)]
@@ -130,7 +130,7 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
 
 
 def registers_of(cubin: bytes) -> int:
-    """Return the most registers that a thread of a function in ``cubin`` takes."""
+    """Return the largest number of registers per thread that a function in ``cubin`` uses."""
     most = 0
     for name, _, at, size in _section_table(cubin):
         if name != ".nv.info":
@@ -147,7 +147,7 @@ def registers_of(cubin: bytes) -> int:
 
 
 def compile_alone(compiled: Compiled, capability: int) -> None:
-    """From now on every launch compiles its kernel and does nothing else, and tensors of the CPU go to the kernels."""
+    """Patch launches so that they only compile their kernel, and let CPU tensors reach the kernels."""
     run, add_stages = JITFunction.run, CUDABackend.add_stages
 
     def stages_now(self: Any, stages: dict[str, Any], *given: Any) -> None:

@@ -1,4 +1,4 @@
-"""A disk without blocks, whose folders take nothing: a budget then says how many entries fit."""
+"""Emulate a disk without blocks, where folders take no space, so that a budget determines how many entries fit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from kvpack.store import folder
 
 
 def install(patch: Any) -> None:
-    """Let every folder of this process, and of those that it forks, be on such a disk; ``patch`` is pytest's."""
+    """Patch this process, and those that it forks, so that every folder is on such a disk; ``patch`` is pytest's monkeypatch."""
     patch.setattr(folder, "block_bytes", lambda path: 1)
     patch.setattr(folder, "taken_by", lambda *paths: 0)

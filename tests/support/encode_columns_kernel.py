@@ -1,4 +1,4 @@
-"""A kernel that only packs: the digits of any packing, given as tensors, through the functions that the encoders pack with."""
+"""A kernel that only packs: it calls the encoders' packing functions on digits that are given as tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_TOKENS = 16
 
 
 def pack(plan: Plan, packing: Columns, digits: list[torch.Tensor], device: str) -> list[torch.Tensor]:
-    """Return the planes of ``digits``, each ``[token, symbols]`` with at most ``BLOCK_TOKENS`` tokens, uint16 on the CPU."""
+    """Return the planes of ``digits``, each ``[token, symbols]`` of at most ``BLOCK_TOKENS`` tokens, uint16 on the CPU."""
     tokens, symbols = digits[0].shape
     # Digits beyond the symbols are not stored, whatever their values.
     padded = torch.full((len(digits), BLOCK_TOKENS, max(16, 1 << (symbols - 1).bit_length())), 77, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""What befalls the folder of an engine's adapter: it is read-only, full, evicted by others, of a time to come, or of a killed process."""
+"""Put the folder of an engine's adapter into adverse conditions: read-only, full, evicted by others, dated in the future, or left by a
+killed process."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ CHANGING = ("mkdir", "unlink", "replace", "rename", "utime", "ftruncate", "pwrit
 
 
 class Engine(Protocol):
-    """An adapter by its engine's own calls. Chunks are numbered from 0 to 3, and each has other values."""
+    """An adapter, driven by its engine's own calls. Chunks are numbered from 0 to 3 and have different values."""
 
     def store(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def found(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def load(self, chunks: Sequence[int]) -> list[bool]:
-        """Return True if each was loaded; fails for values that are not those of the chunk, and for changes of what was not loaded."""
+        """Return whether each chunk was loaded; fails if a chunk has wrong values, or if slots that were not loaded change."""
 
     def counters(self) -> dict[str, Any]: ...
 
@@ -44,7 +45,7 @@ class Engine(Protocol):
 
 
 class ReadOnlyOs(FaultyOs):
-    """The module ``os`` on a file system that is mounted read-only: root may not write there, either."""
+    """The module ``os`` on a file system that is mounted read-only, where even root may not write."""
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 
 def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Another process has filled the folder, and goes on to evict, while this one stores and loads."""
+    """Store and load while another process, which has filled the folder, keeps evicting."""
     disk_of_bytes.install(patch)
     size = _entry_bytes(opened, folder)
     budget = 6 * size
@@ -139,7 +140,7 @@ def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest
 
 
 def killed(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """A process is gone while it stores: with half an entry, with a whole one that has no name yet, and before it could say so."""
+    """Check folders left by processes killed while storing: with half an entry, with a complete unnamed one, and unannounced."""
     for operation, death in (("ftruncate", "after"), ("writev", "after"), ("replace", "before"), ("replace", "after")):
         kept = folder / f"{operation} {death}"
         process = multiprocessing.get_context("fork").Process(target=_store_and_die, args=(opened, kept, patch, operation, death))
@@ -165,7 +166,7 @@ def _store_and_die(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 
 def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
-    """Return the bytes of one chunk's entry."""
+    """Return the size in bytes of one chunk's entry."""
     engine = opened(folder / "measured")
     assert engine.store([0]) == [True]
     engine.close()
@@ -173,7 +174,7 @@ def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
 
 
 def _bytes_of(folder: Path) -> int:
-    """Return the bytes of all entries: an entry's folder is its first two digits."""
+    """Return the total size of all entries, which lie in folders named by their first two digits."""
     found = 0
     for path in folder.glob("?/?/*"):
         with contextlib.suppress(FileNotFoundError):
@@ -182,7 +183,7 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
-    """Store pages of about ``size`` bytes of another engine, in turn, until ``stop``."""
+    """Store pages of about ``size`` bytes for another engine until ``stop`` is set."""
     geometry = PageGeometry(1, 1, max(1, size // 256), 64, 64)
     values = torch.zeros(1, 1, geometry.tokens, 64, dtype=torch.bfloat16, device="cpu")
     pages = PageBuffer(geometry, [values], [values])

@@ -1,4 +1,4 @@
-"""Pages of engines for tests: random values, in the arrangements that engines have."""
+"""Pages of random values for tests, in the layouts that engines use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = {
 
 
 def values(geometry: PageGeometry, slots: int, seed: int = 0) -> list[torch.Tensor]:
-    """Return, for each side ``[slot, layer, head, token, channel]``."""
+    """Return random values ``[slot, layer, head, token, channel]`` for each side."""
     source = torch.Generator().manual_seed(seed)
     shape = (slots, geometry.layers, geometry.heads, geometry.tokens)
     if geometry.dtype == "u8":

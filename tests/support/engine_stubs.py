@@ -1,4 +1,4 @@
-"""Modules that stand in for an engine's, for as long as a test runs."""
+"""Stub modules that stand in for an engine's modules while a test runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]], name: str) -> Any:
-    """Return the module ``name`` of kvpack, imported anew over ``modules`` by name, each with its contents; their packages are made."""
+    """Return the module ``name`` of kvpack, freshly imported with ``modules`` (contents by name) in place, and their parent packages."""
     for path, values in modules.items():
         parts = path.split(".")
         for count in range(1, len(parts) + 1):
@@ -32,7 +32,7 @@ def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[s
 
 
 class Stats:
-    """vLLM's OffloadingConnectorStats."""
+    """Stands in for vLLM's OffloadingConnectorStats."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -68,7 +68,7 @@ STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 
 def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
-    """vLLM takes no metric that was not defined, nor with other labels."""
+    """Raise as vLLM does for a metric that was not defined or that has other labels."""
     for name, of_name in stats.values.items():
         assert definitions[name].documentation
         assert all(len(labels) == len(definitions[name].labelnames) for labels in of_name)
@@ -76,7 +76,7 @@ def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
 
 
 class Metric:
-    """A metric of prometheus_client, which holds the values of each label."""
+    """Stands in for a metric of prometheus_client, and holds the values of each label."""
 
     def __init__(self, name: str, meaning: str, labels: list[str], **options: Any) -> None:
         self.name, self.names, self.values = name, labels, {}
@@ -91,7 +91,7 @@ class Metric:
 
 
 def parsed(text: str) -> Iterator[Any]:
-    """prometheus_client's families of ``text``: of their names and samples, each of a name, labels and a value."""
+    """Yield the metric families in ``text`` as prometheus_client parses them: names and samples with labels and values."""
     families: dict[str, Any] = {}
     for name, labels, value in re.findall(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", text, re.MULTILINE):
         family = families.setdefault(name, types.SimpleNamespace(name=name, samples=[]))

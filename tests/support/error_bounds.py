@@ -40,9 +40,8 @@ FACTORS = ("norm", "radius", "scale", "range", "token_scale")
 
 
 def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
-    """Return ``check`` as it is for norm_rule=norm. For other rules the codes meet it with the factors of that rule, and no token is
-    decoded further from itself than with those, or than zero is.
-    """
+    """Return ``check``, written for norm_rule=norm, extended to other rules: their factors are replaced first, and no token may be decoded
+    further from its value than with norm, or than zero is."""
 
     @wraps(check)
     def checked(codec: Any, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
@@ -66,14 +65,14 @@ def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, A
 
 
 def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """The value itself, to half a unit in the last place of the stored type."""
+    """Check that decoded values are exact up to half a unit in the last place of the stored type."""
     precision, smallest = {"bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25), "fp32": (0.0, 0.0)}[codec.dtype]
     _check_errors(decoded - x, x.abs() * precision + smallest)
 
 
 @of_any_rule
 def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
+    """Check the bound of half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
     u = codec.rotation.forward(x)
     bound = group_error_bound(codec, streams, u)
     norm = u.double().norm(dim=-1)
@@ -84,7 +83,7 @@ def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 @of_any_rule
 def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Codecs of directions and norms: a decoded token is no further from the token than 1.5 times its norm."""
+    """Check that codecs of directions and norms decode each token to within 1.5 times its norm."""
     smallest = 2.0**-24 * math.sqrt(codec.dim)
     _check_errors((decoded - x).double().norm(dim=-1), 1.5 * x.double().norm(dim=-1) + smallest)
 
@@ -122,7 +121,8 @@ def _group_max(codec: Group, values: torch.Tensor) -> torch.Tensor:
 
 
 def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Half a step of every element, and what saturation costs where the published scale is less than the largest value needs."""
+    """Check the bound of half a step per element, plus the effect of saturation where the published scale is too small for the largest
+    value."""
     form, size = codec.format, x.double().abs()
     unit, coarse = 0.0, 0.0
     if codec.granularity != "block":
@@ -144,7 +144,7 @@ def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, tor
 
 @of_any_rule
 def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Half a bin of every pair's angle, and half a step of its norm plus the rounding of the range as stored."""
+    """Check the bound of half a bin for each pair's angle, and half a step for its norm plus the rounding of the stored range."""
     u = codec.rotation.forward(x).double()
     norm = u.unflatten(-1, (-1, 2)).norm(dim=-1)
     allowed = norm * (math.pi / codec.bins + 2.0**-15) + 2.0**-120
@@ -167,7 +167,8 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 @of_any_rule
 def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Every angle is off by its distance to the nearest stored one, which turns all below it; radii are off by their rounding."""
+    """Check that every angle is off by no more than its distance to the nearest stored one, which also turns those below it, and that radii
+    are off by their rounding."""
     radii = u = codec.rotation.forward(x).double()
     error = torch.zeros_like(u)
     for level, tables in zip(codec.levels, codec.tables, strict=True):
@@ -199,7 +200,7 @@ def _nearest(angles: torch.Tensor, table: bytes) -> torch.Tensor:
 
 @of_any_rule
 def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """The level of its table nearest to every coordinate, plus the rounding of the norm as stored."""
+    """Check that every coordinate has the nearest level of its table, up to the rounding of the stored norm."""
     u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
     norm = u.norm(dim=-1, keepdim=True)
     nearest = torch.empty_like(u)
@@ -216,7 +217,8 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
 
 @of_any_rule
 def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """The worst path that chooses each channel's nearest value, and whose last windows are held to the first, plus the norm's rounding."""
+    """Check the bound of the worst path, which chooses each channel's nearest value while its last windows are tied to the first, plus the
+    norm's rounding."""
     u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
     norm = u.norm(dim=-1, keepdim=True)
     table = torch.frombuffer(bytearray(codec.table), dtype=torch.float16).double().view(1 << codec.bits, -1)
@@ -237,7 +239,7 @@ def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.T
 
 
 def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """A column is at most as far from its level as an encoder rounds, and as the level's value is from the level."""
+    """Check that a column is no further from its level than an encoder rounds, plus the distance from the level to its value."""
     batch, heads, tokens, dim = x.shape
     if not tokens:
         return
@@ -256,7 +258,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
 
 
 def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """No value of a table is nearer to a column than the one whose code is stored."""
+    """Check that no value of a table is nearer to a column than the one whose code is stored."""
     rows = codec.parts(streams)
     columns = x.double() @ torch.from_numpy(numpy.linalg.inv(rows.matrix.double().numpy())) - rows.mean.double()
     # Rounding of the inverse, which the encoder has in binary32.

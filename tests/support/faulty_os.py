@@ -1,4 +1,4 @@
-"""The system with faults: the n-th call of an operation fails with an errno, or ends the process."""
+"""Replace the system by one with faults: the n-th call of an operation fails with an errno, or ends the process."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
 
 @dataclass
 class FaultyOs:
-    """The module ``os`` for the store: everything passes through, except the ``number``-th call of ``operations`` (counted from 1).
+    """Replaces the module ``os`` in the store: every call passes through, except the ``number``-th call of ``operations`` (counted from 1).
 
-    That call raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than
-    requested; with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
+    That call raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than requested;
+    with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
     """
 
     operations: tuple[str, ...]
@@ -96,7 +96,7 @@ class FaultyOs:
 
 @dataclass
 class _Fcntl:
-    """The module ``fcntl`` for the store."""
+    """Replaces the module ``fcntl`` in the store."""
 
     system: FaultyOs
 
@@ -105,7 +105,7 @@ class _Fcntl:
 
 
 def open_files() -> set[str]:
-    """Return the descriptors of this process, each with what it is of."""
+    """Return the file descriptors of this process, each with its target."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -121,7 +121,7 @@ def store_modules() -> list[ModuleType]:
 
 
 def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-    """Return the call with half of the bytes to write or read, or one byte."""
+    """Make a read or write call with half of its bytes, or one byte."""
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])

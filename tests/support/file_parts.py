@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def place(parts: Parts, path: str) -> Any:
-    """Return the map or array of the header at ``path``, keys and indices between dots."""
+    """Return the map or array of the header at ``path``, keys and indices separated by dots."""
     at: Any = parts.header
     for key in path.split(".") if path else []:
         at = at[int(key) if isinstance(at, list) else key]
@@ -41,7 +41,7 @@ def place(parts: Parts, path: str) -> Any:
 
 
 def edit(path: str, value: Any) -> Callable[[Parts], None]:
-    """Sets the entry of the header at ``path``, keys and indices between dots."""
+    """Return a change that sets the entry of the header at ``path``, keys and indices separated by dots."""
 
     def apply(parts: Parts) -> None:
         above, _, last = path.rpartition(".")
@@ -52,13 +52,13 @@ def edit(path: str, value: Any) -> Callable[[Parts], None]:
 
 
 def drop(path: str) -> Callable[[Parts], None]:
-    """Takes the entry at ``path`` out of its map."""
+    """Return a change that removes the entry at ``path`` from its map."""
     above, _, key = path.rpartition(".")
     return lambda parts: place(parts, above).pop(key)
 
 
 def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
-    """Gives the map of the header at ``path`` these keys in this order; new ones are 0."""
+    """Return a change that gives the header map at ``path`` these keys in this order; new keys get the value 0."""
 
     def apply(parts: Parts) -> None:
         at = place(parts, path)
@@ -70,7 +70,7 @@ def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
 
 
 def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
-    """Makes ``key`` the last key of the map of the header at ``path``."""
+    """Return a change that makes ``key`` the last key of the header map at ``path``."""
 
     def apply(parts: Parts) -> None:
         at = place(parts, path)
@@ -80,7 +80,7 @@ def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
 
 
 def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
-    """Sets bytes of the tensor ``name`` from byte ``at`` on."""
+    """Return a change that overwrites bytes of the tensor ``name`` from byte ``at`` on."""
 
     def apply(parts: Parts) -> None:
         number, new = parts.tensor(name), bytes.fromhex(value)
@@ -92,7 +92,7 @@ def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
 
 
 def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callable[[Parts], None]:
-    """Stores a tensor as what ``change`` makes of its bytes, with the filter zstd."""
+    """Return a change that replaces a tensor by ``change`` of its bytes, stored with the filter zstd."""
     return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
 
 
@@ -106,13 +106,13 @@ def raw_frame(raw: bytes, descriptor: str, block_type: int = 0) -> bytes:
 
 
 def repeated_frame(content_size: int, blocks: list[int]) -> bytes:
-    """Return a frame that declares ``content_size`` (below 256); each of its blocks repeats a zero the given number of times."""
+    """Return a frame that declares ``content_size`` (below 256); each of its ``blocks`` repeats a zero byte that many times."""
     body = b"".join((size << 3 | 2).to_bytes(3, "little") + b"\0" for size in blocks)
     return bytes.fromhex("28b52ffd 20") + bytes([content_size]) + body + bytes([1, 0, 0])
 
 
 def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: random.Random) -> list[torch.Tensor]:
-    """Return random valid values of every digit of ``packing``, zeros from symbol ``used`` on."""
+    """Return random valid values for every digit of ``packing``, and zeros from symbol ``used`` on."""
     return [
         torch.tensor(
             [source.randrange(a) if i % packing.symbols < used else 0 for i in range(math.prod(rows) * packing.symbols)],
@@ -125,7 +125,7 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
-    """Return a run of any valid digits, with numbers of either sign and any entries, and the digits."""
+    """Return a run of random valid digits, with numbers of either sign and any number of entries, together with the digits."""
     if raw := codec.side_car(RawPositions):
         page, digits = random_page(codec.without_raw, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
@@ -169,7 +169,7 @@ def random_page(
 
 
 def _random_raw(raw: RawPositions, batch: int, heads: int, tokens: int, source: random.Random) -> dict[str, torch.Tensor]:
-    """Return the streams of raw tokens at any positions, some of which are not finite."""
+    """Return the streams of raw tokens at random positions, some of which are not finite."""
     entries = [(token + 1, sequence) for token in range(tokens) for sequence in range(batch) if source.random() < 0.4]
     words = [[position % 2**16, position >> 16, 0, sequence] for position, sequence in entries]
     values = torch.tensor([source.gauss(0, 1) for _ in range(len(words) * heads * raw.dim)], dtype=torch.float32)
@@ -196,7 +196,8 @@ def file_of(
     states: Sequence[Mapping[str, torch.Tensor]] = (),
     offsets: tuple[int, ...] | None = None,
 ) -> bytes:
-    """Return a file of these layers, each k and v, that starts at position 3; ``skipped`` is the number of tokens that each lacks."""
+    """Return a file of these layers (each k and v) that starts at position 3; ``skipped`` gives the number of tokens missing from each
+    layer."""
     counts, kept = skipped or (0,) * len(layers), states or ({},) * len(layers)
     made = (Layer(k, v, skipped=count, states=of) for (k, v), count, of in zip(layers, counts, kept, strict=True))
     cache = Cache(tuple(made), "test", {"name": "x"}, start=3, position_offsets=offsets)
@@ -207,7 +208,7 @@ def file_of(
 
 
 def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
-    """Return a file of one layer with keys only, after ``changes``."""
+    """Return a file with one layer that has only keys, after ``changes``."""
     return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
 
 

@@ -1,4 +1,4 @@
-"""Values that belong to no argument, and a check of what a function does with them."""
+"""Values that are wrong for any argument, and a check of how a function handles them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GEOMETRY = kvpack.pages.PageGeometry(2, 1, 16, 64, 64)
 
 
 class _Odd:
-    """An object that has nothing in common with any argument."""
+    """An object that has nothing in common with any valid argument."""
 
 
 class _Liar:
-    """An object that has the attributes which duck typing asks for, and fails when they are used."""
+    """An object with the attributes that duck typing looks for, which fail when used."""
 
     shape, dtype, device, layers, packed, ndim = (1,), "float", "cpu", 3, None, 2
 
@@ -37,7 +37,7 @@ class _Liar:
 
 
 def _prototypes() -> dict[str, torch.Tensor]:
-    """Tensors of kinds that PyTorch warns of."""
+    """Return tensors of the kinds that PyTorch warns about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -134,7 +134,7 @@ FOREIGN: dict[str, Any] = {
 
 
 def foreign_errors(call: Callable[[Any], Any], values: Mapping[str, Any]) -> list[str]:
-    """What went wrong with ``values``, by name: a call that raised anything but a KvpackError, or one with no or an endless message."""
+    """Return the failures of calls with ``values``, by name: an exception other than a KvpackError, or an empty or overlong message."""
     found = []
     for what, value in values.items():
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The parts of a Zstandard frame (RFC 8878, 3.1.1): its header, and the type and the forms of the sections of every block."""
+"""Parse the parts of a Zstandard frame (RFC 8878, 3.1.1): its header, and the type and section formats of every block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("predefined", "repeated", "fse", "repeat")
 
 @dataclass(frozen=True)
 class Block:
-    """A block; a compressed block has a form of literals, and the modes of its sequences if it has any."""
+    """A block; a compressed block has a literals format, and sequence modes if it has sequences."""
 
     kind: str
     literals: str = ""

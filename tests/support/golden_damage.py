@@ -27,7 +27,7 @@ BLOCKS = (64, 512, 4096)
 
 @contextmanager
 def fronts_made_once() -> Iterator[None]:
-    """Parses each header tensor, and makes the front of each header, only once: both depend on bytes that seldom change here."""
+    """Cache the parsing of each header tensor and the making of each JSON header, because both depend on bytes that seldom change here."""
     parse, make = front.parse_header, front.make_front
     fronts: dict[int, tuple[Header, front.Front]] = {}
 
@@ -78,7 +78,7 @@ def zeroed(data: bytes) -> Iterator[bytes]:
 
 
 def moved(data: bytes) -> Iterator[bytes]:
-    """Yield the file with two tensors of equal size swapped, and with one replaced by the other, if that changes a byte."""
+    """Yield the file with two tensors of equal size swapped, and with one replaced by the other, wherever that changes a byte."""
     file = container.open_bytes(data)
     start = len(file.front.text)
     places = [(start + place.begin, start + place.end) for place in file.front.places.values()]
@@ -90,7 +90,7 @@ def moved(data: bytes) -> Iterator[bytes]:
 
 
 def damage(path: Path) -> dict[str, tuple[int, int]]:
-    """Return, for every kind of damage, the number of cases for a file, and how many were not refused."""
+    """Return, for every kind of damage, the number of cases tried on a file and the number not refused."""
     data = path.read_bytes()
     found = {
         "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),

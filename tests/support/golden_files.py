@@ -1,4 +1,4 @@
-"""Small files that never change: their contents, from seeded digits and not from an encoder, and the code that wrote them.
+"""Small files that never change: their contents, made from seeded digits rather than by an encoder, and the code that wrote them.
 
 ``python -m support.golden_files`` writes the files that are missing and touches no other.
 """
@@ -138,7 +138,7 @@ def expected_path(name: str) -> Path:
 
 
 def recipe_codecs(name: str) -> dict[str, Codec]:
-    """Return the codec of each side, as the recipe gives it today."""
+    """Return the codec of each side, as the current recipe defines it."""
     recipe, k_dim, v_dim, *_ = FILES[name]
     dims = [(side, dim) for side, dim in (("k", k_dim), ("v", v_dim)) if dim]
     if "kv=klt" in recipe:
@@ -221,13 +221,13 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
 
 
 def _orders(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return rows of every number below their length, in any order: int32 of ``shape``."""
+    """Return random permutations as rows: int32 of ``shape``."""
     rows = [sorted(range(shape[-1]), key=lambda _: generator.word()) for _ in range(torch.Size(shape[:-1]).numel())]
     return torch.tensor(rows, dtype=torch.int32).view(shape)
 
 
 def _flags(generator: Generator, shape: tuple[int, ...], every: int) -> torch.Tensor:
-    """Return zeros, and one value in ``every`` a 1: int32 of ``shape``."""
+    """Return int32 flags of ``shape``, of which one in ``every`` is 1 and the others are 0."""
     count = torch.Size(shape).numel()
     ones = [int(every > 0 and generator.word() % every == 0) for _ in range(count)]
     return torch.tensor(ones, dtype=torch.int32).view(shape)

@@ -1,7 +1,7 @@
-"""Counts of captures and replays of decode steps, on a CUDA device or without one.
+"""Count captures and replays of decode steps, with or without a CUDA device.
 
-Without one, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and
-a replay runs it again with what it was told.
+Without one, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and a replay runs
+it again with what it was told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECIPE = "kv=group:b=8,g=32"
 
 
 class Device:
-    """Captures and replays over ``cache`` without a device; ``captured`` and ``replayed`` count them."""
+    """Captures and replays steps of ``cache`` without a device; ``captured`` and ``replayed`` count them."""
 
     def __init__(self) -> None:
         self.cache: Any = None
@@ -60,7 +60,7 @@ class Device:
 
 
 def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Return a ``Device`` whose counts are of what KvpackCaches capture and replay from here on."""
+    """Return a ``Device`` that counts what KvpackCaches capture and replay from now on."""
     found = Device()
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     if INTERPRETED:
@@ -94,7 +94,7 @@ def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
 
 
 def drop_replay(cache: KvpackCache) -> None:
-    """Let what stands in for the graph of ``cache`` go: it calls the model."""
+    """Drop the stand-in for the graph of ``cache``, which calls the model."""
     assert cache.graphs is not None
     assert cache.graphs._graph is not None
     del cache.graphs._graph._replay
@@ -105,7 +105,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(found: KvpackCache, expected: KvpackCache) -> None:
-    """Return True if two caches hold the same bytes, and say the same of where they come from."""
+    """Return True if two caches hold the same bytes and report the same origin."""
     one, other = found.packed, expected.packed
     assert one.inputs == other.inputs
     for mine, theirs in zip(one, other, strict=True):

@@ -89,7 +89,7 @@ OF_CODECS = [
 
 @dataclass
 class Reading:
-    """A file that a reader refuses; ``refusal`` is the outcome, ``frames`` are the lines that the refusal passed through."""
+    """A file that a reader refuses; ``refusal`` is the outcome, and ``frames`` are the lines that the refusal passed through."""
 
     name: str
     read: Callable[[], Any]
@@ -158,7 +158,7 @@ def _rows(second: bool) -> list[Reading]:
 
 
 def _read_row(data: bytes) -> None:
-    """Decode a row as one of the vectors' small pages."""
+    """Decode a row as a page of the vectors' small geometry."""
     small = page_vectors.SMALL
     codec = PageCodec("raw", small, namespace=page_vectors.NAMESPACE)
     values = [torch.zeros(1, small.layers, small.heads, small.tokens, dim).to(small.torch_dtype) for dim in small.dims.values()]
@@ -168,7 +168,7 @@ def _read_row(data: bytes) -> None:
 
 
 def caught_by_a_file(guard: Guard) -> str | None:
-    """Return the first file with another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
+    """Return the first file that has another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
     files = readings(guard.path.is_relative_to(DECODER))
     touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with removed(guard):
@@ -186,7 +186,7 @@ def all_guards() -> list[Guard]:
 
 
 def listed() -> dict[str, str]:
-    """For guards that no file shows: the test that fails without the guard, or the reason why none can."""
+    """Return the guards that no file shows, each with the test that fails without it or the reason why none can."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.split(" -> ", 1) for line in lines if " -> " in line)
 
@@ -202,7 +202,7 @@ class FirstFailure:
 
 
 def failing_test(guard: Guard, tests: list[str]) -> str | None:
-    """Return the first of ``tests`` that fails without ``guard``, run in a child of this process: torch is imported once."""
+    """Return the first of ``tests`` that fails without ``guard``; runs in a forked child, so that torch is imported only once."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -100,7 +100,7 @@ class Guard:
 
     @cached_property
     def code(self) -> CodeType:
-        """The code of the function without the guard."""
+        """Return the compiled code of the function without the guard."""
         names = self.where.split(".")
         top = copy.deepcopy(next(one for one in tree(self.path).body if getattr(one, "name", None) == names[0]))
         node = list(ast.walk(top))[self.place]
@@ -138,7 +138,7 @@ def guards_of(path: Path) -> list[Guard]:
 
 
 def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionDef]]:
-    """Yield (qualified name, enclosing statement, node) of functions and methods; a nested function belongs to its outer one."""
+    """Yield (qualified name, enclosing statement, node) for functions and methods; a nested function counts as part of its outer one."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHER_FUNCTIONS:
             yield node.name, node, node
@@ -149,7 +149,7 @@ def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionD
 
 
 def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
-    """Yield, for each guard its statement, the node to change, the text removed, and the change."""
+    """Yield, for each guard in a function, its statement, the node to change, the text removed, and the change."""
     conditional = set()
     for node in ast.walk(function):
         if isinstance(node, ast.If) and not node.orelse and _refuses(node.body[-1]):
@@ -169,12 +169,12 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
 
 
 def _nothing(statement: ast.stmt) -> ast.stmt:
-    """Return a statement that does nothing, and uses the class as the old one did, so that the function keeps its closure."""
+    """Return a statement that does nothing but refers to the class as the old one did, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
 
 def _refuses(statement: ast.stmt) -> bool:
-    """Return True if a statement raises an error of readers, and does not only add to the place of an error."""
+    """Return True if a statement raises a reader's error, rather than only adding a location to one."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
         return _called(statement.exc) not in {*OTHER_ERRORS, "within", "type"}
     return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
@@ -197,7 +197,7 @@ def _called(node: ast.expr | None) -> str:
 
 
 def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, str, Change]]:
-    """Yield the conditions of ``test``, each of which refuses by itself."""
+    """Yield the conditions in ``test`` that each refuse by themselves."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, refused_if=not refused_if)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if refused_if else ast.And):
@@ -228,7 +228,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
-    """Yield the arguments by which a checking function or a library refuses."""
+    """Yield the arguments that make a checking function or a library refuse."""
     if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
     if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
@@ -266,7 +266,7 @@ def _without_limit(value: ast.expr) -> ast.expr:
 
 @contextlib.contextmanager
 def removed(guard: Guard) -> Iterator[None]:
-    """The program without ``guard``."""
+    """Remove ``guard`` from the running program while the context is active."""
     function = _function(guard)
     before = function.__code__
     try:
@@ -294,7 +294,7 @@ def _module_name(path: Path) -> str:
 
 
 def forget() -> None:
-    """Empty the cache of every function that may contain a guard, and that of codecs, which may hold one that a guard refuses."""
+    """Clear the cache of every function that may contain a guard, and the cache of codecs, which may hold one that a guard refuses."""
     front._codecs.clear()
     for module in [sys.modules[_module_name(path)] for path in (*LIBRARY, *MODULES) if _module_name(path) in sys.modules]:
         for value in vars(module).values():

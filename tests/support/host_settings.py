@@ -1,4 +1,4 @@
-"""What an adapter must leave as it was in its host: threads, random states, default dtype and device, modes and CUDA streams."""
+"""Check the settings that an adapter must not change in its host: threads, random states, dtype, device, modes and CUDA streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def settings() -> tuple[Any, ...]:
-    """Return the settings of this thread, and of all."""
+    """Return the settings of this thread and of the process."""
     streams = [torch.cuda.current_stream()] if torch.cuda.is_available() else []
     generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.random.get_state()[1].tobytes()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
@@ -26,7 +26,7 @@ def settings() -> tuple[Any, ...]:
 
 @contextmanager
 def unusual_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A host as vLLM's worker is: models of 16 bits by default, in inference mode, and no call may set the number of threads."""
+    """Set this process up like vLLM's worker: 16-bit models by default, inference mode, and no call may set the number of threads."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's threads are not ours")
@@ -43,7 +43,7 @@ def unusual_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Watched:
-    """An adapter, each of whose calls must leave ``settings`` as they were, also one that fails."""
+    """Wraps an adapter, and checks that every call leaves ``settings`` unchanged, including calls that fail."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -54,7 +54,7 @@ class Watched:
         return self.call(name, found) if callable(found) else found
 
     def call(self, name: str, function: Any) -> Any:
-        """Return ``function``, watched."""
+        """Return ``function`` wrapped with the check."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             self.called.add(name)

@@ -1,4 +1,4 @@
-"""A cache of huggingface_hub with models in it, on a machine that is offline."""
+"""A cache of huggingface_hub that contains models, on a machine that is offline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COMMIT = "5" * 40
 
 
 def offline(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let ``folder`` be the cache, and the hub be out of reach."""
+    """Use ``folder`` as the cache, and make the hub unreachable."""
     patch.setattr(constants, "HF_HUB_CACHE", str(folder))
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def add(cache: Path, name: str, source: Path | None = None) -> Path:
-    """Put the model in the folder ``source``, or the demo's, into ``cache`` under ``name``, and return its snapshot."""
+    """Copy the model in the folder ``source`` (default: the demo's) into ``cache`` under ``name``, and return its snapshot."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Bases of random numbers for klt and transform: rows and frames for any number of heads, basis files, codecs that have their basis."""
+"""Random bases for klt and transform: rows and frames for any number of heads, basis files, and codecs that use them."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
 
 
 class AnyBalanced(BalancedFrames):
-    """Random balanced frames of one head, repeated for every number of heads."""
+    """Random balanced frames of one head, repeated for any number of heads."""
 
     def of_heads(self, heads: int) -> BalancedFrames:
         return BalancedFrames(self.matrices.expand(heads, -1, -1))
 
 
 def with_random_balanced(codec: Codec) -> Codec:
-    """Return the codec of a recipe's words with random balanced frames, if it has them: those that a calibration would have given it."""
+    """Return the codec of a recipe with random balanced frames in place of calibrated ones, if it uses any."""
     side_car = codec.side_car(Balanced)
     if side_car is None:
         return codec
@@ -96,19 +96,19 @@ def balanced_basis(
 
 
 class AnyHeads(BasisRows):
-    """Random rows of one head, repeated for every number of heads."""
+    """Random rows of one head, repeated for any number of heads."""
 
     def of_heads(self, heads: int) -> BasisRows:
         return BasisRows(self.rows.expand(1, heads, -1, -1))
 
 
 def widths_for(dim: int) -> bytes:
-    """Widths 0 to 8 in turn, for the runs of a head; the first is not 0."""
+    """Return widths 0 to 8 in turn for the runs of a head; the first is not 0."""
     return bytes((5, 2, 0, 1, 3, 8, 4, 6, 7)[run % 9] for run in range(runs_of(dim)))
 
 
 def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
-    """Return the codec klt of a recipe's words, with a random basis and ``widths``, which a calibration would have given it."""
+    """Return the codec klt of a recipe with a random basis and ``widths``, in place of calibrated ones."""
     assert isinstance(codec, Klt)
     chosen = widths_for(codec.dim) if widths is None else widths
     source = AnyHeads(random_rows(1, codec.dim, "any")[None])
@@ -116,7 +116,7 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
 
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
-    """Return the codec with ``widths`` of runs of 8 columns of each head."""
+    """Return the codec with separate ``widths`` for each head, one per run of 8 columns."""
     return Klt.of_heads(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
 
 
@@ -141,7 +141,7 @@ def random_basis(
 
 @cache
 def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
-    """Return tables of levels up to ``reach``; some symbols but the escape and the level 0 have no frequency."""
+    """Return tables of levels up to ``reach``; some symbols other than the escape and level 0 have frequency zero."""
     source = random.Random(seed)
     counts = numpy.array([[source.choice((0, 1, 5, 40)) for _ in range(2 * reach + 2)] for _ in range(count)], numpy.int64)
     counts[:, 0] += 1
@@ -152,7 +152,7 @@ def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
 
 @cache
 def normal_tables(count: int = 33, reach: int = 15) -> Tables:
-    """Return tables for columns that are normally distributed: table k has a standard deviation of 2^(k / 4) steps."""
+    """Return tables for normally distributed columns: table k has a standard deviation of 2^(k / 4) steps."""
     edges = torch.arange(-reach, reach + 2, dtype=torch.float64) - 0.5
     parts = torch.special.ndtr(edges / torch.exp2(torch.arange(count, dtype=torch.float64) / 4)[:, None]).diff(dim=1)
     counts = torch.cat([(1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-12), parts], 1) * 2**20
@@ -162,7 +162,7 @@ def normal_tables(count: int = 33, reach: int = 15) -> Tables:
 
 @cache
 def random_frames(heads: int, dim: int, scope: str, seed: str, tables: Tables, side: str) -> Frames:
-    """Frames of multiples of 1/128, which have an inverse; keys turn, and not in all channels if there are more than two."""
+    """Return invertible frames of multiples of 1/128; those of keys rotate, but not in all channels if there are more than two."""
     source = random.Random(f"{heads} {dim} {scope} {seed}")
     count, n = (heads, dim) if scope == "head" else (1, heads * dim)
     draws = [(source.randrange(255) - 127) / 128 for _ in range(count * (1 + n) * n)]
@@ -177,7 +177,7 @@ def random_frames(heads: int, dim: int, scope: str, seed: str, tables: Tables, s
 
 
 class AnyFrames(Frames):
-    """Random frames of one head, or of as many as there are."""
+    """Random frames of one head, repeated for any number of heads."""
 
     def __init__(self, dim: int, scope: str, side: str) -> None:
         one = random_frames(1, dim, scope, "any", random_tables("any"), side)
@@ -189,21 +189,21 @@ class AnyFrames(Frames):
 
 
 def with_random_frames(codec: Codec, step: int = 20) -> Transform:
-    """Return the codec transform of a recipe's words, with random frames and a step, which a calibration would have given it."""
+    """Return the codec transform of a recipe with random frames and a step, in place of calibrated ones."""
     assert isinstance(codec, Transform)
     scope = "layer" if codec.dim % 3 == 1 else "head"
     return replace(codec, scope=scope, step=step, source=AnyFrames(codec.dim, scope, codec.side))
 
 
 def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
-    """Return the codec of a side of ``basis`` by its frames, which it has if it is ``given``."""
+    """Return the codec transform for a side of ``basis``; it carries its frames if ``given``."""
     rows, frames = basis.rows(layer, side), basis.frames(layer, side)
     scope = "head" if frames.count == rows.heads else "layer"
     return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
 
 
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:
-    """Return the codec of a side of ``basis``, which it has if it is ``given``."""
+    """Return the codec klt for a side of ``basis``; it carries the basis if ``given``."""
     rows = basis.rows(layer, side)
     codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
     return codec if given else replace(codec, source=None)

@@ -1,4 +1,4 @@
-"""A bus without a device that copies as late as a device may."""
+"""A bus without a device that makes each copy as late as a device might."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATTERN = 0xA5
 
 
 class LateBus(HostBus):
-    """A device whose copies are made as late as they may be: when the host or the caller waits for them."""
+    """Makes copies at the last possible moment: when the host or the caller waits for them."""
 
     def __init__(self) -> None:
         super().__init__()

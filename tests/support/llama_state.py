@@ -1,4 +1,4 @@
-"""Sequence states of llama.cpp, written field by field: what the tests change, and what kvpack's writer is compared with."""
+"""Write sequence states of llama.cpp field by field, for tests to modify and to compare kvpack's writer with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Caches:
-    """Layers of keys and values ``[cell, channel]``, and what a state has besides; a field that is not None replaces what follows.
+    """Layers of keys and values ``[cell, channel]``, and the other parts of a state; a field that is not None replaces the default.
 
     Quantized ones are uint8 ``[cell, byte]``, of which ``kinds`` has ggml's type by (layer, side), or by the layer alone.
     """
@@ -50,7 +50,7 @@ class Caches:
 
 
 def state(ids: list[int], *caches: Caches, magic: int = 0x67677371, version: int = 3) -> bytes:
-    """Return a whole file; ``ids`` are words as they are stored."""
+    """Return a complete file; ``ids`` are the words of token ids as stored."""
     return struct.pack(f"<III{len(ids)}i", magic, version, len(ids), *ids) + b"".join(cache.pieces() for cache in caches)
 
 

@@ -1,4 +1,5 @@
-"""Random streams of the codec lossless: values of random bits by random tables, for few states and words are such as an encoder makes."""
+"""Random streams of the codec lossless, made from random values and random tables, because few random words form a stream that an encoder
+could write."""
 
 from __future__ import annotations
 

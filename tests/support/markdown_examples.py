@@ -1,4 +1,4 @@
-"""The examples of a Markdown file: its fenced blocks, run from top to bottom, and the output that it shows.
+"""Run the examples of a Markdown file, its fenced blocks from top to bottom, and compare their output with what the file shows.
 
 - ``python`` blocks share one namespace. A block whose first line is a comment with only the name of a file, such as
   ``# continue.py``, is written to that file instead of being run.
@@ -33,7 +33,7 @@ _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its ``text`` begins at ``line`` of the file at ``path``."""
+    """One fenced block; its ``text`` begins at ``line`` of the file ``path``."""
 
     path: Path
     line: int
@@ -41,7 +41,7 @@ class Block:
     text: str
 
     def run(self, names: dict[str, Any]) -> str:
-        """What the block prints, run in the current folder with the namespace ``names``."""
+        """Run the block in the current folder with the namespace ``names`` and return its output."""
         if self.language == "sh":
             return self._run_in_bash()
         named = _FILE_NAME.match(self.text)
@@ -69,7 +69,7 @@ def blocks(path: Path) -> list[Block]:
 
 
 def run_examples(path: Path) -> None:
-    """Run the blocks of a file in the current folder, and compare everything that they print with what the file shows."""
+    """Run the blocks of a file in the current folder, and compare their output with what the file shows."""
     # Dataclasses look their module up by its name.
     module = sys.modules[_MODULE] = ModuleType(_MODULE)
     try:

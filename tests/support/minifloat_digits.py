@@ -1,4 +1,4 @@
-"""Random digits and scales of the codec minifloat that every reader accepts: none is NaN or infinite, and no value leaves binary32."""
+"""Random digits and scales of the codec minifloat that every reader accepts: none is NaN or infinite, and no value overflows binary32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _minifloat(codec: Codec) -> Minifloat | None:
 
 
 def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
-    """Return any codes as finite elements; the digits of other codecs as they are."""
+    """Return codes with those of minifloat replaced by finite elements; digits of other codecs are unchanged."""
     found = _minifloat(codec)
     if found is None:
         return digit
@@ -28,7 +28,7 @@ def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
 
 
 def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle: int = 127) -> torch.Tensor:
-    """Return any integers from 0 to 255 as scales of blocks: powers of two within ``spread`` around ``middle``, or finite e4m3."""
+    """Map arbitrary integers from 0 to 255 to block scales: powers of two within ``spread`` of ``middle``, or finite e4m3 values."""
     found = _minifloat(codec)
     assert found is not None
     whole = numbers.to(torch.int32)
@@ -36,6 +36,6 @@ def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle:
 
 
 def largest(codec: Codec) -> float:
-    """Return the largest element, times the largest e4m3 scale of a block; 1 for other codecs."""
+    """Return the largest element times the largest e4m3 block scale; 1 for other codecs."""
     found = _minifloat(codec)
     return 1.0 if found is None else found.format.largest * (448 if found.run_scale == "global_scale" else 1)

@@ -52,7 +52,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model type of transformers, and the class that makes a model of it."""
+    """A model type of transformers, and the class that builds a model of it."""
 
     model_type: str
     kind: str = "AutoModelForCausalLM"
@@ -84,7 +84,7 @@ ZOO = [Architecture(name, kind) for kind, (names, _) in KINDS.items() for name i
 
 
 class NotRun(Exception):
-    """transformers alone makes or runs no such model of the sizes here."""
+    """Raised when transformers alone cannot build or run a model of these sizes."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Row:
 
 
 class Subject:
-    """One architecture's model, the dense cache of a prompt and what is expected of its continuation."""
+    """A model of one architecture, the dense cache of a prompt, and the expected continuation."""
 
     def __init__(self, architecture: Architecture, folder: Path) -> None:
         self.name, self.file = architecture.name, folder / f"{architecture.name}.kvpack"
@@ -128,7 +128,7 @@ class Subject:
         self.expected, self.tolerance = self._expected()
 
     def empty(self) -> Any:
-        """Return a dense cache without tokens. Windows are of tokens that a decoder has computed."""
+        """Return a dense cache without tokens, whose windows cover tokens that a decoder has computed."""
         if self.encoder:
             return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache())
         return DynamicCache(config=self.model.config)
@@ -165,12 +165,12 @@ class Subject:
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
 
     def continued(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
-        """Logits over ``past``, the first ids in one pass and the last two in passes of their own."""
+        """Return the logits of ``ids`` over ``past``: the first ids in one pass and the last two in one pass each."""
         parts = ids.split([ids.shape[1] - 2, 1, 1], 1)
         return torch.cat([self.forward(part, past).logits for part in parts], 1)
 
     def in_passes(self, tokens: int) -> torch.Tensor:
-        """Return the logits of the continuation over a dense cache whose prompt was computed in passes of so many tokens.
+        """Return the logits of the continuation over a dense cache whose prompt was computed ``tokens`` tokens at a time.
 
         Recurrent layers round otherwise in passes of other lengths.
         """
@@ -185,7 +185,8 @@ class Subject:
 
 
 def same_bits(packed: kvpack.Cache, dense: Any) -> None:
-    """Fail unless the packed keys and values begin with those of a dense cache; where both end at one token, states are the same."""
+    """Assert that the packed keys and values are a bitwise prefix of a dense cache's; where both end at the same token, states must match
+    too."""
     for number, (mine, theirs) in enumerate(zip(packed, dense.layers, strict=True)):
         if packed.tokens == dense.get_seq_length():
             states = {f"conv.{i}": state for i, state in getattr(theirs, "conv_states", {}).items() if state is not None}
@@ -276,7 +277,7 @@ def store(subject: Subject) -> None:
 
 
 def generate(subject: Subject) -> None:
-    """As users do: into an empty cache, of a batch with padding, and with beams; the same tokens as over transformers' own cache."""
+    """Generate as users do, into an empty cache, with a padded batch and with beams, and expect the tokens of transformers' own cache."""
     subject.model.set_attn_implementation(subject.attention)
     padded = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
     for options in ({}, {"num_beams": 2}):
@@ -292,7 +293,7 @@ def generate(subject: Subject) -> None:
 
 
 def load_elsewhere(subject: Subject) -> None:
-    """The step of another process: continue what ``save`` wrote."""
+    """Continue in another process from the files that ``save`` wrote."""
     packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
     subject.check(subject.continued(subject.over(packed)))
 
@@ -311,14 +312,14 @@ ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
 
 @contextlib.contextmanager
 def warnings_are_ignored() -> Iterator[None]:
-    """Ignore what kvpack warns of, in tests too: that layers are decoded is no fault."""
+    """Ignore kvpack's warnings, in tests too: decoding layers is not a fault."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kvpack.KvpackWarning)
         yield
 
 
 def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], None]]) -> None:
-    """Take the steps, and note in ``row`` what was refused and what was wrong."""
+    """Run the steps, and record in ``row`` which were refused and which were wrong."""
     for name, step in steps.items():
         if name == "load" and "save" not in row.works:
             continue
@@ -335,7 +336,7 @@ def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], Non
 
 
 def in_this_process(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
-    """Return the rows of these architectures, of the steps given."""
+    """Return the rows of these architectures for the given steps."""
     rows = []
     for architecture in architectures:
         row = Row(architecture.name)
@@ -381,7 +382,7 @@ def examined(architectures: list[Architecture], folder: Path, python: str = sys.
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """How many architectures work in every step, in some, in none, are wrong in one, and were not run."""
+    """Count the architectures that work in every, some or no step, that are wrong in one, and that were not run."""
     ran = [row for row in rows if not row.not_run]
     right = [row for row in ran if not row.wrong]
     return {
@@ -398,7 +399,8 @@ _SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|r
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as Markdown; architectures with the same results and reasons share a row, those that work in most steps first."""
+    """Format the rows as Markdown; architectures with the same results and reasons share a row, and those that work in most steps come
+    first."""
     lines = ["| architectures | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -415,7 +417,7 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """PAGE with the results of ``rows``."""
+    """Return the text of PAGE with the results in ``rows``."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     summary = ", ".join(f"{count} {what}" for what, count in counts(rows).items())
@@ -424,7 +426,7 @@ def page(rows: list[Row]) -> str:
 
 
 def told(text: str) -> dict[str, tuple[str, str]]:
-    """By architecture, what a table says that works and why the rest is refused, without what differs within a row."""
+    """Return, by architecture, the working steps and the reasons for refusals in a table, without details that differ within a row."""
     lines = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][1:]
     return {name.strip(): (works.strip(), _SPECIFIC.sub("", why).strip()) for names, works, why in lines for name in names.split(", ")}
 

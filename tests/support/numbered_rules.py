@@ -1,4 +1,4 @@
-"""The numbered rules of spec/: the place of each, who must keep it, and the errors by which readers refuse a breach."""
+"""Parse the numbered rules of spec/: where each is stated, who must keep it, and the errors by which readers refuse a violation."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Rule:
 
 
 def marked(prefix: str) -> list[tuple[str, str, str]]:
-    """Return every rule of a prefix in the order of the text: its number, the document and heading of level 2 that it is under, and its
-    line."""
+    """Return every rule with a prefix in textual order: its number, its document and level-2 heading, and its line."""
     result = []
     for document in documents(prefix):
         place = document

@@ -1,4 +1,4 @@
-"""Folders that all workers of a test run share: the first worker to ask fills one, and the others wait for it."""
+"""Share folders between all workers of a test run: the first worker to ask fills one, and the others wait for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
-    """Return the folder ``name`` of this run, which ``fill`` was called with in one of the workers."""
+    """Return the folder ``name`` of this test run after one of the workers has called ``fill`` with it."""
     base = factory.getbasetemp()
     # The folder of a worker is in the folder of the run.
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

@@ -15,7 +15,7 @@ from spec.decoder.json_header import json_header, places
 
 @dataclass
 class Parts:
-    """The header of a file as plain values and the stored bytes of every tensor."""
+    """The header of a file as plain values, and the stored bytes of every tensor."""
 
     header: dict[str, Any]
     tensors: list[bytes]
@@ -34,7 +34,7 @@ class Parts:
         return cls(header, tensors)
 
     def joined(self, packed: bytes | None = None, *, keep_sizes: bool = False) -> bytes:
-        """Return the file; ``packed`` replaces the bytes of the header tensor, ``keep_sizes`` keeps its sizes of stored bytes."""
+        """Return the bytes of the file; ``packed`` replaces the header tensor, and ``keep_sizes`` keeps the sizes in the header."""
         for row, stored in zip(self.header["tensors"], self.tensors, strict=True):
             if not keep_sizes:
                 row[4:] = [len(stored), xxhash.xxh3_128_digest(stored)]

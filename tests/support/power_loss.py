@@ -1,7 +1,7 @@
-"""A disk that loses power: the steps of a store, and every folder that a crash between two steps may leave.
+"""Emulate a disk that loses power: record the steps of a store, and draw folders that a crash between two steps may leave.
 
-A file's bytes are safe once the file is synced, a name once its folder is. Anything else may or may not survive the crash,
-independently, and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
+A file's bytes are safe once the file is synced, a name once its folder is. Anything else may or may not survive the crash, independently,
+and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """One change: its operation, its path, and its bytes or second path."""
+    """One change: its operation, its path, and its data or second path."""
 
     what: str
     path: str
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass
 class RecordingOs:
-    """The module ``os`` for the store: every call is made, and changes below ``root`` are recorded in ``steps``."""
+    """Replaces the module ``os`` in the store: every call is made, and changes below ``root`` are recorded in ``steps``."""
 
     root: str
     steps: list[Step] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _File:
 
 
 class Disk:
-    """The disk after some steps, from which crashes are drawn."""
+    """The disk after some steps, from which random crashes are drawn."""
 
     def __init__(self, root: str, steps: list[Step]) -> None:
         self._root = root
@@ -141,7 +141,8 @@ class Disk:
             self._changes = [(folder, step, file, safe or folder == path) for folder, step, file, safe in self._changes]
 
     def crash(self, target: str, choice: random.Random | None, *, names_survive: bool = False) -> None:
-        """Write to ``target`` the remains of a crash: by ``choice``, or else the least, or all names and the least bytes."""
+        """Write the files that survive a crash to ``target``: drawn by ``choice``, otherwise the fewest, or all names with the fewest
+        bytes."""
         there: dict[str, _File | None] = {self._root: None}
         for _, step, file, safe in self._changes:
             if not (safe or names_survive or (choice is not None and choice.random() < 0.5)):
@@ -167,7 +168,7 @@ class Disk:
 
 
 def _left(file: _File | None, choice: random.Random | None) -> bytes:
-    """Return the bytes of a file that are left."""
+    """Return the bytes of a file that survive."""
     assert file is not None
     if file.safe is not None and file.safe == file.current:
         return file.current

@@ -1,9 +1,9 @@
-"""Triton's interpreter without the work that it repeats, which is more than half of the time of the kernels' tests.
+"""Speed up Triton's interpreter by skipping repeated work, which is more than half of the time of the kernels' tests.
 
-A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at
-every call of a device function, although they are wrapped by then, build a table of all dtypes whenever they convert one, and check and
-name the shape of every result. They compare the types of all operands, make tensors of all constants anew, and look for overflow of
-integers without telling what they find.
+A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at every
+call of a device function, although they are wrapped by then, build a table of all dtypes whenever they convert one, and check and name the
+shape of every result. They compare the types of all operands, make tensors of all constants anew, and look for overflow of integers without
+telling what they find.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def wrap_once_per_launch() -> None:
-    """Make calls of device functions leave ``triton.language`` as the launch, or a call before them, has wrapped it."""
+    """Make calls of device functions reuse the wrappers of ``triton.language`` that the launch, or an earlier call, installed."""
     wrap = interpreter._patch_lang
     wrapped: set[Any] = set()
     names: dict[Callable[..., Any], set[Any]] = {}
@@ -47,7 +47,7 @@ def wrap_once_per_launch() -> None:
 
 
 def unwrap_constants_alone() -> None:
-    """Return what cannot hold a constant of Triton as it is, by its class, without asking for four others first."""
+    """Skip the unwrapping of values whose class shows that they contain no Triton constant."""
     unwrap = core._unwrap_if_constexpr
     plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
 
@@ -58,7 +58,7 @@ def unwrap_constants_alone() -> None:
 
 
 def call_builtins_directly() -> None:
-    """Give functions of ``triton.language`` the interpreter in place, without a dictionary and a check more for every call."""
+    """Pass the interpreter to functions of ``triton.language`` positionally, without building and checking a dictionary on every call."""
 
     def replace(owner: Any, name: str, member: Callable[..., Any], builder: object, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -73,7 +73,7 @@ def call_builtins_directly() -> None:
 
 
 def convert_dtypes_once() -> None:
-    """Remember the NumPy dtype of each Triton dtype by its name, which is what Triton compares dtypes by."""
+    """Cache the NumPy dtype of each Triton dtype by its name, which is what Triton compares dtypes by."""
     convert = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -86,7 +86,7 @@ def convert_dtypes_once() -> None:
 
 
 def describe_blocks_once() -> None:
-    """Make one block type for each element type and shape, checked and named once: every result of an operation has one."""
+    """Cache one block type per element type and shape, because every result of an operation has one."""
     describe = tl.block_type.__init__
     known: dict[tuple[Any, ...], tl.block_type] = {}
 
@@ -105,7 +105,7 @@ def describe_blocks_once() -> None:
 
 
 def shape_tensors_once() -> None:
-    """Remember the shape and the number of elements of each block type as tensors have them."""
+    """Cache the shape and the number of elements of each block type in the form that tensors use."""
     make = tl.tensor.__init__
     known: dict[str, tuple[Any, Any]] = {}
 
@@ -123,12 +123,12 @@ def shape_tensors_once() -> None:
 
 
 def compare_types_once() -> None:
-    """Pass operands of equal types on, and remember a constant as a tensor of the other operand's type."""
+    """Pass operands of equal types through, and cache each constant as a tensor of the other operand's type."""
     check = TritonSemantic.binary_op_type_checking_impl
     known: dict[tuple[Any, ...], tl.tensor] = {}
 
     def constant(semantic: TritonSemantic, value: float, tensor: tl.tensor, first: bool, *options: bool) -> tuple[tl.tensor, tl.tensor]:
-        """Return ``value`` and ``tensor`` as they are computed with, in the order in which they stand."""
+        """Return ``value`` and ``tensor`` converted for computation, in their original order."""
         key = (value, type(value), tensor.type.name, first, options)
         if key in known:
             return (known[key], tensor) if first else (tensor, known[key])
@@ -161,7 +161,7 @@ def compare_types_once() -> None:
 
 
 def broadcast_shapes_once() -> None:
-    """Remember, by the types of two operands, which of them is given which shape."""
+    """Cache, by the types of two operands, which of them is broadcast to which shape."""
     broadcast = TritonSemantic.broadcast_impl_value
     known: dict[tuple[str, str], tuple[Any, Any]] = {}
 
@@ -186,7 +186,7 @@ def broadcast_shapes_once() -> None:
 
 
 def look_for_overflow_where_it_is_told() -> None:
-    """Look for overflow of integers only when debugging: without it, Triton computes whether there is any, and tells nobody."""
+    """Check for integer overflow only when debugging; otherwise Triton computes the check and discards the result."""
     check = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def checked(semantic: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., tl.tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Sides of random codecs, contents, pages and strides."""
+"""Random codecs, contents, pages and strides for sides."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 
 def spread(stream: torch.Tensor) -> torch.Tensor:
-    """Return ``stream`` inside a larger buffer: rows are contiguous, and lie apart from each other."""
+    """Return a copy of ``stream`` inside a larger buffer: rows are contiguous, but separated by gaps."""
     return poisoned(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else poisoned(stream)
 
 
 @st.composite
 def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
-    """Return a side of any codec of a family, ``plain`` without side-cars, in pages of any number and strides, with or without a tail."""
+    """Return a random side: any codec of a family (without side-cars if ``plain``), any number of pages and strides, with or without a
+    tail."""
     codec = draw(codecs(family, bounded=False))
     if isinstance(codec, WithSideCars) and (plain or draw(st.booleans())):
         codec = codec.codec
@@ -52,8 +53,6 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
         reject()
     if not parts:
         reject()
-    pages = [
-        replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs
-    ]
+    pages = [replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs]
     dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
     return replace(parts[0], runs=tuple(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))

@@ -1,4 +1,4 @@
-"""Sides of random codes, and the comparison of the kernels with exact attention over them."""
+"""Sides of random codes, and a comparison of the kernels with exact attention over them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: 
 
 
 def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
-    """The kernels, and not torch operations, attend the layer on the device, within the tolerance."""
+    """Check that the kernels, not torch operations, attend to the layer on the device, within the tolerance."""
     from kvpack.kernels.attend import attention
 
     assert layer.k is not None

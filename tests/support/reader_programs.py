@@ -1,4 +1,4 @@
-"""The programs of the readers in spec/readers, which spec/readers/README.md describes: running them, and comparing what they answer."""
+"""Run the programs of the readers in spec/readers (see spec/readers/README.md) and compare their answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
 
 
 class Answer(NamedTuple):
-    """What a reader makes of a file: its values and what else it tells, or the class and the rule of its refusal."""
+    """A reader's answer for a file: its values and other reported fields, or the class and rule of its refusal."""
 
     kind: str
     rule: str
@@ -54,7 +54,7 @@ class Reader:
     folder: Path
 
     def read(self, path: Path, bases: Sequence[Path] = (), wanted: Mapping[str, str] | None = None) -> Answer:
-        """Return the answer for one file, or for the entry that is ``wanted``. A program that ends raises RuntimeError."""
+        """Return the answer for one file, or for its entry ``wanted``. Raises RuntimeError if the program ends."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         output = self.folder / f"{self.name}.values"
@@ -77,7 +77,7 @@ def missing(name: str) -> str | None:
 
 
 def _command(name: str) -> Sequence[str]:
-    """Return the command of a reader's program, which is compiled into ``BUILD_FOLDER`` if it is in C and these sources are new."""
+    """Return the command that runs a reader; a C reader is compiled into ``BUILD_FOLDER`` when its sources have changed."""
     if name != "c":
         return READERS[name]
     folder = READERS_FOLDER / "c"
@@ -95,7 +95,7 @@ def _command(name: str) -> Sequence[str]:
 
 @contextmanager
 def started(name: str) -> Iterator[Reader]:
-    """Yield the program of a reader, which ends with the context."""
+    """Start the program of a reader; it ends with the context."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(_command(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         try:
@@ -114,7 +114,7 @@ def all_started() -> tuple[Reader, ...]:
 
 @cache
 def in_files(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
-    """Return bases as files, which go with this process."""
+    """Write bases to files, which are deleted with this process, and return their paths."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     paths = tuple(Path(folder.name, f"{number}.kvbasis") for number in range(len(bases)))
@@ -124,7 +124,7 @@ def in_files(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
 
 
 def differences(readers: Sequence[Reader], data: bytes, suffix: str, bases: Sequence[Path], file: Any, rule: str) -> Iterator[str]:
-    """Yield how ``readers`` differ from what the second decoder makes of a file: ``file``, or None with the ``rule`` that it breaks."""
+    """Yield every difference between ``readers`` and the second decoder, which read ``file`` or, if None, refused it by ``rule``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"x{suffix}")
         path.write_bytes(data)

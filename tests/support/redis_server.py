@@ -1,4 +1,4 @@
-"""A real Redis server on loopback for tests, with nothing on disk."""
+"""A real Redis server on loopback for tests, which keeps nothing on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class Server:
-    """``redis-server`` on a free port; ``url`` survives restarts; without ``keep_log`` nothing else does."""
+    """``redis-server`` on a free port; ``url`` survives restarts, but without ``keep_log`` nothing else does."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -30,7 +30,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         assert SERVER
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         options += ["--appendonly", "yes" if self._keeps_log else "no", "--aof-use-rdb-preamble", "no"]
@@ -49,7 +49,7 @@ class Server:
         self.process.wait()
 
     def keep_log(self) -> None:
-        """Restart empty, with a log of changes that outlives the server."""
+        """Restart empty, with an append-only log that outlives the server."""
         self._restart(keeps_log=True)
 
     def drop_log(self) -> None:
@@ -77,7 +77,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """A server for as long as the block runs; skips the test if none is installed."""
+    """Run a server inside the context; skips the test if none is installed."""
     if SERVER is None:
         pytest.skip("neither redis-server nor valkey-server is installed")
     server = Server(folder)

@@ -1,4 +1,4 @@
-"""A real S3 protocol over HTTP on loopback for tests (moto's server, with everything in memory), and one that lies."""
+"""A real S3 server on loopback for tests (moto, with everything in memory), and one that lies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ server.main(sys.argv[1:])
 
 
 class Server:
-    """moto's S3 on a free port, with one bucket; its address survives restarts, its objects do not."""
+    """moto's S3 server on a free port, with one bucket; its address survives restarts, but its objects do not."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -50,7 +50,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, wait until it answers, and make the bucket."""
+        """Start the server, wait until it answers, and create the bucket."""
         command = [warm_python.python("moto.server"), "-c", PROGRAM, "--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
@@ -73,13 +73,13 @@ class Server:
 
 
 def options(endpoint: str) -> dict[str, str]:
-    """Return the storage_options that lead to ``endpoint``."""
+    """Return the storage_options that point to ``endpoint``."""
     return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
 
 
 @contextlib.contextmanager
 def running() -> Iterator[Server]:
-    """A server for as long as the block runs; skips the test if moto's server is not installed."""
+    """Run a server inside the context; skips the test if moto's server is not installed."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
     server = Server()
@@ -90,7 +90,7 @@ def running() -> Iterator[Server]:
 
 
 class Liar(BaseHTTPRequestHandler):
-    """Answers every GET and HEAD of an entry with ``body`` under the length ``length``, or with the status ``status``."""
+    """Answers every GET and HEAD of an entry with ``body`` and the content length ``length``, or with the status ``status``."""
 
     body = b""
     length = 0
@@ -122,7 +122,7 @@ class Liar(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def lying() -> Iterator[tuple[type[Liar], dict[str, str]]]:
-    """A lying server: the class whose attributes set the lies, and the storage_options that lead to it."""
+    """Run a lying server; yields the class whose attributes configure its answers, and the storage_options that point to it."""
     handler = type("Lying", (Liar,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -1,4 +1,4 @@
-"""spec/decoder, with the helpers for comparing the library's readers with it."""
+"""Import spec/decoder, with helpers for comparing the library's readers with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that fills a table in shared memory and looks words up in it."""
+"""A kernel that fills a table in shared memory and looks words up in it."""
 
 # mypy: disable-error-code="untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""Error bounds of a codec with side-cars, stage by stage, with the codec's own bound inside."""
+"""Check the error bounds of a codec with side-cars, stage by stage, including the codec's own bound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_side_cars(
     decoded: torch.Tensor,
     check: Callable[[Codec, torch.Tensor, Streams, torch.Tensor], None],
 ) -> None:
-    """Unquantized values come back exactly, the codec inside stays within its bound (``check``), and nothing else is lost."""
+    """Check that unquantized values are exact, that the inner codec stays within its bound (``check``), and that nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
     if by_position := codec.side_car(RawPositions):
         raw[by_position.places(streams)[1], 0, by_position.places(streams)[0]] = True
@@ -121,7 +121,7 @@ def check_side_cars(
 
 
 def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """The vectors are the means of the pages of ``u``, within half a step of their codes. Returns the vector of each token."""
+    """Check that the vectors are the means of the pages of ``u``, within half a step of their codes, and return each token's vector."""
     vectors = key_mean.vectors(streams)
     for page, vector in enumerate(vectors.unbind(2)):
         mean = u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().mean(2)
@@ -136,7 +136,7 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 def _check_raw_tokens(
     codec: WithSideCars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Raw tokens are exact, and as many as requested. Also returns the values that the encoder encodes in their place."""
+    """Check that raw tokens are exact and as many as requested; also returns the values that the encoder encodes in their place."""
     tokens = x.shape[2]
     assert raw[:, :, : raw_tokens.first].all()
     least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))
@@ -148,7 +148,7 @@ def _check_raw_tokens(
 
 
 def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: Streams) -> None:
-    """Signs are those of the residual ``left`` by the codec, and the correction follows from them as specified."""
+    """Check that the signs are those of the residual ``left`` by the codec, and that the correction follows the specification."""
     (negative,) = qjl.packing.unpack([streams[f"qjl_signs.{plane}"] for plane in range(len(qjl.packing.planes))])
     matrix, signs = qjl.rotation.matrix().double(), 1 - 2 * negative.double()
     assert (signs * (left @ matrix.T) >= -2 * rounding[..., None] - 2.0**-120).all()
@@ -160,7 +160,7 @@ def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: 
 def _check_outliers(
     codec: WithSideCars, outliers: Outliers, u: torch.Tensor, shift: torch.Tensor, size: torch.Tensor, raw: torch.Tensor, streams: Streams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
+    """Check that outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
 
     ``size`` is the norm of what was rotated. Returns their places and the norm of their rounding.
     """

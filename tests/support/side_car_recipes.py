@@ -1,4 +1,4 @@
-"""Recipes that have every side-car, and the exact attention that tests compare them with."""
+"""Recipes that use every side-car, and the exact attention that tests compare them with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def relative_error(found: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the newest tokens in binary64."""
+    """Compute causal attention of the newest tokens in binary64."""
     group, queries, tokens = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = q.double() @ k.transpose(-1, -2) / math.sqrt(q.shape[3])

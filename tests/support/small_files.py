@@ -1,4 +1,4 @@
-"""Small contents and files that the tests of the container share."""
+"""Small contents and files that the container's tests share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def side(codec: int, tokens: int = 3, **values: Any) -> SideEntry:
 
 
 def arrays_of(contents: Contents, seed: int = 0) -> dict[str, Any]:
-    """Encoded Gaussian values, as flat arrays of bytes, for every tensor of ``contents``."""
+    """Return encoded Gaussian values as flat byte arrays for every tensor of ``contents``."""
     generator = torch.Generator().manual_seed(seed)
     arrays: dict[str, Any] = {}
     for number, layer in enumerate(contents.layers):
@@ -50,7 +50,8 @@ def _streams(codec: Codec, entry: SideEntry, generator: torch.Generator) -> dict
 
 
 def contents(kind: str) -> Contents:
-    """Return contents of one kind of ``KINDS``: between them every dtype, absent sides, several runs, entries, tails, no tokens at all."""
+    """Return contents of one kind in ``KINDS``; together the kinds cover every dtype, absent sides, several runs, entries, tails and no
+    tokens."""
     keys, values = create("group", 4, "k", b="3", g="16"), create("group", 5, "v", b="2", g="16", token_scale="fp32")
     if kind == "group":
         k, v = side(0, runs=(3, 17), tail=2, window=32), side(1, 20, tail=2, tail_dtype="fp32")
@@ -88,7 +89,7 @@ def _data_section(kind: str) -> bytes:
 
 
 def header_map(kind: str = "group") -> dict[str, Any]:
-    """Return the header of a small file as plain msgpack values, to break and pack again."""
+    """Return the header of a small file as plain msgpack values, for tests to break and pack again."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(_data_section(kind))
     top: dict[str, Any] = unpacker.unpack()

@@ -1,4 +1,4 @@
-"""Small transformers models that tests of identities share."""
+"""Small transformers models that the tests of identities share."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "
 
 
 def small_llama(**settings: Any) -> Any:
-    """Return a Llama of two layers whose weights are the same each time."""
+    """Return a two-layer Llama whose weights are the same on every call."""
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2, **settings})).eval()
 
 
 def identity(model: Any, **given: Any) -> kvpack.Identity:
-    """Return the identity of a model whose weights the caller names, so that differences are in the other fields."""
+    """Return the identity of a model with the given fields and fixed weights."""
     return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
 
 
 def printed_elsewhere(script: str) -> str:
-    """Return the output of a script in a process of its own, which can import these tests' modules."""
+    """Run a script in another process, which can import these tests' modules, and return its output."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nwarnings.simplefilter('ignore')\n{script}"
     python = warm_python.python(*warm_python.MODELS)
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

@@ -50,7 +50,7 @@ INTACT = ("LimitExceeded", "OutOfMemory", "Undecryptable", "UnknownCodec", "Unsu
 
 
 def vector_differences(reader: Reader) -> Iterator[str]:
-    """How a reader differs from the lines of both manifests (spec/vectors.md, Agreement)."""
+    """Yield the differences between a reader and the lines of both manifests (spec/vectors.md, Agreement)."""
     for folder, lines in ((FOLDER, manifest()), (ROW_FOLDER, row_manifest())):
         for file, line in lines.items():
             bases = [folder / line["basis"]] if line.get("basis") else []
@@ -60,12 +60,12 @@ def vector_differences(reader: Reader) -> Iterator[str]:
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Return the line of every store entry, by its file."""
+    """Return the manifest line of every store entry, by its file."""
     return read_manifest(ENTRY_FOLDER / "manifest.json")
 
 
 def entry_differences(reader: Reader) -> Iterator[str]:
-    """Yield how a reader differs from the lines of the manifest of store entries (spec/vectors.md, Store entries)."""
+    """Yield the differences between a reader and the manifest of store entries (spec/vectors.md, Store entries)."""
     for file, line in entries().items():
         wanted = {"key": line["key"], "tenant": line["tenant"]} | {name: str(line[name]) for name in ("parent", "start") if name in line}
         wanted |= {f"secret.{name}": key for name, key in line["encryption_keys"].items()}
@@ -115,7 +115,7 @@ def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
 
 
 def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Path]) -> Iterator[str]:
-    """How the library, the second decoder and ``readers`` differ in a file, given ``bases``."""
+    """Yield the differences between the library, the second decoder and ``readers`` for a file, given ``bases``."""
     given = [basis.read_bytes() for basis in bases]
     accepts = library_accepts(data, given)
     if accepts is None:
@@ -130,7 +130,7 @@ def file_differences(readers: Sequence[Reader], data: bytes, bases: Sequence[Pat
 
 
 def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
-    """How the second decoder and ``readers`` differ in a packed page, without any basis."""
+    """Yield the differences between the second decoder and ``readers`` for a packed page, without a basis."""
     try:
         file, rule = decoder.read_row(data).page, ""
     except decoder.Refused as refused:
@@ -140,7 +140,7 @@ def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
 
 @st.composite
 def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
-    """Return a codec of a recipe, with any options and side-cars that need no basis."""
+    """Return a codec clause of a recipe, with any options and side-cars that need no basis."""
     name = draw(st.sampled_from([name for name in CASES if name not in ("klt", "transform")]))
     words = draw(CASES[name].options)
     if name not in ("raw", "lossless"):
@@ -152,7 +152,7 @@ def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
 
 @st.composite
 def written(draw: st.DrawFn) -> bytes:
-    """Return a file of the library: random codecs of both sides, shapes, contents and filters."""
+    """Return a file written by the library: random codecs for both sides, and random shapes, contents and filters."""
     dims = [draw(st.sampled_from([dim for dim in DIMS if dim <= 128])) for _ in "kv"]
     recipe = f"k={draw(codec_words('k', dims[0]))};v={draw(codec_words('v', dims[1]))}"
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
@@ -171,7 +171,7 @@ def written(draw: st.DrawFn) -> bytes:
 
 
 def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None:
-    """Call ``visit`` with ``count`` new files of the library."""
+    """Call ``visit`` with ``count`` new files written by the library."""
     left = count
 
     @hypothesis.seed(number)
@@ -194,7 +194,7 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
 
 
 def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Mutations of ``found``, and of packed pages, until the time is over, each with whether it is of a packed page."""
+    """Yield mutations of ``found`` and of packed pages until the time is up, each with True if it is a packed page."""
     source, vocabulary = random.Random(number), Vocabulary.of(found)
     oracle = RowOracle()
     rows = [*oracle.rows, *seeds.rows()]

@@ -1,4 +1,4 @@
-"""Words of the specification by document: ``python -m support.spec_words``, with the sums of normative and of informative documents.
+"""Count the words of the specification by document, and sum them for normative and informative ones: ``python -m support.spec_words``.
 
 A word is what stands between spaces and has a letter or a digit, so the lines of tables and operators do not count.
 """
@@ -20,12 +20,12 @@ def words(document: Path) -> int:
 
 
 def is_informative(document: Path) -> bool:
-    """Return True if ``document`` has no rules of its own: the list of rules, and what begins with the mark of informative text."""
+    """Return True if ``document`` states no rules of its own: the list of rules, and documents marked as informative."""
     return document == RULES or document.read_text(encoding="utf-8").split("\n")[2].startswith("*Informative.*")
 
 
 def counts() -> dict[bool, dict[str, int]]:
-    """Return the words of every document by its path in spec/, of normative ones (False) and informative ones (True)."""
+    """Return the word counts by document path, for normative (False) and informative (True) ones."""
     result: dict[bool, dict[str, int]] = {False: {}, True: {}}
     for document in sorted((*SPEC.glob("*.md"), *SPEC.glob("codecs/*.md"))):
         result[is_informative(document)][document.relative_to(SPEC).as_posix()] = words(document)

@@ -1,4 +1,5 @@
-"""Small caches of a model whose first layer keeps states: keys and values in the second, states at the ends of some chunks."""
+"""Small caches of a model whose first layer keeps states and whose second layer keeps keys and values, with states at the ends of some
+chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
 
 
 def states(position: int, seed: int = 0) -> States:
-    """Return the states after token ``position``: a recurrent one in fp32, a convolution's in bf16, and none in the layer with tokens."""
+    """Return the states after ``position`` tokens: a recurrent one in fp32, a convolution's in bf16, and none for the layer with tokens."""
     generator = torch.Generator().manual_seed(1000 * seed + position)
     recurrent = torch.randn(1, 3, 4, generator=generator)
     conv = torch.randn(1, 5, 2, generator=generator).to(torch.bfloat16)
@@ -25,7 +26,7 @@ def states(position: int, seed: int = 0) -> States:
 
 
 def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvpack.Cache:
-    """Return a cache of ``tokens`` tokens with the states after its last one, and after those of ``at``."""
+    """Return a cache of ``tokens`` tokens with states after the last token and at the positions ``at``."""
     (pair,) = random_pairs(1, tokens, dims=(32, 32), seed=seed)
     packed = kvpack.pack([pair], recipe)
     layers = (kvpack.Layer(None, None), *packed.layers)
@@ -34,7 +35,7 @@ def stateful(tokens: int, at: Any, recipe: str = "kivi-2", seed: int = 0) -> kvp
 
 
 def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> bool:
-    """Return True if ``found`` ends at ``position`` with its states."""
+    """Return True if ``found`` ends at ``position`` and has the states of that position."""
     assert found is not None
     expected = states(position, seed)
     return found.tokens == position and all(
@@ -44,5 +45,5 @@ def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> boo
 
 
 def ends(*chunks: int) -> list[int]:
-    """Return the positions after so many chunks."""
+    """Return the positions after these numbers of chunks."""
     return [CHUNK * count for count in chunks]

@@ -1,4 +1,4 @@
-"""Small caches, prompts and identities that the tests of the store share."""
+"""Small caches, prompts and identities that the store's tests share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_KEYS = {"other": bytes(32)}
 
 
 def prompt(chunks: int, first: int = 0, seed: int = 0) -> list[int]:
-    """Return token ids of ``chunks`` chunks and 5 tokens more, the first ``first`` chunks the same for every seed."""
+    """Return the token ids of ``chunks`` chunks plus 5 tokens; the first ``first`` chunks are the same for every seed."""
     shared = list(range(CHUNK * min(first, chunks)))
     own = [1000 * (1 + seed) + n for n in range(CHUNK * (chunks - min(first, chunks)) + 5)]
     return shared + own
@@ -48,7 +48,7 @@ def open_store(folder: Path | str, identity: kvpack.Identity = IDENTITY, **optio
 
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
-    """Save a cache of ``ids`` whole and return it."""
+    """Save a whole cache for ``ids`` and return it."""
     whole = cache(len(ids), store.identity.recipe, seed)
     assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
     return whole
@@ -78,7 +78,7 @@ def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
 
 
 def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed server gives misses and gets no requests; when it is back, empty, the store works again."""
+    """Check that a killed server causes misses and receives no requests, and that the store works again once it is back, empty."""
     monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.2))
     store = opened()
     ids = prompt(3)
@@ -104,7 +104,7 @@ def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monk
 
 
 def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.Store], *, steps: int, seconds: float) -> None:
-    """Three threads save and load while a server is killed, started, paused and continued: a step every ``seconds``."""
+    """Save and load in three threads while a server is killed, started, paused and continued, one step every ``seconds``."""
     whole = cache(4 * CHUNK + 5)
     wrong: list[BaseException] = []
     hits = [0] * 3

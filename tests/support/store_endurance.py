@@ -1,4 +1,4 @@
-"""A store in use for minutes, under a tight budget: processes save, load, pin, delete, collect and reopen it, and are killed at random.
+"""Use a store for minutes under a tight budget: processes save, load, pin, delete, collect and reopen it, and are killed at random.
 
     python -m support.store_endurance --minutes 10 --location /var/tmp/store
 
@@ -51,7 +51,7 @@ def _work(location: str, seed: int, counts: Any, slot: int) -> None:
 def endure(
     location: str, seconds: float, *, processes: int = PROCESSES, kill_seconds: float = KILL_SECONDS, seed: int = 0
 ) -> dict[str, Any]:
-    """Let processes use the store at ``location`` for ``seconds``, and kill one every ``kill_seconds``."""
+    """Run processes that use the store at ``location`` for ``seconds``, kill one every ``kill_seconds``, and return a report."""
     for number in range(store_stress.PROMPTS):
         for model in range(len(store_stress.LAYERS)):
             store_stress.packed(number, model)
@@ -89,7 +89,7 @@ def _kill(worker: Any) -> None:
 
 
 def _disk(folder: str) -> dict[str, Any]:
-    """What the folder takes, and whether anything unfinished stays once it is collected."""
+    """Return the disk usage of the folder, and whether unfinished files remain after it is collected."""
     with store_stress.open_store(folder, 0) as store:
         store.collect()
     taken = int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])
@@ -97,7 +97,7 @@ def _disk(folder: str) -> dict[str, Any]:
 
 
 def bad(report: dict[str, Any]) -> bool:
-    """Return True if a hit was wrong, an entry damaged, a process gone by itself, or the budget exceeded."""
+    """Return True if a hit was wrong, an entry was damaged, a process died by itself, or the budget was exceeded."""
     broken = report["wrong"] or report["damaged"] or report["ended by themselves"] or report.get("left over")
     return bool(broken) or report.get("on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
 

@@ -1,4 +1,4 @@
-"""Lookups of the same prompts by users who must not find them: other tenants, adapters, configurations and inputs.
+"""Look up the same prompts as users who must not find them: other tenants, adapters, configurations and inputs.
 
     python -m support.store_lookups --count 1000000
 
@@ -62,8 +62,8 @@ def lookups(
     identities: Sequence[kvpack.Identity] = IDENTITIES,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Return ``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` gives for
-    ``identities``."""
+    """Make ``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` returns for
+    ``identities``; return their counts."""
     choice = random.Random(seed)
     stores = [opened(identity) for identity in identities]
     texts = [prompt(number) for number in range(prompts)]
@@ -111,7 +111,7 @@ def lookups(
 
 
 def in_folder(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
-    """Return the stores of a folder."""
+    """Return a function that opens the store of an identity in a folder."""
     return lambda identity: kvpack.Store(folder, identity, chunk=CHUNK)
 
 

@@ -1,9 +1,9 @@
-"""Prefix stores under load: processes and threads that write, read and evict, every read compared with its tokens' values.
+"""Run prefix stores under load: processes and threads that write, read and evict, every read compared with its tokens' values.
 
     python -m support.store_stress --processes 8 --threads 4 --count 100000
 
-The tests run a short version. The values of a cache are a function of its token ids, so any process can tell
-whether it read what was saved.
+The tests run a short version. The values of a cache are a function of its token ids, so any process can tell whether it read what was
+saved.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open_store(folder: str, model: int, **options: Any) -> kvpack.Store:
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """Return the token ids of prompt ``number``: one to two chunks of its family, then its own."""
+    """Return the token ids of prompt ``number``: one or two chunks shared by its family, then its own."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -62,7 +62,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def expected(number: int, model: int) -> torch.Tensor:
-    """Return the keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: small integers that encode token, place and layer."""
+    """Return the keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: integers that encode token, position and layer."""
     ids = torch.tensor(prompt(number))
     token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
     place = torch.arange(len(ids))[None, :, None]
@@ -70,7 +70,7 @@ def expected(number: int, model: int) -> torch.Tensor:
 
 
 def state(number: int, position: int) -> torch.Tensor:
-    """Return the state after the first ``position`` tokens of a prompt: a sum over all of them, large for an entry, ``[1, 2048]``."""
+    """Return the state after the first ``position`` tokens of a prompt: their sum, ``[1, 2048]``, which makes entries large."""
     ids = torch.tensor(prompt(number)[:position])
     places = torch.arange(1, position + 1)
     return ((ids * places).sum() % 1_000_003 + torch.arange(2048)).to(torch.float32)[None]
@@ -78,13 +78,12 @@ def state(number: int, position: int) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def packed(number: int, model: int) -> kvpack.Cache:
-    """Return a prompt's cache; that of ``STATEFUL`` has states after every second chunk, and after the last."""
+    """Return a prompt's cache; with ``STATEFUL`` it has states after every second chunk and after the last."""
     cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
     if model != STATEFUL:
         return cache
     ends = {
-        position: ({"recurrent.0": state(number, position)}, *[{}] * (len(cache) - 1))
-        for position in range(CHUNK, cache.tokens + 1, CHUNK)
+        position: ({"recurrent.0": state(number, position)}, *[{}] * (len(cache) - 1)) for position in range(CHUNK, cache.tokens + 1, CHUNK)
     }
     last = ends.pop(cache.tokens)
     kept = {position: own for position, own in ends.items() if not position % (2 * CHUNK)}
@@ -92,7 +91,7 @@ def packed(number: int, model: int) -> kvpack.Cache:
 
 
 def check_states(cache: kvpack.Cache, number: int, model: int, tokens: int) -> None:
-    """Raise AssertionError unless a cache has the states of its model after its last token, and no others."""
+    """Raise AssertionError unless a cache has its model's states after its last token, and no others."""
     found = [dict(layer.states) for layer in cache]
     assert [list(own) for own in found] == [["recurrent.0"] if model == STATEFUL and not at else [] for at in range(len(cache))]
     if model == STATEFUL:
@@ -117,7 +116,7 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
 
 
 def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
-    """A random load, save, match, pin, delete or collection; ``kept`` holds loaded caches, whose files may be evicted meanwhile."""
+    """Do a random load, save, match, pin, delete or collection; ``kept`` holds loaded caches, whose files may be evicted meanwhile."""
     number, model, what = choice.randrange(PROMPTS), choice.randrange(len(LAYERS)), choice.random()
     store = stores[model]
     if what < 0.55:
@@ -145,13 +144,13 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
 
 
 def refusals(stores: list[kvpack.Store]) -> int:
-    """Damaged entries and faults that the stores have met: on a sound disk there are none, whichever process was killed."""
+    """Count the damaged entries and faults that the stores have met, which must be 0 on a sound disk, whichever process was killed."""
     counts = [store.counters() for store in stores]
     return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
 
 
 def note_refusals(folder: str, count: int) -> None:
-    """Add to a file beside the store, which a kill leaves whole."""
+    """Append to a file beside the store in a single write, which a kill cannot split."""
     if count:
         with open(f"{folder}.refused", "ab", buffering=0) as file:
             file.write(b"x" * count)
@@ -186,7 +185,8 @@ def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized
 
 
 def operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
-    """Return ``count`` random operations in all, by ``threads`` threads in each of ``processes`` processes, every read compared."""
+    """Run ``count`` random operations in total, in ``threads`` threads in each of ``processes`` processes, compare every read, and return a
+    report."""
     failed = FORK.Value("q", 0)
     for number in range(PROMPTS):
         for model in range(len(LAYERS)):

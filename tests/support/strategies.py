@@ -1,4 +1,4 @@
-"""Helpers that tests and the fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
+"""Helpers that tests and fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
 
 A new codec is one more row of ``CASES``.
 """
@@ -59,7 +59,7 @@ CONTENTS = ("gaussian", "outliers", "mixed", "constant", "zero", "denormal", "sp
 
 @st.composite
 def packings(draw: DrawFn) -> Columns:
-    """Return any packing: one to three digits, bases that are powers of two or not, alphabets no larger than their bases."""
+    """Return any packing: one to three digits, with bases that are powers of two or not, and alphabets no larger than their bases."""
     some_base = st.one_of(st.sampled_from([2**b for b in range(1, 17)]), st.integers(2, 40), st.integers(2, MAX_BASE))
     bases = draw(st.lists(some_base, min_size=1, max_size=3).filter(lambda bases: max_fields(bases) > 0))
     alphabets = [base - draw(st.integers(0, min(base - 1, 3))) for base in bases]
@@ -68,7 +68,7 @@ def packings(draw: DrawFn) -> Columns:
 
 
 def max_fields(bases: list[int]) -> int:
-    """Return the most fields that a column of ``bases`` may have, by the limits of the specification."""
+    """Return the largest number of fields that the specification allows in a column of ``bases``."""
     limit = 1 << 8 * MAX_COLUMN_BYTES if all(map(is_power_of_two, bases)) else MAX_COLUMN_VALUES
     return next(f for f in range(200) if math.prod(bases) ** (f + 1) > limit)
 
@@ -84,7 +84,8 @@ def digits(draw: DrawFn, packing: Columns, rows: int = 2) -> list[list[list[int]
 
 @st.composite
 def tensors(draw: DrawFn, dim: int, max_tokens: int = 70) -> torch.Tensor:
-    """Finite float32 ``[batch, kv_head, token, dim]``: ordinary and degenerate contents, and lengths from zero tokens on."""
+    """Return finite float32 tensors ``[batch, kv_head, token, dim]`` with ordinary and degenerate contents, and any length from zero
+    tokens."""
     tokens = draw(st.one_of(st.sampled_from([0, 1, 31, 32, 33]), st.integers(0, max_tokens)))
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 3)), tokens, dim)
     return contents(draw(st.sampled_from(CONTENTS)), shape, draw(st.integers(0, 2**32 - 1)))
@@ -116,7 +117,7 @@ def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """The options that a codec is tried with, and the property that relates ``x``, its streams and their decoded values."""
+    """The options that a codec is tested with, and the property that relates ``x``, its streams and their decoded values."""
 
     options: SearchStrategy[dict[str, str]]
     check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
@@ -261,7 +262,7 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
 
 
 def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
-    """Return ``codec``, which has side-cars, with ``side_car`` too, or in place of its own of that name."""
+    """Return ``codec``, which has side-cars, with ``side_car`` added or replacing the one of the same name."""
     assert isinstance(codec, WithSideCars)
     found = {one.name: one for one in codec.side_cars} | {side_car.name: side_car}
     return WithSideCars(codec.codec, tuple(found[name] for name in ORDER if name in found))
@@ -269,7 +270,7 @@ def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
 
 @st.composite
 def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, bounded: bool = True) -> Codec:
-    """Return a codec of ``codec_id`` and for a ``side`` (any, by default) at any head dim that it takes, with any options and side-cars.
+    """Return a codec of ``codec_id`` for a ``side`` (default: any), with any supported head dim, options and side-cars.
 
     ``bounded`` leaves out the side-cars whose rounding ``check_round_trip`` cannot bound.
     """
@@ -302,7 +303,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
 
 
 def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
-    """Encode, lay out, check and decode ``x``, and compare; False when the encoder refused a value as too large."""
+    """Encode, lay out, check and decode ``x``, and compare; returns False if the encoder refused a value as too large."""
     batch, heads, tokens, _ = x.shape
     try:
         streams = codec.encode(poisoned(x))
@@ -344,7 +345,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
 
 
 def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-    """The first rows of every stream decode to the first tokens, except for the rounding of the last elements of an array."""
+    """Check that the first rows of every stream decode to the first tokens, up to the rounding of the last elements of an array."""
     kept = tokens // 2
     found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
@@ -356,7 +357,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code): reading them shows."""
+    """Return ``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code), so that stray reads show."""
     larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
     inner = larger[tuple(slice(1, n + 1) for n in x.shape)]
     inner.copy_(x)

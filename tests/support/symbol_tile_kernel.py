@@ -1,4 +1,4 @@
-"""A program that makes a tile of symbols, in the layout of the matrix units' sums."""
+"""A kernel that makes a tile of symbols in the layout of the matrix units' accumulators."""
 
 # Tuples of tensors grow while a kernel is compiled, and Triton has no types.
 # mypy: disable-error-code="assignment, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Small configurations of any model type that transformers knows, made from the defaults of its configuration class."""
+"""Small configurations of any transformers model type, derived from the defaults of its configuration class."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **others: Any) -> Any:
-    """Return a configuration of ``model_type`` with small sizes, and ``others`` as they are."""
+    """Return a configuration of ``model_type`` with small sizes; ``others`` are set as given."""
     kind = CONFIG_MAPPING[model_type]
     return kind(**{**_shrunk(kind(), model_type), **others})
 

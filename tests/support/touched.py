@@ -1,7 +1,7 @@
-"""The tests that a change needs: ``python -m support.touched`` prints their paths, for ``make check``.
+"""Print the paths of the tests that a change needs (``python -m support.touched``), for ``make check``.
 
-A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that
-folder, a C kernel those of C kernels, a test file itself alone, and a module of ``tests/support`` the test files that import it.
+A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that folder, a C
+kernel those of C kernels, a test file itself alone, and a module of ``tests/support`` the test files that import it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def changed_files(base: str = "main") -> list[str]:
 
 
 def needed_by(file: str) -> set[str]:
-    """Paths of the tests that a change of ``file`` needs."""
+    """Return the paths of the tests that a change to ``file`` requires."""
     path = PurePosixPath(file)
     if file in FILES:
         return set(FILES[file])
@@ -68,13 +68,13 @@ def needed_by(file: str) -> set[str]:
 
 
 def _of_kernels(in_c: bool) -> set[str]:
-    """Return the tests of the C kernels, or of those of Triton: neither knows the others."""
+    """Return the tests of the C kernels or those of the Triton kernels, which are independent."""
     found = (ROOT / "tests/kernels").glob("test_*.py")
     return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_cpu_") == in_c}
 
 
 def _importers(module: str) -> set[str]:
-    """Test files that import a module of ``tests/support``, themselves or through other modules of it."""
+    """Return the test files that import a module of ``tests/support``, directly or indirectly."""
     names, known = {module}, set()
     while names != known:
         known = set(names)
@@ -87,7 +87,7 @@ def _importers(module: str) -> set[str]:
 
 @cache
 def _imports() -> dict[Path, set[str]]:
-    """Return the modules of ``tests/support`` that a file of ``tests`` imports, in a program that it starts as well."""
+    """Return, by file of ``tests``, the modules of ``tests/support`` that it imports, including in programs that it starts."""
     modules = re.compile(r"\bsupport(?:\.(\w+)| import ([\w, ]+))")
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
@@ -101,7 +101,7 @@ def _existing(path: str) -> set[str]:
 
 
 def _git(*words: str) -> list[str]:
-    """Return the lines that git prints of the checkout at ``ROOT``."""
+    """Run git at ``ROOT`` and return the lines that it prints."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

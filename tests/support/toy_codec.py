@@ -1,4 +1,4 @@
-"""A codec that is registered by this file and one row of ``formats.CODECS``: 8-bit codes times the largest value of their token."""
+"""A codec registered by this file and one row of ``formats.CODECS``: 8-bit codes scaled by the largest value of their token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Side-cars that are registered by this file and one row each of ``formats.SIDE_CARS``: a part of the frame, and a map of values."""
+"""Side-cars registered by this file and one row each of ``formats.SIDE_CARS``: a part of the frame, and a map of values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenMean(FramePart):
-    """The mean of a token's values in the coded frame, in binary16, taken out before the codec."""
+    """The mean of a token's values in the coded frame, in binary16, subtracted before the codec."""
 
     name: ClassVar[str] = "token_mean"
     words: ClassVar[tuple[str, ...]] = ("token_mean",)
@@ -47,7 +47,7 @@ class TokenMean(FramePart):
         return RunStep({}, lambda block, _: self.encode(block))
 
     def encode(self, u: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return ``u`` ``[batch, kv_head, token, dim]`` without its means, and their stream."""
+        """Return ``u`` ``[batch, kv_head, token, dim]`` minus its means, and the stream of the means."""
         mean = stored_norm(u.mean(-1), "F16", "mean of a token")
         return u - mean.to(torch.float32)[..., None], {self.name: mean}
 
@@ -57,7 +57,7 @@ class TokenMean(FramePart):
 
 @dataclass(frozen=True)
 class Multiples(ValueMap):
-    """Channel j times 1 + j mod ``period``: a linear map that is not orthogonal, and has no streams."""
+    """Scales channel j by 1 + j mod ``period``: a linear map that is not orthogonal and has no streams."""
 
     name: ClassVar[str] = "multiples"
     words: ClassVar[tuple[str, ...]] = ("multiples",)

@@ -1,4 +1,4 @@
-"""Random streams of the codec transform: levels of any size, most of them small, as an encoder makes chunks of them."""
+"""Random streams of the codec transform: levels of any size, mostly small, in chunks like an encoder's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def transform_streams(codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int]) -> dict[str, torch.Tensor] | None:
-    """Return the streams of random levels, whose last columns are often 0, at random positions; None for another codec."""
+    """Return streams of random levels at random positions, whose last columns are often 0; None for another codec."""
     if not isinstance(codec, Transform):
         return None
 

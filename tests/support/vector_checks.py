@@ -27,7 +27,7 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 
 @cache
 def read(file: str) -> Any:
-    """Return the file as the second decoder reads it; no test changes it."""
+    """Return the file as the second decoder reads it; tests must not modify it."""
     return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
 
 
@@ -37,7 +37,7 @@ def basis_of(file: str) -> list[Basis]:
 
 
 def verify(data: bytes, given: Sequence[Basis]) -> None:
-    """Check the bytes of a file, and whether the bases that its reader is given fit it."""
+    """Check the bytes of a file, and that the bases given to its reader fit it."""
     opened = container.open_bytes(data)
     opened.verify()
     opened.header = bound(opened.header, given)
@@ -65,7 +65,7 @@ def rows(file: container.File, number: int, side: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The values that a line of a manifest gives, and their tolerances, 0 for one that is exact."""
+    """The values that a manifest line gives, and their tolerances, which are 0 for exact values."""
 
     values: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
     tolerances: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
@@ -80,7 +80,7 @@ class Expected:
         return cls(values, tolerances, line.get("subnormal_zero", False))
 
     def differing(self, found: Sequence[float]) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Which of ``found`` do not agree with the values, by spec/vectors.md."""
+        """Return which of ``found`` do not agree with the expected values, by spec/vectors.md."""
         values = numpy.array(found, numpy.float32)
         assert values.shape == self.values.shape
         same = values.view(numpy.uint32) == self.values.view(numpy.uint32)
@@ -94,6 +94,6 @@ class Expected:
 
 
 def check_values(file: str, found: Sequence[float]) -> None:
-    """Every value agrees with the one of the manifest."""
+    """Check that every value agrees with the manifest's."""
     differing = Expected.of(FOLDER, LINES[file]).differing(found)
     assert not differing.any(), f"{differing.sum()} values differ, the first at {differing.argmax()}"

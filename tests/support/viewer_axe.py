@@ -1,4 +1,4 @@
-"""Run axe-core over the viewer, which shows a file: ``python -m support.viewer_axe AXE.min.js``.
+"""Run axe-core over the viewer while it shows a file: ``python -m support.viewer_axe AXE.min.js``.
 
 Checks desktop and phone width in light and dark, and exits with 1 if axe-core finds a violation.
 """

@@ -1,8 +1,8 @@
-"""Python for the programs that tests start, without the time that the imports of torch and transformers take.
+"""Start Python programs for tests without the time that importing torch and transformers takes.
 
-``python()`` is the path of a program that is used like ``sys.executable``: it takes the interpreter's arguments, and has the
-environment, streams, folder and exit code that it is given. Behind it is one process per test worker, which has imported torch and
-kvpack and forks for each program. Tests of imports, of memory and of installed packages use ``sys.executable``.
+``python()`` is the path of a program that is used like ``sys.executable``: it takes the interpreter's arguments, and has the environment,
+streams, folder and exit code that it is given. Behind it is one process per test worker, which has imported torch and kvpack and forks for
+each program. Tests of imports, of memory and of installed packages use ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ os._exit(code)
 
 @functools.cache
 def _server() -> Path:
-    """Return the folder of a process that forks, which ends with this one."""
+    """Return the folder of a forking process, which ends with this one."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", __file__, str(folder / "socket")]
@@ -81,7 +81,7 @@ def _server() -> Path:
 
 @functools.cache
 def commands(*modules: str) -> Path:
-    """Return a folder with the programs ``python`` and ``kvpack``, for which torch, kvpack and ``modules`` are imported already."""
+    """Return a folder with the programs ``python`` and ``kvpack``, which have torch, kvpack and ``modules`` already imported."""
     folder = Path(tempfile.mkdtemp(dir=_server()))
     script = Path(sys.executable).with_name("kvpack")
     path = str(_server() / "socket")
@@ -92,12 +92,12 @@ def commands(*modules: str) -> Path:
 
 
 def python(*modules: str) -> str:
-    """Return the path of the program that stands for Python."""
+    """Return the path of a program that replaces ``sys.executable``."""
     return str(commands(*modules) / "python")
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each request at a socket; returns the request in the fork, and ends with the process that started this one."""
+    """Fork for each request at a socket, and return the request in the fork; the server ends with the process that started it."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
@@ -141,7 +141,7 @@ def serve(path: str) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run what the interpreter's arguments ask for, in this process."""
+    """Run what the interpreter's arguments request, in this process."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -176,7 +176,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 def end(work: Callable[[], None]) -> None:
-    """Do ``work`` and end as the interpreter ends, without its last collection, which would copy all memory that forks share."""
+    """Do ``work`` and exit as the interpreter does, but without its final collection, which would copy all memory shared by forks."""
     code = 0
     try:
         work()

@@ -1,4 +1,4 @@
-"""The worked examples of the codecs' pages, as tests read them."""
+"""Parse the worked examples of the codecs' pages for tests."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 def example(page: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of the table of the page's worked example with these columns, code marks removed."""
+    """Return the rows of the table in the page's worked example that has these columns, code marks removed."""
     text = page.read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0].replace("`", "")
     (block,) = re.findall(rf"\| {re.escape(' | '.join(columns))} \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text)
     return [dict(zip(columns, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in block.strip().split("\n")]
 
 
 def example_params(page: Path) -> dict[str, Any]:
-    """Return the codec parameters of the example, ``fields`` as a map and all else as text."""
+    """Return the codec parameters of the example: ``fields`` as a map, everything else as text."""
     params: dict[str, Any] = {row["parameter"]: row["value"] for row in example(page, "parameter", "value")}
     params["fields"] = {name: int(fields) for name, fields in (entry.split() for entry in params["fields"].split(", "))}
     return params
 
 
 def example_codec(page: Path, codec: type[Codec]) -> Codec:
-    """Return the codec of an example whose parameters are numbers where they look like numbers."""
+    """Return the codec of an example; parameters that look like numbers become numbers."""
     params = example_params(page)
     return codec.from_params({name: int(value) if isinstance(value, str) and value.isdigit() else value for name, value in params.items()})
 
 
 def example_streams(page: Path, codec: Codec) -> dict[str, torch.Tensor]:
-    """Return the streams of an example of two tokens, their dtypes, shapes and names checked against the codec's layout."""
+    """Return the streams of an example with two tokens, after checking their names, dtypes and shapes against the codec's layout."""
     layout = codec.layout(1, 1, 2)
     streams = {}
     for row in example(page, "stream", "dtype", "shape", "bytes"):

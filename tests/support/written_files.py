@@ -51,7 +51,7 @@ PLAIN = kvpack.Identity("model", RECIPE, weights="w1", dtype="bfloat16", tenant=
 
 
 def shape(name: str) -> tuple[int, int, int, int]:
-    """Layers, heads, tokens and head dim of the cache of a preset."""
+    """Return the layers, heads, tokens and head dim of a preset's cache."""
     preset = PUBLISHED.get(name)
     if preset is None:
         return 1, 2, 40, 16
@@ -61,7 +61,8 @@ def shape(name: str) -> tuple[int, int, int, int]:
 
 
 def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Normal bf16 keys and values, each ``[1, head, token, dim]``, with one outlier channel and one token of large norm."""
+    """Return normal bf16 keys and values for each layer, each ``[1, head, token, dim]``, with one outlier channel and one token of large
+    norm."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
     found = []
     for _ in range(layers):
@@ -73,7 +74,7 @@ def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tup
 
 
 def sampled(cache: kvpack.Cache) -> torch.Tensor:
-    """Return one value in ``SAMPLE`` of every layer, K before V, float32."""
+    """Return one value in ``SAMPLE`` of every layer, K before V, in float32."""
     sides = [side.unpack(torch.float32).flatten() for layer in cache for side in layer.sides.values()]
     return torch.cat(sides)[::SAMPLE].contiguous()
 
@@ -89,12 +90,12 @@ def store_identities() -> dict[str, kvpack.Identity]:
 
 
 def store_ids(name: str) -> list[int]:
-    """Return token ids of the two chunks of an identity."""
+    """Return the token ids of two chunks for an identity."""
     return list(range(2 * CHUNK)) if name == "plain" else prompt_ids()[:-1]
 
 
 def pool() -> torch.Tensor:
-    """Slots of two pages: bf16 ``[slot, layer, side, head, token, channel]``."""
+    """Return the slots of two pages: bf16 ``[slot, layer, side, head, token, channel]``."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(2, 1, 2, 2, 16, 64, generator=generator).bfloat16()
 
@@ -108,7 +109,7 @@ def prompt_ids() -> list[int]:
 
 
 def demo_model() -> Any:
-    """Return the demo's model for packed caches, named as anywhere."""
+    """Return the demo's model for packed caches, under a name that is the same everywhere."""
     model = load_model(attention="kvpack")
     model.config._name_or_path = "tinylm"
     return model
@@ -121,7 +122,7 @@ def batch_ids() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def continued(model: Any, cache: Any, first: list[int], mask: torch.Tensor | None = None) -> list[list[int]]:
-    """Return the likeliest tokens of every row after ``first``, which follow the cache."""
+    """Return the most likely next tokens of every row, from ``first`` on, after the tokens in the cache."""
     found: list[list[int]] = [[] for _ in first]
     token = torch.tensor(first)[:, None]
     with torch.inference_mode():

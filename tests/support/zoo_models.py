@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures that tests name; ``model_zoo`` walks all that transformers has."""
+"""Tiny random models of the architectures that tests use; ``model_zoo`` covers all of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1
 
 @dataclass(frozen=True)
 class Architecture:
-    """A configuration class of transformers, and small sizes for it."""
+    """A configuration class of transformers with small sizes."""
 
     name: str
     configuration: str
@@ -177,7 +177,7 @@ ZOO = [
 
 
 def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
-    """Return the model of one architecture, with these sizes changed."""
+    """Return a model of one architecture with these sizes changed."""
     architecture = next(architecture for architecture in ZOO if architecture.name == name)
     model = Architecture(name, architecture.configuration, {**architecture.sizes, **sizes}, architecture.kind).model()
     if attention is not None:
@@ -186,7 +186,7 @@ def model_of(name: str, attention: str | None = None, **sizes: Any) -> Any:
 
 
 def images(tokens: int = 32) -> dict[str, Any]:
-    """Return an image of 4 x 4 patches at tokens 8 to 23, as Qwen2-VL takes it."""
+    """Return the inputs for an image of 4 x 4 patches at tokens 8 to 23, in the form that Qwen2-VL takes."""
     pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(0))
     types = torch.zeros(1, tokens, dtype=torch.int64)
     types[:, 8:24] = 1

@@ -1,4 +1,4 @@
-"""Tiny random models as GGUF files, and llama.cpp's library over them."""
+"""Tiny random models as GGUF files, and a wrapper of llama.cpp's library to run them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2, "q4_
 
 
 def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int = 2, window: int = WINDOW) -> Path:
-    """Return a model of ``arch`` with random weights: llama, qwen2, gemma3, deepseek2, qwen2vl or mamba."""
+    """Write a model of ``arch`` (llama, qwen2, gemma3, deepseek2, qwen2vl or mamba) with random weights and return its path."""
     writer, source = gguf.GGUFWriter(path, arch), np.random.default_rng(dim)
     width, vocabulary = heads * dim, len(VOCABULARY)
     writer.add_context_length(1024)
@@ -130,7 +130,7 @@ class Context:
         library.llama_model_free(self.model)
 
     def decode(self, ids: list[int], first: int, sequence: int = 0) -> np.ndarray:
-        """Return the logits after the last of ``ids``, whose positions begin at ``first``."""
+        """Return the logits after the last of ``ids``, whose positions start at ``first``."""
         for start in range(0, len(ids), 64):
             part = ids[start : start + 64]
             batch = library.llama_batch_init(len(part), 0, 1)
@@ -143,13 +143,13 @@ class Context:
         return np.ctypeslib.as_array(library.llama_get_logits_ith(self.pointer, -1), (self.vocabulary,)).copy()
 
     def save(self, path: Path, ids: list[int], sequence: int = 0) -> bytes:
-        """What llama_state_seq_save_file writes."""
+        """Return the bytes that llama_state_seq_save_file writes."""
         array = (ctypes.c_int32 * len(ids))(*ids)
         assert library.llama_state_seq_save_file(self.pointer, str(path).encode(), sequence, array, len(ids))
         return path.read_bytes()
 
     def load(self, path: Path, sequence: int = 0) -> list[int] | None:
-        """Return the token ids of a file after llama.cpp has loaded it, None if it refuses it."""
+        """Load a file into llama.cpp and return its token ids, or None if llama.cpp refuses it."""
         array, count = (ctypes.c_int32 * 4096)(), ctypes.c_size_t()
         size = library.llama_state_seq_load_file(self.pointer, str(path).encode(), sequence, array, 4096, ctypes.byref(count))
         assert size in (0, path.stat().st_size)

@@ -38,7 +38,7 @@ PAIRS = (("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32"))
 
 
 def options_of(arch: str) -> dict[str, Any]:
-    """What the import is told of a model."""
+    """Return the options that the import needs for a model."""
     return {"kv_heads": 1, "latents": True} if arch == "deepseek2" else {"kv_heads": 2, "windows": WINDOWS.get(arch)}
 
 
@@ -55,12 +55,12 @@ def after(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> 
 
 
 def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Return the largest error of logits, relative to the largest of them."""
+    """Return the largest error of the logits relative to the largest logit."""
     return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
 
 
 def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Raw caches go both ways byte for byte, also through a kvpack file, and llama.cpp decodes the same logits after both."""
+    """Check that raw caches survive the round trip byte for byte, also through a kvpack file, and give llama.cpp the same logits."""
     windows = WINDOWS.get(arch)
     # A cache of latents has one type.
     pairs = PAIRS[:3] if arch == "deepseek2" else PAIRS
@@ -80,7 +80,7 @@ def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Blocks go both ways byte for byte, also through a kvpack file, and llama.cpp decodes the same logits after both."""
+    """Check that quantized blocks survive the round trip byte for byte, also through a kvpack file, and give llama.cpp the same logits."""
     windows, own, exported = WINDOWS.get(arch), folder / "own.bin", folder / "exported.bin"
     kinds = [(kind, kind) for kind in ("q8_0", "q5_0", "q4_0", "q4_1", "q5_1", "iq4_nl")] + (
         [] if arch == "deepseek2" else [("q8_0", "fp16")]
@@ -98,7 +98,8 @@ def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """A state without flash attention is loaded with it, and one of several streams by a context of one, which llama.cpp cannot do."""
+    """Check that a state saved without flash attention loads with it, and one of several streams loads into a single-stream context, which
+    llama.cpp itself cannot do."""
     own, other, windows = folder / "own.bin", folder / "other.bin", WINDOWS.get(arch)
     with filled(model, ("fp16", "fp16"), False, 1, 2) as context:
         context.save(own, IDS, 1)
@@ -115,7 +116,7 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Keys and values of layer 0 are the model's, head by head; rotary pairs lie as ``arch`` has them."""
+    """Check that keys and values of layer 0 are the model's, head by head, with rotary pairs in the order of ``arch``."""
     weights = {tensor.name: np.asarray(tensor.data, np.float64) for tensor in GGUFReader(model).tensors}
     own = folder / "own.bin"
     with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
@@ -139,7 +140,7 @@ def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """llama.cpp goes on from a lossy cache."""
+    """Check that llama.cpp continues from a lossy cache."""
     own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
     with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
         context.save(own, IDS)
@@ -153,7 +154,8 @@ def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """After a shift of the context, and in a window's ring, cells lie in another order than positions; with a gap, a state is refused."""
+    """Check states whose cells are not in the order of positions, after a context shift or in a sliding window; a state with a gap must be
+    refused."""
     own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
     # The result of flash attention depends on the order of cells by some 1e-3.
     with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
@@ -190,7 +192,7 @@ def refused(path: Path, message: str, **options: Any) -> None:
 
 
 def check_refusals(folder: Path) -> Iterator[str]:
-    """What kvpack does not read, as llama.cpp writes it."""
+    """Check that kvpack refuses unsupported states that llama.cpp writes."""
     path, llama = folder / "own.bin", write_model(folder / "llama.gguf", "llama", 64)
     with filled(llama, ("fp16", "fp16"), True, 0, 1) as context:
         array = (ctypes.c_int32 * TOKENS)(*IDS)
@@ -211,7 +213,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
 
 
 def check_server(folder: Path, program: Path) -> Iterator[str]:
-    """Slots that llama-server saved, of llama and gemma3, and restored from what kvpack wrote."""
+    """Check slots of llama and gemma3 that llama-server saved, and that it restores from files written by kvpack."""
     for arch in ("llama", "gemma3"):
         windows = WINDOWS.get(arch)
         model = write_model(folder / f"{arch}.gguf", arch, 64)
@@ -239,7 +241,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, Any], Any]]:
-    """A llama-server over ``model`` whose slots are saved in ``folder``, as a function of a path and a JSON body."""
+    """Run a llama-server over ``model`` that saves slots in ``folder``; yields a function of a path and a JSON body."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -276,7 +278,7 @@ def served(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, 
 
 
 def write_fixtures(folder: Path, program: Path | None) -> None:
-    """The files of the tests: a model of one KV head of 8 channels, 5 tokens or a window of 4 among 9."""
+    """Write the fixtures of the tests: a model with one KV head of 8 channels, and 5 tokens or a window of 4 among 9."""
     folder.mkdir(exist_ok=True)
     model = folder / "model.gguf"
     ids = [1, 40, 90, 7, 200]

@@ -1,4 +1,4 @@
-"""Objects through LMCache's own storage manager, with kvpack's L2 adapter: ``make engines``.
+"""Run objects through LMCache's own storage manager with kvpack's L2 adapter: ``make engines``.
 
 Each run stores three objects, empties LMCache's memory, loads them, and loads them again after one flipped bit in the second.
 """
@@ -53,7 +53,7 @@ def manager_of(adapter: Any) -> StorageManager:
 
 
 def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
-    """Return the objects from the first on that come back, after LMCache's own memory was emptied."""
+    """Return the objects that are loaded, from the first on, after LMCache's own memory was emptied."""
     manager.clear(force=True)
     handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, layout)]))
     status: list[Any] = [None]
@@ -73,13 +73,13 @@ def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tens
 
 
 def files(folder: Path, data: bytes = b"kvpack-row 1") -> list[Path]:
-    """Return the entries of a folder, in the order in which they were written."""
+    """Return the entries of a folder in the order in which they were written."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:12] == data]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def metrics() -> dict[str, float]:
-    """Return the metrics of the stores that are open, at LMCache's own endpoint."""
+    """Return the metrics of the open stores, read from LMCache's own endpoint."""
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {name: sum(sample.value for sample in samples if sample.name == name) for name in {sample.name for sample in samples}}
 

@@ -1,4 +1,4 @@
-"""Prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
+"""Check prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
 
 Caches that mlx-lm saved are imported, compared and exported; mlx-lm loads both and goes on alike.
 """

@@ -44,13 +44,14 @@ def environment(folder: Path) -> Path:
 
 
 def process(python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None) -> dict[str, Any]:
-    """What one process printed; nothing if it was killed after ``seconds``."""
+    """Run one process and return what it printed; empty if it was killed after ``seconds``."""
     command = [python, HERE / script, model, store, recipe, *more]
     return result_of(command, store, seconds)
 
 
 def result_of(command: list[Any], store: Path, seconds: float | None = None) -> dict[str, Any]:
-    """What the process of ``command`` printed; nothing if it was killed, as soon as ``store`` had an entry and after ``seconds``."""
+    """Run ``command`` and return what it printed; empty if it was killed, which happens once ``store`` has an entry and ``seconds`` have
+    passed."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if seconds is not None:
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def groups_agree(python: Path, kind: str, loaded: int) -> bool:
-    """Run two processes of a model of ``kind``; what they load gives the same log probabilities to the bit."""
+    """Run two processes of a model of ``kind`` and check that loaded chunks give bit-identical log probabilities."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, HERE / "vllm_groups.py", kind, folder, "octopus-4"]
         first, second = (result_of(command, Path(folder)) for _ in range(2))
@@ -103,7 +104,7 @@ def groups_agree(python: Path, kind: str, loaded: int) -> bool:
 
 
 def fp8_is_kept(python: Path, model: Path) -> bool:
-    """Run two processes whose cache is fp8, which rows hold byte for byte."""
+    """Run two processes with an fp8 cache and check that rows store it byte for byte."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = (process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
     tokens = [second["tokens"], first["memory"]["tokens"], first["flipped"]["tokens"]]
@@ -113,7 +114,7 @@ def fp8_is_kept(python: Path, model: Path) -> bool:
 
 
 def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
-    """Return True if vLLM's own metrics tell what a process has done."""
+    """Return True if vLLM's own metrics report what a process did."""
     prefix = "vllm:kv_offload_kvpack_"
     if "memory" in run:
         found = (
@@ -129,7 +130,7 @@ def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
 
 
 def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:
-    """Run five processes, print what they did, and return whether it is right."""
+    """Run five processes, print what they did, and return True if all of it is correct."""
     with tempfile.TemporaryDirectory() as folder:
         store, left = Path(folder) / "store", Path(folder) / "killed"
         killed = process(python, script, model, left, recipe, seconds=300)

@@ -1,4 +1,4 @@
-"""Pages between SGLang's own host pools, through the backend that its own factory makes: ``make engines``.
+"""Move pages between SGLang's own host pools, through the backend that its own factory creates: ``make engines``.
 
 SGLang imports kernels and image functions that a CPU lacks: modules that do nothing stand in for them.
 """
@@ -107,7 +107,7 @@ def page(made: Any, number: int) -> torch.Tensor:
 
 
 def metrics(collector: Any, made: Any) -> dict[str, float]:
-    """What SGLang shows of a backend: its own metrics of storage, and kvpack's."""
+    """Return the metrics that SGLang shows for a backend: its own storage metrics and kvpack's."""
     from prometheus_client import REGISTRY
 
     collector.log_storage_metrics(made.get_stats())

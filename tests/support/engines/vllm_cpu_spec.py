@@ -1,4 +1,4 @@
-"""vLLM's tiering spec on its CPU platform, which vLLM's own worker refuses: it copies between device pages and the primary tier."""
+"""Run vLLM's tiering spec on its CPU platform, which vLLM's own worker refuses: it copies between device pages and the primary tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks, at once."""
+    """A worker that copies whole blocks synchronously."""
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
         assert len(kv_caches.group_data_refs) == 1
@@ -44,7 +44,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return done
 
     def wait(self, job_ids: Any) -> None:
-        """Nothing: copies are done when they are submitted."""
+        """Do nothing: copies are finished when they are submitted."""
 
     def shutdown(self) -> None:
         self._device = self._host = None  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """vLLM's own but for the worker."""
+    """vLLM's own tiering spec with another worker."""
 
     def get_worker(self, kv_caches: Any) -> CopyWorker:
         if not self._worker:

@@ -1,4 +1,4 @@
-"""The command line of the matrix: a table, or with --json one value. Exits with 1 when a promise was broken."""
+"""The command line of the matrix: prints a table, or one JSON value with --json. Exits with 1 if a promise was broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cell of the matrix: what was done to a kind of store by a fault, and every promise that broke."""
+"""One cell of the matrix: the fault applied to a kind of store, and every promise that was broken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SHOWN = 20
 
 @dataclass
 class Cell:
-    """``counts`` by name, such as cases and verified reads; ``problems`` are sentences, as many as are shown."""
+    """``counts`` are counters by name, such as cases and verified reads; ``problems`` are sentences, up to the number that is shown."""
 
     kind: str
     fault: str
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def found(self) -> int:
-        """Reads that hit, chunks that were found after a fault, and the like: 0 says that nothing was looked at."""
+        """Return the number of reads that hit, chunks found after a fault, and so on; 0 means that nothing was checked."""
         return sum(self.counts[name] for name in ("hits", "chunks_found", "chunks_left", "own_hits", "saves"))
 
     def problem(self, text: str) -> None:
@@ -45,14 +45,14 @@ class Cell:
 
     @contextlib.contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """An exception in the block is a problem, and ends the block."""
+        """Record an exception that leaves the block as a problem."""
         try:
             yield
         except (Exception, AssertionError) as error:
             self.problem(f"{what}: {told(error)}")
 
     def done(self, cases: int = 1, *, of: int | None = None) -> None:
-        """Count cases, and tell how far it is."""
+        """Count cases and report progress."""
         self.counts["cases"] += cases
         if self.progress is not None:
             self.progress(f"{self.counts['cases']:,}" + (f" of {of:,}" if of else ""))
@@ -70,15 +70,14 @@ class Cell:
 
 
 def told(error: BaseException) -> str:
-    """Return an exception and where it was raised, in a line."""
+    """Return an exception and where it was raised, on one line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__}: {error} ({where})"
 
 
 def fork(work: Callable[[Note], None], notes: str) -> int:
-    """Return the process number of a child that does ``work(note)`` and ends; ``note(text, count)`` and exceptions go to the file
-    ``notes``."""
+    """Fork a child that calls ``work(note)`` and exits, and return its process id; notes and exceptions go to the file ``notes``."""
     sys.stdout.flush()
     with warnings.catch_warnings():
         # From Python 3.12 on a fork beside threads warns; no child waits for one of the parent.
@@ -103,7 +102,7 @@ def fork(work: Callable[[Note], None], notes: str) -> int:
 
 
 def read_notes(notes: str, cell: Cell) -> None:
-    """Add what children have noted: a problem as one, anything else as a count. The file is empty afterwards."""
+    """Add the notes of children to the cell, problems as problems and all else as counts, and empty the file."""
     if not os.path.exists(notes):
         return
     with open(notes, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""errno: the n-th call of each operation of the system fails, once or from then on, whatever the store was at."""
+"""Inject errno: the n-th call of each system operation fails, once or from then on, wherever it happens in the store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BESIDE = (*KEPT, (0, 2), (1, 3))
 
 
 def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Try ``count`` cases of (operation, call, errno, once or for good), with and without a budget."""
+    """Try ``count`` cases of (operation, call, errno, once or permanently), with and without a budget."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
@@ -55,7 +55,7 @@ def _operations(place: Place) -> Sequence[str]:
 
 
 def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, int, int, bool, int | None]]:
-    """Return every case, in a random order in which each operation comes as often as the others."""
+    """Return every case in a random order that takes the operations in turn."""
     by_operation = []
     for operation, most in calls.items():
         codes = SOCKET_ERRORS if operation in SOCKET_OPERATIONS else ERRORS
@@ -67,7 +67,7 @@ def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, i
 
 
 def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
-    """Use a store that meets a fault, and check it afterwards; how often the fault's operations were called. Raises what a store raises."""
+    """Use a store that meets a fault, check it afterwards, and return how often the fault's operations were called."""
     place.clear()
     place.budget, place.durable = budget, True
     keep(place)
@@ -101,7 +101,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
 
 
 def open_files() -> set[str]:
-    """Return the files that this process has open; sockets go when a client is collected."""
+    """Return the files that this process has open, without sockets, which close when a client is collected."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Kill: processes that save, load, evict and collect end by SIGKILL at random moments, and so does the server."""
+"""Kill processes that save, load, evict and collect by SIGKILL at random moments, and the server too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SERVER_FAULTS = ("ConnectionError", "TimeoutError", "Resting", "ECONN", "EPIPE"
 
 
 def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Kill ``count`` writers, one at a time, with every promise checked meanwhile and afterwards."""
+    """Kill ``count`` writers, one at a time, and check every promise during and afterwards."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         # A server that comes back is asked again soon.
@@ -125,7 +125,7 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
 
 
 def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
-    """On a sound disk nothing is damaged and nothing refused, whichever process is killed; a killed server does not answer."""
+    """Check that on a sound disk nothing is damaged or refused, whichever process is killed; a killed server only stops answering."""
     if counts["damaged_entries"]:
         problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
     faults = counts["faults"]

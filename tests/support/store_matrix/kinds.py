@@ -1,4 +1,4 @@
-"""The kinds of store that faults meet, and what can be seen of one from outside while it works."""
+"""The kinds of store that faults are applied to, and what can be observed of one from outside while it works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ return total
 
 @dataclass(frozen=True)
 class Kind:
-    """Its tiers, the fastest first: "memory", "folder" or "Redis"."""
+    """A kind of store by its tiers, the fastest first: "memory", "folder" or "Redis"."""
 
     name: str
     tiers: tuple[str, ...]
@@ -59,7 +59,7 @@ KINDS = {
 
 @dataclass
 class Place:
-    """A store of a kind below the folder ``root``, with a server where the kind has one; ``budget`` is that of every tier."""
+    """A store of one kind below the folder ``root``, with a server if the kind needs one; every tier has the ``budget``."""
 
     kind: Kind
     root: Path
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def folders(self) -> list[str]:
-        """The folders of the tiers that are one."""
+        """Return the folders of the tiers that have one."""
         return [str(self.root / f"tier-{number}") for number, tier in enumerate(self.kind.tiers) if tier == "folder"]
 
     @property
@@ -78,11 +78,11 @@ class Place:
 
     @property
     def lasting(self) -> bool:
-        """True if entries outlive the server."""
+        """Return True if entries outlive the server."""
         return "folder" in self.kind.tiers
 
     def open(self, who: int | kvpack.Identity = 0, *, chunk: int = CHUNK, **options: Any) -> kvpack.Store:
-        """Return the store of one identity, or of one of ``IDENTITIES``; ``options`` are those of every tier."""
+        """Return the store of one identity, or of one in ``IDENTITIES``; ``options`` apply to every tier."""
         identity = who if isinstance(who, kvpack.Identity) else IDENTITIES[who]
         options = {"max_bytes": self.budget, **options}
         tiers = []
@@ -101,7 +101,7 @@ class Place:
         return kvpack.Store(several, identity, **given, write_back=self.kind.write_back or None)
 
     def clear(self) -> None:
-        """Nothing is stored, and nothing is left of what was."""
+        """Delete everything that is stored."""
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
         if self.server is not None:
@@ -121,7 +121,7 @@ class Place:
         return max(sizes)
 
     def left_over(self) -> list[str]:
-        """Unfinished files of any tier."""
+        """Return the unfinished files of all tiers."""
         found = []
         for folder in self.folders:
             with contextlib.suppress(FileNotFoundError):
@@ -129,7 +129,7 @@ class Place:
         return found
 
     def foreign(self, uid: int | None = None) -> list[str]:
-        """Return files and folders that are not ``uid``'s (default: this process's), or that others may read."""
+        """Return files and folders that are not owned by ``uid`` (default: this process's), or that others may read."""
         uid = os.geteuid() if uid is None else uid
         found = []
         for path in everything(self.folders):
@@ -148,7 +148,7 @@ def everything(folders: list[str]) -> Iterator[str]:
 
 
 def bytes_stored(folder: str) -> int:
-    """Return bytes of entries, and of what is unfinished, that were all there at one moment: those seen both before and after it."""
+    """Return the bytes of entries and unfinished files that existed at the same time: those seen both before and after the listing."""
     before, after = (dict(_sizes(folder)) for _ in range(2))
     return sum(size for path, (size, file) in before.items() if after.get(path) == (size, file))
 

@@ -1,4 +1,4 @@
-"""Isolation: lookups by every tenant, adapter and model of what all the others have stored (tests/support/store_lookups.py)."""
+"""Test isolation: lookups by every tenant, adapter and model of prompts stored by all the others (tests/support/store_lookups.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = 10_000
 
 
 def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Look ``count`` times for prompts that others have stored: a hit for none but their owners."""
+    """Look up prompts that others have stored ``count`` times; only their owners may get a hit."""
     place.clear()
     place.budget = None
     identities = [*store_lookups.IDENTITIES, *near(), *(adapted() if count >= MANY else [])]
@@ -37,7 +37,7 @@ def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def near() -> list[kvpack.Identity]:
-    """Identities that differ from one in one field each, and those whose fields are one text cut in several places."""
+    """Return identities that differ from one in a single field, and identities whose fields split the same text differently."""
     base = kvpack.Identity("model", "bf16", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
     # Those that are in no key tell no identities apart.
     fields = [field.name for field in dataclasses.fields(base) if field.compare and field.name != "recipe"]
@@ -52,7 +52,7 @@ def near() -> list[kvpack.Identity]:
 
 
 def adapted() -> list[kvpack.Identity]:
-    """Identities of small models with PEFT's adapters in every state; without PEFT there are none."""
+    """Return identities of small models with PEFT adapters in every state; empty without PEFT."""
     try:
         import peft
         import torch

@@ -1,4 +1,4 @@
-"""Runs cells of the matrix, one after another."""
+"""Run cells of the matrix, one after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fault:
-    """What ``run(place, cell, count, seed)`` does to a place.
+    """A fault, which ``run(place, cell, count, seed)`` applies to a place.
 
     ``many`` cases are those of a long run of one kind; a test has ``few`` of a plain folder, and a third of that of any other kind.
     """
@@ -61,7 +61,7 @@ FAULTS = {
 
 @contextlib.contextmanager
 def places(kind: Kind) -> Iterator[Place]:
-    """A new place of a kind, with a server of its own where it needs one; in memory where that is possible."""
+    """Create a place of a kind, with its own server if it needs one, and in memory if possible; removed when the context exits."""
     with contextlib.ExitStack() as stack:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
@@ -76,7 +76,7 @@ def places(kind: Kind) -> Iterator[Place]:
 
 
 def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callable[[str], None] | None = None) -> Cell:
-    """Return one cell; what is raised in it is one of its problems."""
+    """Run one cell and return it; an exception is recorded as one of its problems."""
     cell = Cell(kind, fault, progress=progress)
     if "Redis" in KINDS[kind].tiers and redis_server.SERVER is None:
         cell.skipped = "neither redis-server nor valkey-server is installed"
@@ -89,7 +89,7 @@ def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callabl
 
 
 def table(cells: list[Cell]) -> tuple[list[str], list[list[Any]]]:
-    """Return columns and rows of a report."""
+    """Return the columns and rows of a report."""
     columns = ["kind", "fault", "cases", "reads that hit", "problems", "seconds", ""]
     rows = []
     for cell in cells:

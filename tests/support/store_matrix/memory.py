@@ -1,4 +1,4 @@
-"""Memory limit: a process whose address space ends at any point, and a server that is full."""
+"""Limit memory: a process whose address space runs out at any point, and a server that is full."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LARGE = 16_384
 
 
 def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Use a store under ``count`` limits, each in turn; nothing that was saved before may go."""
+    """Use a store under ``count`` limits in turn; nothing that was saved before may be lost."""
     place.budget = None
     notes = str(place.root / "notes")
     process = fork(lambda note: _under_limits(place, count, note), notes)
@@ -73,7 +73,7 @@ def _under_limits(place: Place, count: int, note: Note) -> None:
 
 
 def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
-    """Save and load with ``room`` bytes of address space more than there are: (which of ``KEPT`` were found, chunks saved)."""
+    """Save and load with ``room`` bytes more address space than in use; returns which of ``KEPT`` were found, and the chunks saved."""
     other = OTHERS[number % len(OTHERS)]
     whole, loaded = packed(0, other), []
     stores = [place.open(who) for who in range(3)]
@@ -97,7 +97,7 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
 
 @contextlib.contextmanager
 def _room(room: int | None) -> Iterator[None]:
-    """In the block, large allocations have ``room`` bytes together (None: all that there are)."""
+    """Limit large allocations inside the block to ``room`` bytes in total (None: no limit)."""
     if room is None:
         yield
         return
@@ -118,7 +118,7 @@ def _room(room: int | None) -> Iterator[None]:
 
 
 def _full_server(place: Place, cell: Cell, count: int) -> None:
-    """A server that refuses what it has no room for, or removes what it likes, bookkeeping too."""
+    """Use a server that refuses what does not fit, or evicts arbitrary keys, including bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
@@ -142,7 +142,7 @@ def _full_server(place: Place, cell: Cell, count: int) -> None:
 
 
 def _warned_of(policy: str) -> contextlib.AbstractContextManager[Any]:
-    """Expects the warning of whoever opens a store on a server that removes what it likes."""
+    """Expect the warning about a server that evicts arbitrary keys."""
     if policy == "noeviction":
         return contextlib.nullcontext()
     return pytest.warns(KvpackWarning, match=f"the Redis server has the maxmemory-policy {policy}: it removes entries by itself")

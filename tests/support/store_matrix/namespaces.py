@@ -1,4 +1,4 @@
-"""Two PID namespaces: containers that share a folder, whose process numbers say nothing to each other."""
+"""Use two PID namespaces, like containers that share a folder and cannot see each other's process ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Save ``count`` times in each of two namespaces while another opens, reads and collects; every save must be found whole."""
+    """Save ``count`` times in each of two namespaces while another opens, reads and collects; every saved chunk must be found."""
     if reason := _forbidden():
         cell.skipped = reason
         return
@@ -55,7 +55,7 @@ def _wait(process: int, cell: Cell) -> None:
 
 
 def _look_on(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
-    """What another container does: open the store, look through it, collect."""
+    """Act as another container: open the store, look prompts up, and collect."""
     while not stop.exists():
         with place.open(3) as store:
             store.collect()
@@ -87,7 +87,7 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
 
 
 class _SlowOs:
-    """The module ``os`` on a disk that takes its time, so that the others look while files are unfinished."""
+    """Replaces the module ``os`` by one with a slow disk, so that others run while files are unfinished."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -98,7 +98,7 @@ class _SlowOs:
 
 
 def _in_another(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
-    """Return ``work`` in process ``number`` of a namespace of its own: where the numbers differ, one knows nothing of the other's."""
+    """Return ``work`` wrapped to run in its own PID namespace as process ``number``, where other process ids are unknown."""
 
     def start(note: Note, number: int = number) -> None:
         if number:
@@ -114,7 +114,7 @@ def _in_another(number: int, work: Callable[[Note], None]) -> Callable[[Note], N
 
 
 def _in_child(work: Callable[[], None], note: Note) -> None:
-    """Do ``work`` in a child and wait for it."""
+    """Do ``work`` in a child process and wait for it."""
     process = os.fork()
     if process:
         _, status = os.waitpid(process, 0)
@@ -140,7 +140,7 @@ def _unshare() -> None:
 
 
 def _forbidden() -> str:
-    """Why this machine allows no namespaces, or an empty text."""
+    """Return the reason why this machine allows no namespaces, or an empty string."""
     process = os.fork()
     if not process:
         try:

@@ -1,4 +1,4 @@
-"""What a store must answer: streams of every prompt of every identity, kept here as bytes of their own.
+"""Know what a store must answer: the streams of every prompt of every identity, kept here as bytes.
 
 All identities have the same prompts and caches of the same shape, so any mix of them would be found, and would show.
 """
@@ -33,12 +33,12 @@ IDENTITIES = (
 
 
 class Wrong(Exception):
-    """A store has broken a promise."""
+    """Raised when a store has broken a promise."""
 
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """Return the token ids of a prompt: one or two chunks of its family, then its own, and a few more than whole chunks."""
+    """Return the token ids of a prompt: one or two chunks shared by its family, then its own, and a few more than whole chunks."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -46,13 +46,13 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def chunks(number: int) -> int:
-    """Return the whole chunks of a prompt."""
+    """Return the number of whole chunks of a prompt."""
     return len(prompt(number)) // CHUNK
 
 
 @cache
 def packed(who: int, number: int) -> kvpack.Cache:
-    """Return the cache of a prompt: its values are a function of the identity, the layer and all tokens up to them."""
+    """Return the cache of a prompt; its values are a function of the identity, the layer and all tokens so far."""
     ids = prompt(number)
 
     def side(*name: Any) -> torch.Tensor:
@@ -85,7 +85,7 @@ def expected(who: int, number: int) -> tuple[bytes, ...]:
 
 
 def set_layers(count: int) -> None:
-    """Give caches ``count`` layers from now on, for entries of another size: in a process of its own."""
+    """Give caches ``count`` layers from now on, for entries of another size; call only in a separate process."""
     global _layers
     _layers = count
     packed.cache_clear()
@@ -93,14 +93,14 @@ def set_layers(count: int) -> None:
 
 
 def prepare() -> None:
-    """Compute everything now: what is forked from here on has it."""
+    """Compute all expected values now, so that forked processes share them."""
     for who in range(len(IDENTITIES)):
         for number in range(PROMPTS):
             expected(who, number)
 
 
 def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> int:
-    """Return the chunks of an answer of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
+    """Return the number of chunks in a result of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
     if found is None:
         if tokens:
             raise Wrong(f"load says {tokens} tokens and has no cache")
@@ -116,19 +116,19 @@ def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> i
 
 
 def check(store: kvpack.Store, who: int, number: int) -> int:
-    """Load a prompt and return the chunks found. Raises Wrong for a wrong one, and whatever ``load`` raises."""
+    """Load a prompt and return the chunks found. Raises Wrong for wrong contents, and whatever ``load`` raises."""
     return compare(who, number, *store.load(prompt(number)))
 
 
 def require(store: kvpack.Store, wanted: Iterable[tuple[int, int]], who: int, why: str) -> None:
-    """Raise Wrong unless the prompts of ``wanted`` (identity, prompt) that ``store`` may see are there whole."""
+    """Raise Wrong unless all prompts in ``wanted`` (identity, prompt) that ``store`` may see are complete."""
     for owner, number in wanted:
         if owner == who and (found := check(store, who, number)) != chunks(number):
             raise Wrong(f"{why}: {found} of {chunks(number)} chunks of prompt {number} of identity {who} are left: {counted(store)}")
 
 
 def counted(store: kvpack.Store) -> dict[str, object]:
-    """Return the counters of a store that are not 0."""
+    """Return the nonzero counters of a store."""
     return {name: count for name, count in store.counters().items() if count}
 
 

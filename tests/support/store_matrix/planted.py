@@ -1,4 +1,4 @@
-"""What a neighbour may put in the place of an entry: in a folder, or on a server."""
+"""Plant what a neighbour may put in the place of an entry: in a folder or on a server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sparse(path: str, folder: str) -> None:
 
 
 def sparse_encrypted(path: str, folder: str) -> None:
-    """One that begins as an encrypted entry does."""
+    """Write a sparse file that begins like an encrypted entry."""
     _write(path, b"kvpack-encrypted 1\n\x03now" + bytes(100))
     os.truncate(path, LARGE)
 
@@ -66,7 +66,7 @@ def a_folder(path: str, folder: str) -> None:
 
 
 def another_entry(path: str, folder: str) -> None:
-    """The bytes of another entry, whole and right."""
+    """Write the intact bytes of another entry."""
     other = _another(path, folder)
     data = os.urandom(100)
     if os.path.isfile(other):
@@ -76,14 +76,14 @@ def another_entry(path: str, folder: str) -> None:
 
 
 def plaintext(path: str, folder: str) -> None:
-    """The entry itself, of other values, that nobody encrypted: right for a store that is not encrypted."""
+    """Write the same entry with other values and without encryption: valid for a store that is not encrypted."""
     name = os.path.basename(path)
     pieces = _MADE[bytes.fromhex(name)]
     _write(path, pieces if not _trusts_plaintext(folder) else pieces[:-100])
 
 
 def unreadable(path: str, folder: str) -> None:
-    """Of mode 0000."""
+    """Make the entry unreadable (mode 0000)."""
     _write(path, bytes(100))
     os.chmod(path, 0)
 
@@ -142,7 +142,7 @@ def _sizes_of_junk(client: Any, key: bytes) -> None:
 
 
 def _text_for(name: str) -> OnServer:
-    """Put text in the place of one of the store's sets and maps."""
+    """Return a function that replaces one of the store's sets and maps by text."""
 
     def plant(client: Any, key: bytes) -> None:
         client.delete(f"{{kvpack}}:{name}")
@@ -180,13 +180,13 @@ def _make_room(path: str) -> None:
 
 
 def _another(path: str, folder: str) -> str:
-    """Return the path of any other entry of a folder."""
+    """Return the path of some other entry in a folder."""
     found = [other for other in glob.glob(f"{folder}/?/?/" + "?" * 64) if other != path]
     return found[0] if found else "/nowhere"
 
 
 def _trusts_plaintext(folder: str) -> bool:
-    """Return True if what lies in a folder is not encrypted, so that a whole entry would be what its writer says."""
+    """Return True if a folder is not encrypted, so that a complete entry is taken to be what its writer says."""
     for other in glob.glob(f"{folder}/?/?/" + "?" * 64):
         if os.path.isfile(other) and os.access(other, os.R_OK):
             with open(other, "rb") as file:
@@ -203,7 +203,7 @@ def keys(who: int, number: int) -> list[bytes]:
 
 
 def prepare(who: int, number: int) -> None:
-    """Make the entries of a prompt with the values of the next identity, as its own store would write them."""
+    """Create the entries of a prompt with the values of the next identity, as its own store would write them."""
     with tempfile.TemporaryDirectory() as parent, kvpack.Store(f"{parent}/store", IDENTITIES[who], chunk=CHUNK) as store:
         store.save(prompt(number), packed((who + 1) % len(IDENTITIES), number))
         for path in glob.glob(f"{parent}/store/?/?/" + "?" * 64):

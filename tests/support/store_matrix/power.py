@@ -1,4 +1,4 @@
-"""Power loss: what any crash may leave of a folder (tests/support/power_loss.py), and a Redis server whose log ends anywhere."""
+"""Lose power: every state that a crash may leave a folder in (see power_loss.py), and a Redis server whose log is cut anywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def crashes(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Lose power ``count`` times, at random steps of what a store did, with and without entries that are forced to the disk."""
+    """Lose power ``count`` times at random steps of a store, with and without entries that are synced to disk."""
     prepare()
     choice = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:

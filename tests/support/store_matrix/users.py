@@ -1,4 +1,4 @@
-"""Two users: this one, root or a neighbour who owns the folder, writes what it likes to it, or cuts what another has loaded.
+"""Involve two users: this one, and root or a neighbour who owns the folder, writes arbitrary data to it, or truncates loaded files.
 
 Folders need root, who becomes two users of no rights; a server needs nobody, for all its clients are equals.
 """
@@ -36,7 +36,7 @@ VICTIM = (0, 2)
 
 
 def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Plant ``count`` entries in turn, and let root and a neighbour do what they may."""
+    """Plant ``count`` entries in turn, and let root and a neighbour do whatever they may."""
     prepare()
     planted.prepare(*VICTIM)
     if place.server is not None:
@@ -67,7 +67,7 @@ def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], None]) -> None:
-    """Do ``work`` as another user, and note what goes wrong."""
+    """Do ``work`` as another user, and record failures."""
 
     def become(note: Note) -> None:
         os.setgroups([])
@@ -100,7 +100,7 @@ def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
 
 
 def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """Something lies in the user's own folder under the name of an entry, put there by root or by a fault."""
+    """Check an object planted in the user's own folder under the name of an entry, by root or by a fault."""
     own = _fresh(place, ALICE)
     what = f"{plant.__name__} in one's own folder"
     _as(ALICE, own, cell, what, lambda note: keep(own))
@@ -123,7 +123,7 @@ def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> 
 
 
 def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """A folder that everybody may write, and in which a neighbour has planted something: refused, or right."""
+    """Check a world-writable folder in which a neighbour has planted something: it is refused, or answers correctly."""
     shared = _fresh(place, ALICE, 0o777)
 
     def prepare_folder(note: Note) -> None:
@@ -147,7 +147,7 @@ def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) 
 
 
 def _meet(place: Place) -> None:
-    """Use the chain that something was planted in: right or a miss, and what is said to be saved is found."""
+    """Use the chain that something was planted in; loads must be correct or a miss, and chunks reported as saved must be found."""
     who, number = VICTIM
     with place.open(who) as store:
         store.match(prompt(number))
@@ -164,7 +164,7 @@ def _meet(place: Place) -> None:
 
 
 def _commands(place: Place) -> None:
-    """``kvpack store ls``, ``stat`` and ``verify`` of every folder end with a code and without a traceback."""
+    """Check that ``kvpack store ls``, ``stat`` and ``verify`` of every folder exit with a code and without a traceback."""
     options = ["--json"]
     if place.kind.encrypted:
         path = f"{place.folders[0]}/keys"
@@ -180,7 +180,7 @@ def _commands(place: Place) -> None:
 
 
 def _root_collects(place: Place, cell: Cell, seed: int) -> None:
-    """Root cleans a user's folder up: what it leaves is the user's, who goes on."""
+    """Let root collect a user's folder; the files it leaves stay the user's, who continues to use the store."""
     own = replace(_fresh(place, ALICE), budget=BUDGET)
 
     def use(note: Note) -> None:
@@ -205,7 +205,7 @@ def _root_collects(place: Place, cell: Cell, seed: int) -> None:
 
 
 def _folder_of_another(place: Place, cell: Cell) -> None:
-    """A neighbour's folder of mode 0755 is refused, or what was loaded from it stays as it was when the neighbour changes his files."""
+    """Check that a neighbour's folder of mode 0755 is refused, or that loaded data does not change when the neighbour changes his files."""
     his = _fresh(place, BOB, 0o755)
 
     def readable(note: Note) -> None:
@@ -267,7 +267,7 @@ def _victim(place: Place, folder: int) -> str:
 
 
 def _client(place: Place, cell: Cell, plant: planted.OnServer) -> None:
-    """Another client of the server has planted something: right or a miss, and after ``collect`` everything works."""
+    """Check an object planted by another client of the server: loads are correct or a miss, and after ``collect`` everything works."""
     place.clear()
     own = replace(place, budget=BUDGET)
     keep(own)
@@ -291,7 +291,7 @@ def _output_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_growth() -> Iterator[None]:
-    """Raise Wrong when the block takes more memory than anything of the test's needs.
+    """Raise Wrong if the block takes more memory than the test can need.
 
     Pages of files do not count: a forked process begins without those of PyTorch's libraries, and maps them as it calls their code.
     """
@@ -307,7 +307,7 @@ def _largest_bytes() -> int:
 
 
 def _file_bytes() -> int:
-    """Return the bytes of files that this process has mapped in memory; 0 where the system does not tell."""
+    """Return the bytes of files that this process has mapped in memory; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(rb"^RssFile:\s+(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Everything that users do with a store, at random or once each, and what must be true when the faults are over."""
+"""Do everything that users do with a store, at random or once each, and check what must hold when the faults are over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def keep(place: Place) -> None:
 
 
 def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
-    """Return one use of one identity's store: (chunks found, chunks compared). ``loaded`` holds caches whose entries may go meanwhile."""
+    """Make one random use of one identity's store; returns the chunks found and compared. ``loaded`` holds caches whose entries may be
+    evicted meanwhile."""
     who, number, what = choice.randrange(len(stores)), choice.randrange(PROMPTS), choice.random()
     store, ids = stores[who], prompt(number)
     if what < 0.45:
@@ -65,7 +66,8 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
 
 
 def each(place: Place) -> int:
-    """Return every use once, of two identities; the chunks found. Raises Wrong, and whatever a store raises, which must be nothing."""
+    """Make every use once, with two identities, and return the chunks found. Raises Wrong, and anything that a store raises, which must be
+    nothing."""
     found = 0
     for who in (0, 2):
         with place.open(who) as store:
@@ -86,7 +88,7 @@ def each(place: Place) -> int:
 
 
 def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowed: bool = False, read: Sequence[int] = ALL) -> int:
-    """That a store is whole now that the fault is gone: the chunks of the prompts ``read`` that are still found. Raises Wrong.
+    """Check that a store is intact after the fault, and return the chunks of the prompts ``read`` that are still found. Raises Wrong.
 
     With ``damage_allowed`` what is refused is a miss and no more than that.
     """

@@ -45,10 +45,17 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
 """Check of each script's reply; the check of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
+_UNKNOWN_COMMAND = "unknown command"
+"""Beginning of the message of a server that lacks a command."""
 _CALLER = 8
 """The calls between the warning and whoever opens a store."""
 BYTES_A_SECOND = 2**20
 """Bytes per second that extend the timeout of a request and its reply."""
+_ANSWER_TYPES = b"+-:$*"
+"""First bytes of answers in protocol 2."""
+_MAX_LINE_BYTES = 2**16
+"""Maximum number of bytes of an answer's first line: a status, an error, a number or a size."""
+_SHOWN_BYTES = 40
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
 """URL options that would change the form of replies."""
 
@@ -146,12 +153,13 @@ class Client:
         """
         import redis
 
-        commands = [("PING",), ("INFO", "memory"), *(("SCRIPT LOAD", text) for text in _SCRIPTS.values())]
+        commands = [("PING",), ("INFO", "memory"), ("EXISTS", KEYS[0]), *(("SCRIPT LOAD", text) for text in _SCRIPTS.values())]
         try:
             with self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
-                memory = pipeline.execute(raise_on_error=False)[1]
+                _, memory, *refusals = pipeline.execute(raise_on_error=False)
+            _check_not_refused(refusals)
             policy = str(memory.get("maxmemory_policy", ""))
         except redis.InvalidResponse as error:
             if _OTHER_PROTOCOL.search(str(error)):
@@ -164,6 +172,8 @@ class Client:
             raise InvalidParameter(
                 f"the Redis server refuses the user, the password or the database of the location: {str(error)!r:.100}; check the URL"
             ) from None
+        except InvalidParameter:
+            raise
         except Exception:
             return
         if policy.startswith("allkeys-") or (uses_ttl and policy.startswith("volatile-")):
@@ -172,6 +182,24 @@ class Client:
                 "saved tokens may not be found. Set the policy to noeviction, and give the store max_bytes"
             )
             warnings.warn(text, KvpackWarning, stacklevel=_CALLER)
+
+
+def _check_not_refused(answers: Sequence[Any]) -> None:
+    """Raise InvalidParameter for a refusal that stays: the server or its user lacks a command, or the keys are on another node."""
+    from redis.exceptions import MovedError, NoPermissionError
+
+    for answer in answers:
+        if isinstance(answer, MovedError):
+            host, port = answer.node_addr
+            raise InvalidParameter(
+                f"the location is a node of a Redis Cluster, and kvpack's keys are on the node {host}:{port}: name that node, or a server "
+                "that is not in a cluster"
+            )
+        if isinstance(answer, NoPermissionError) or str(answer).startswith(_UNKNOWN_COMMAND):
+            raise InvalidParameter(
+                f"the server at the location refuses commands that a store needs: {str(answer)!r:.100}; name a Redis or Valkey server, and "
+                "a user that may run scripts and use the keys {kvpack}:*"
+            )
 
 
 def limited(connection: type[Any], max_bytes: int) -> type[Any]:
@@ -206,6 +234,7 @@ class _Exchange:
     def begin(self) -> None:
         """Note the start of a request."""
         self._begun, self._sent, self._taken = time.monotonic(), 0, 0
+        self._is_in_first_line = True
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
@@ -223,10 +252,22 @@ class _Exchange:
         if self._socket.gettimeout() != 0:
             self._limit(f"an answer of {self._taken} bytes so far")
         data: bytes = self._socket.recv(count, *flags)
+        if self._is_in_first_line and data:
+            self._check_first_line(data)
         self._taken += len(data)
         if self._taken > self._max_bytes:
             raise OSError(f"an answer has more than {self._max_bytes} bytes")
         return data
+
+    def _check_first_line(self, data: bytes) -> None:
+        """Raise InvalidResponse for an answer of another protocol: the client would look for the end of its line, which may never come."""
+        from redis.exceptions import InvalidResponse
+
+        if not self._taken and data[0] not in _ANSWER_TYPES:
+            raise InvalidResponse(f"Protocol Error: {data[:_SHOWN_BYTES]!r}")
+        self._is_in_first_line = b"\n" not in data
+        if self._is_in_first_line and self._taken + len(data) > _MAX_LINE_BYTES:
+            raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
     def _limit(self, what: str) -> None:
         """Limit the socket's next call to the remaining time. Raises TimeoutError."""

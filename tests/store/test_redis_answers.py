@@ -159,6 +159,35 @@ def test_a_server_of_another_protocol_is_named_at_opening(greeting: bytes, serve
         kvpack.Store(url, IDENTITY)
 
 
+@pytest.mark.parametrize("first", [b"x", b"+OK", b"\x16"])
+def test_a_line_without_an_end_costs_little(first: bytes, serve: Callable[..., str]) -> None:
+    """A server of another protocol may send any number of bytes, as fast as they are read."""
+    sent = [0]
+
+    def flood(_: bytes, connection: socket.socket) -> None:
+        connection.sendall(first)
+        while True:
+            connection.sendall(b"x" * 2**16)
+            sent[0] += 2**16
+
+    with pytest.raises(InvalidParameter, match=r"the server at the location is not Redis: it answers with .Protocol Error: "):
+        kvpack.Store(serve(flood), IDENTITY, timeout=5)
+    assert sent[0] < 2**24
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"-NOPERM User x has no permissions to run the 'script|load' command\r\n", "a user that may run scripts"),
+        (b"-ERR unknown command 'SCRIPT', with args beginning with: 'LOAD'\r\n", "refuses commands that a store needs: .*unknown command"),
+        (b"-MOVED 3999 10.1.2.3:6381\r\n", r"kvpack's keys are on the node 10\.1\.2\.3:6381: name that node"),
+    ],
+)
+def test_refusals_that_stay_are_told_at_opening(answer: bytes, message: str, serve: Callable[..., str]) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.Store(serve(constant(answer)), IDENTITY)
+
+
 def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) -> None:
     closed = serve(lambda _, connection: connection.shutdown(socket.SHUT_RDWR))
     silent = serve(lambda *_: None)
@@ -252,13 +281,13 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
 
         def recv(self, count: int) -> bytes:
             time.sleep(0.02)
-            return bytes(count)
+            return (b"$9\r\n" + bytes(count))[:count]
 
     found = redis_client._Exchange(Slow(), 0.05, 2**30)
     for _ in range(20):
         assert len(found.recv(2**19)) == 2**19
     found.begin()
-    assert found.recv(1) == b"\0"
+    assert found.recv(1) == b"$"
     time.sleep(0.1)
     with pytest.raises(TimeoutError, match="an answer of 1 bytes so far took more than"):
         found.recv(1)

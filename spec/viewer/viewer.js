@@ -340,7 +340,7 @@ async function showCell() {
   // Ids count from the start of the file; the tokens before may hold the first bytes of a character.
   const named = tokenTexts && picture.start === summary.start && token < ids.length;
   const text = named
-    ? ` (${JSON.stringify(visible(tokenTexts(ids.slice(Math.max(0, token - 8), token + 1)).at(-1)))})`
+    ? ` (${JSON.stringify(visible(tokenTexts([...ids.subarray(Math.max(0, token - 8), token + 1)]).at(-1)))})`
     : "";
   const found = value === null ? "no value" : Number(value.toPrecision(8));
   byId("value").textContent = `Token ${token}${text}, head ${head}, channel ${channel}: ${found}`;
@@ -372,7 +372,7 @@ function showTokens() {
 }
 
 function moreTokens() {
-  const ids = summary.ids.slice(tokensShown, tokensShown + MAX_TOKENS);
+  const ids = [...summary.ids.subarray(tokensShown, tokensShown + MAX_TOKENS)];
   const texts = tokenTexts ? tokenTexts(ids) : ids.map((id) => `${id} `);
   byId("tokens").append(
     ...texts.map((text, i) =>

@@ -61,7 +61,7 @@ function summary(name) {
     bases: file.basisDigests,
     layers: file.layers.map(({ k, v }) => ({ k: sideSummary(k), v: sideSummary(v) })),
     streams: streamTotals(),
-    ids: ids.shared.length || !ids.rows ? ids.shared : ids.rows[0],
+    ids: ids?.sequences ? ids.row(0) : new Uint32Array(0),
   };
 }
 

@@ -6,6 +6,8 @@ import { KvpackError, fromBytes, fromHandle, open, openBasis, verify } from "./k
 import { concat, hex, sha256 } from "./numbers.js";
 import { decodeRow, readRow } from "./row.js";
 
+const MAX_TOKEN_IDS = 2 ** 26;
+const bytesOf = ({ buffer, byteOffset, byteLength }) => new Uint8Array(buffer, byteOffset, byteLength);
 const bases = new Map();
 
 async function basisOf(path) {
@@ -13,37 +15,45 @@ async function basisOf(path) {
   return bases.get(path);
 }
 
-function metadataEntries(metadata) {
-  return [...(metadata ?? [])].map(([name, value]) => {
-    if (typeof value === "string") return [name, "text", value];
-    if (typeof value === "bigint") return [name, "integer", String(value)];
-    const bits = new DataView(new ArrayBuffer(8));
-    bits.setFloat64(0, value);
-    return [name, "number", bits.getBigUint64(0).toString(16).padStart(16, "0")];
-  });
+function metadataEntry([name, value]) {
+  if (typeof value === "string") return [name, "text", value];
+  if (typeof value === "bigint") return [name, "integer", String(value)];
+  const bits = new BigUint64Array(Float64Array.of(value).buffer)[0];
+  return [name, "number", bits.toString(16).padStart(16, "0")];
 }
 
 async function facts(file) {
-  const { starts, offsets, hidden, metadata, states } = file.header;
-  const found = { starts, offsets, hidden, metadata_entries: metadataEntries(metadata), states: {} };
+  const { starts, offsets, hidden, metadata, states, ignorable } = file.header;
+  const found = {
+    starts,
+    offsets,
+    hidden,
+    metadata_entries: [...(metadata ?? [])].map(metadataEntry),
+    states: {},
+  };
   for (const state of states) found.states[state.name] = hex(await sha256(await file.tensor(state)));
+  const ids = file.tokenIds();
+  if (ids && ids.sequences * ids.length <= MAX_TOKEN_IDS) {
+    const rows = Array.from({ length: ids.sequences }, (_, i) => bytesOf(ids.row(i)));
+    found.token_ids_sha256 = hex(await sha256(concat(...rows)));
+  }
+  if (ignorable.has("inputs"))
+    found.undetermined = ids.undetermined?.map(([position, text]) => [String(position), text]) ?? null;
   return found;
 }
 
 async function answer(path, output, given) {
   if (path.endsWith(".row")) {
     const parts = decodeRow(readRow(new Uint8Array(await readFile(path))), given);
-    await writeFile(output, concat(...parts.map((part) => new Uint8Array(part.buffer))));
+    await writeFile(output, concat(...parts.map(bytesOf)));
     return {};
   }
   const handle = await openFile(path);
   try {
     const file = await open(await fromHandle(handle));
     const parts = [];
-    await verify(file, {
-      bases: given,
-      values: (layer, side, { values }) => parts.push(new Uint8Array(values.buffer)),
-    });
+    const values = (layer, side, decoded) => parts.push(bytesOf(decoded.values));
+    await verify(file, { bases: given, values });
     await writeFile(output, concat(...parts));
     return await facts(file);
   } finally {

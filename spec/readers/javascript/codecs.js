@@ -3,126 +3,106 @@
 // head and token, counted over all sequences and heads; run, inRun and group, the token's place in runs; and
 // ofRun and ofGroup, those of the head counted in the same way.
 
-import { badPayload } from "./errors.js";
-import { HALF, floats, roundToHalf } from "./numbers.js";
-import { checkStates, ransDecode, ransTable } from "./rans.js";
+import { badPayload, must } from "./errors.js";
+import { HALF, floats, range, roundToHalf } from "./numbers.js";
+import { vectorCount } from "./parameters.js";
+import { Segments, ransTable } from "./rans.js";
 import { Generator } from "./rotation.js";
 
 const f32 = Math.fround;
 
-// The codecs whose values are the numbers of one stream.
-const plain = (name) => (data) => {
-  const { dim } = data.side;
-  const values = floats(data.u8(name), data.dtypes.get(name));
-  return ({ token }, u) => u.set(values.subarray(token * dim, (token + 1) * dim));
-};
-
-// The first word of each chunk, in the order of groups, sequences and heads, by the index of its chunk.
-function wordStarts(data, counts, rule) {
-  const { side } = data;
-  const starts = new Float64Array(counts.length);
-  let sum = 0;
-  for (let g = 0; g < side.groups; g++)
-    for (let b = 0; b < side.batch; b++)
-      for (let h = 0; h < side.heads; h++) {
-        const index = (b * side.heads + h) * side.groups + g;
-        starts[index] = sum;
-        sum += counts[index];
-      }
-  const words = data.u16("words").length;
-  if (sum !== words) badPayload(rule, `word_counts sum to ${sum}, and there are ${words} words`);
-  return starts;
+// Add `count` rows of a matrix to u, each times a factor; row i begins at `base` + starts[i].
+export function addRows(u, matrix, base, starts, factors, count) {
+  let i = 0;
+  for (; i + 4 <= count; i += 4) {
+    const [p, q, r, s] = [factors[i], factors[i + 1], factors[i + 2], factors[i + 3]];
+    const at = base + starts[i];
+    const [b, c, d] = [starts[i + 1] - starts[i], starts[i + 2] - starts[i], starts[i + 3] - starts[i]];
+    for (let k = 0, m = at; k < u.length; k++, m++)
+      u[k] = u[k] + p * matrix[m] + q * matrix[m + b] + r * matrix[m + c] + s * matrix[m + d];
+  }
+  for (; i < count; i++) for (let k = 0; k < u.length; k++) u[k] += factors[i] * matrix[base + starts[i] + k];
 }
 
-function lossless(data, codec, side) {
-  const { dim, chunk, fraction } = codec;
-  const unpack = data.unpacker();
+// The codecs whose values are the numbers of one stream.
+const plain = (name) => (data) => {
+  const values = data.floats(name);
+  return ({ token }, u) => {
+    for (let c = 0, at = token * u.length; c < u.length; c++) u[c] = values[at + c];
+  };
+};
+
+function lossless(data, { dim, chunk, fraction }) {
+  const { unpack, digits } = data.symbols();
+  const [codes] = digits;
   const frequencies = data.u16("frequencies");
-  const states = data.u16("states");
-  const counts = data.u16("word_counts");
-  const words = data.u16("words");
-  const starts = wordStarts(data, counts, "lossless-6");
+  const segments = new Segments(data, data.u16("word_counts"), "lossless-6");
   const symbols = new Uint8Array(chunk * dim);
   const size = 2 ** (15 - fraction);
+  const mask = 2 ** fraction - 1;
   const bits = new Uint32Array(1);
   const value = new Float32Array(bits.buffer);
   let current = -1;
-  const decodeChunk = ({ ofGroup: index, ofRun, run, inRun }) => {
-    if (index === current) return;
-    const at = ofRun * size;
-    const table = ransTable(frequencies.subarray(at, at + size), "frequencies");
-    const tokens = Math.min(chunk, side.runs[run] - (inRun - (inRun % chunk)));
-    const n = tokens * dim;
-    const used = ransDecode(states, index, words, starts[index], counts[index], n, [table], n, symbols);
-    if (used !== counts[index])
-      badPayload("rans-3", `chunk ${index} takes ${used} of its ${counts[index]} words`);
+  const decodeSegment = ({ ofGroup: index, ofRun, run, inRun }) => {
+    const table = ransTable(frequencies.subarray(ofRun * size, (ofRun + 1) * size), "frequencies");
+    const n = dim * Math.min(chunk, data.side.runs[run] - (inRun - (inRun % chunk)));
+    if (segments.decode(index, n, [table], n, symbols) !== segments.end(index))
+      badPayload("rans-3", `segment ${index} has more words than it takes`);
     current = index;
   };
   return (row, u) => {
-    decodeChunk(row);
-    const [codes] = unpack(row.token);
-    const at = (row.inRun % chunk) * dim;
-    for (let c = 0; c < dim; c++) {
-      const word =
-        ((codes[c] >> fraction) << 15) | (symbols[at + c] << fraction) | (codes[c] & ((1 << fraction) - 1));
-      if (fraction === 10) u[c] = HALF[word];
-      else {
-        bits[0] = word << 16;
-        u[c] = value[0];
-      }
+    if (row.ofGroup !== current) decodeSegment(row);
+    unpack(row.token);
+    for (let c = 0, at = (row.inRun % chunk) * dim; c < dim; c++, at++) {
+      const word = ((codes[c] >> fraction) << 15) | (symbols[at] << fraction) | (codes[c] & mask);
+      bits[0] = word << 16;
+      u[c] = fraction === 10 ? HALF[word] : value[0];
     }
   };
 }
 
-// Scales of 8 bits become pairs of numbers by the range of their run.
+// Scales of 8 bits become pairs of numbers by the range of their run: a table of 256 scales and 256 centers.
 function byteScales(data) {
   const ranges = data.finite("scale_range");
-  const value = (step, minimum, k) => {
-    const r = f32(minimum + step * k);
+  const value = (pair, k) => {
+    const r = f32(ranges[pair + 1] + ranges[pair] * k);
     return roundToHalf(f32(r * Math.abs(r)));
   };
-  for (let at = 0; at < ranges.length; at += 2)
-    for (const k of [0, 255])
-      if (!Number.isFinite(value(ranges[at], ranges[at + 1], k)))
-        badPayload("group-7", `scale_range gives a number that is not finite at index ${at}`);
-  const tables = new Map();
-  return (index) => {
-    if (!tables.has(index)) {
-      if (tables.size > 4096) tables.clear();
-      const table = new Float64Array(512);
-      for (let k = 0; k < 512; k++) {
-        const at = 4 * index + (k < 256 ? 0 : 2);
-        table[k] = value(ranges[at], ranges[at + 1], k & 255);
-      }
-      tables.set(index, table);
-    }
-    return tables.get(index);
+  for (let pair = 0; pair < ranges.length; pair += 2)
+    if (!Number.isFinite(value(pair, 0)) || !Number.isFinite(value(pair, 255)))
+      badPayload("group-7", `scale_range gives a number that is not finite at index ${pair}`);
+  const table = new Float64Array(512);
+  let current = -1;
+  return (run) => {
+    if (run !== current) for (let k = 0; k < 512; k++) table[k] = value(4 * run + 2 * (k >> 8), k & 255);
+    current = run;
+    return table;
   };
 }
 
-function group(data, codec, side) {
-  const { dim, size } = codec;
-  const unpack = data.unpacker();
-  const small = codec.scale_dtype ? byteScales(data) : null;
+function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: ofToken }) {
+  const { unpack, digits } = data.symbols();
+  const [codes] = digits;
+  const table = small ? byteScales(data) : null;
   const scales = small ? data.u8("scales") : data.finite("scales");
-  const middle = (2 ** codec.bits - 1) / 2;
-  const tokenScales = codec.token_scale === "none" ? null : data.finite("token_scale");
-  const perHead = codec.token_scale.endsWith("-per-head");
-  const ofTokens = codec.axis === "token";
-  const groups = Math.ceil(dim / size);
+  const middle = (2 ** bits - 1) / 2;
+  const factors = ofToken === "none" ? null : data.finite("token_scale");
+  const perHead = ofToken.endsWith("-per-head");
+  const byToken = axis === "token";
+  const pairs = byToken ? dim : Math.ceil(dim / size);
+  const shift = byToken ? 0 : Math.log2(size);
   return ({ b, t, token, ofGroup, ofRun }, u) => {
-    const [codes] = unpack(token);
+    unpack(token);
     // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis
     // channel.
-    const at = 2 * (ofTokens ? ofGroup * dim : token * groups);
-    const table = small?.(ofRun);
-    const factor = tokenScales ? tokenScales[perHead ? token : b * side.packed + t] : 0;
+    const at = 2 * pairs * (byToken ? ofGroup : token);
+    const values = table?.(ofRun);
+    const factor = factors ? factors[perHead ? token : b * data.side.packed + t] : 1;
     for (let j = 0; j < dim; j++) {
-      const pair = at + 2 * (ofTokens ? j : Math.floor(j / size));
-      const scale = table ? table[scales[pair]] : scales[pair];
-      const centre = table ? table[256 + scales[pair + 1]] : scales[pair + 1];
-      const value = f32((codes[j] - middle) * scale + centre);
-      u[j] = tokenScales ? f32(value * factor) : value;
+      const pair = at + 2 * (j >> shift);
+      const scale = values ? values[scales[pair]] : scales[pair];
+      const center = values ? values[256 + scales[pair + 1]] : scales[pair + 1];
+      u[j] = f32(f32((codes[j] - middle) * scale + center) * factor);
     }
   };
 }
@@ -143,80 +123,67 @@ function elements(name) {
   });
 }
 
-function minifloat(data, codec, side) {
-  const { dim, granularity, scale_dtype: dtype } = codec;
-  const unpack = data.unpacker();
-  const values = elements(codec.element);
+function minifloat(data, { dim, element, granularity, scale_dtype: dtype }) {
+  const { unpack, digits } = data.symbols();
+  const [codes] = digits;
+  const values = elements(element);
   const blocks = granularity === "block" ? data.u8("block_scales") : null;
-  const width = dtype === "e8m0" ? 32 : 16;
-  const perToken = Math.ceil(dim / width);
+  const ofBlocks = Float64Array.from({ length: 256 }, (_, code) => 2 ** (code - 127));
+  if (dtype === "e4m3") ofBlocks.set(elements("e4m3"));
+  const shift = dtype === "e8m0" ? 5 : 4;
+  const perToken = Math.ceil(dim / 2 ** shift);
   if (dtype === "e8m0" && blocks.includes(255)) badPayload("minifloat-7", "an e8m0 scale is NaN");
   if (dtype === "e4m3" && blocks.some((code) => code > 0x7e))
     badPayload("minifloat-8", "an e4m3 scale is NaN or below zero");
   const scales = dtype === "e8m0" ? null : data.finite(dtype === "e4m3" ? "global_scale" : "scale");
-  const wide = elements("e4m3");
   return ({ b, run, token, ofRun }, u) => {
-    const [codes] = unpack(token);
-    const index = { head: ofRun, token }[granularity] ?? b * side.runs.length + run;
+    unpack(token);
+    const index = { head: ofRun, token }[granularity] ?? b * data.side.runs.length + run;
     const scale = scales ? scales[index] : 1;
     for (let j = 0; j < dim; j++) {
       const v = values[codes[j]];
-      if (Number.isNaN(v)) badPayload("minifloat-6", `the element ${codes[j]} is not finite`);
-      if (!blocks) u[j] = f32(v * scale);
-      else {
-        const block = blocks[token * perToken + Math.floor(j / width)];
-        u[j] = f32(dtype === "e8m0" ? v * 2 ** (block - 127) : v * wide[block] * scale);
-      }
+      if (v !== v) badPayload("minifloat-6", `the element ${codes[j]} is not finite`);
+      u[j] = f32(blocks ? v * ofBlocks[blocks[token * perToken + (j >> shift)]] * scale : v * scale);
     }
   };
 }
 
-function scalar(data, codec) {
-  const { dim } = codec;
-  const unpack = data.unpacker();
+function scalar(data, { dim, isHigh, magnitudes }) {
+  const { unpack, digits } = data.symbols();
   const norms = data.norms("norm");
-  const coordinates = [codec.magnitude_table, codec.high_magnitude_table].map((bytes) => {
-    const magnitudes = floats(bytes, "F32");
-    return Float32Array.from([...magnitudes, ...magnitudes.map((magnitude) => -magnitude)]);
-  });
+  const values = magnitudes.map((table) => Float32Array.from([...table, ...table.map((x) => -x)]));
+  const next = [0, 0];
   return ({ token }, u) => {
-    const digits = unpack(token);
-    const norm = norms[token];
-    const next = [0, 0];
+    unpack(token);
+    next.fill(0);
     for (let c = 0; c < dim; c++) {
-      const i = codec.isHigh[c] ? 1 : 0;
-      u[c] = f32(coordinates[i][digits[i][next[i]++]] * norm);
+      const i = isHigh[c];
+      u[c] = f32(values[i][digits[i][next[i]++]] * norms[token]);
     }
   };
 }
 
 function octahedral(data, codec) {
-  const { dim, packings, triplets, b_dir: bits } = codec;
-  const unpack = data.unpacker();
+  const { dim, triplets, b_dir: bits, indexBits, normInIndex, joined, lengths } = codec;
+  const { unpack, digits } = data.symbols();
   const norms = data.norms("norm");
-  const lengths = floats(codec.norm_table, "F32");
-  const count = 2 ** (bits - 1);
-  const directions = octahedralDirections(floats(codec.direction_table, "F32"));
-  const direct = codec.arrangement === "direct";
-  const indexMask = 2 ** codec.indexBits - 1;
-  const area = count * count;
+  const directions = octahedralDirections(codec.directions);
+  const area = 4 ** (bits - 1);
+  const last = digits.at(-1);
+  const padding = codec.arrangement === "direct" ? codec.packings[0].n : 0;
   return ({ token }, u) => {
-    const digits = unpack(token);
-    const joined = direct && !codec.twoDigits;
-    for (let i = triplets; direct && i < packings[0].n; i++)
+    unpack(token);
+    for (let i = triplets; i < padding; i++)
       if (digits.some((digit) => digit[i])) badPayload("octahedral-5", `the padding triplet ${i} is not 0`);
-    const norm = norms[token];
     for (let i = 0; i < triplets; i++) {
-      const last = digits[digits.length - 1][i];
-      const index = joined ? last & indexMask : digits.length > 1 ? digits[0][i] : 0;
-      const sign = joined ? last >> codec.indexBits : last;
-      const length = lengths[codec.normInIndex ? Math.floor(index / area) : sign >> 2];
+      const index = joined ? last[i] & (2 ** indexBits - 1) : digits.length > 1 ? digits[0][i] : 0;
+      const sign = joined ? last[i] >> indexBits : last[i];
+      const length = lengths[normInIndex ? Math.floor(index / area) : sign >> 2];
       const at = 3 * (index % area);
-      const x = directions[at];
-      const y = directions[at + 1];
-      u[3 * i] = f32(f32((sign & 1 ? -x : x) * length) * norm);
-      if (3 * i + 1 < dim) u[3 * i + 1] = f32(f32((sign & 2 ? -y : y) * length) * norm);
-      if (3 * i + 2 < dim) u[3 * i + 2] = f32(f32(directions[at + 2] * length) * norm);
+      for (let k = 0; k < 3 && 3 * i + k < dim; k++) {
+        const x = directions[at + k];
+        u[3 * i + k] = f32(f32((sign >> k) & 1 && k < 2 ? -x * length : x * length) * norms[token]);
+      }
     }
   };
 }
@@ -235,47 +202,43 @@ function octahedralDirections(table) {
   return result;
 }
 
-const words = new Map();
+let lastWords = {};
 
 // The codewords of quaternion: four binary32 components each. The last ones made are kept.
 function codewords(seed, secondary) {
-  const name = `${seed} ${secondary}`;
-  if (words.has(name)) return words.get(name);
+  if (lastWords.seed === seed && lastWords.secondary === secondary) return lastWords.words;
   const units = [];
   for (let axis = 0; axis < 4; axis++)
     for (const sign of [1, -1]) units.push([0, 1, 2, 3].map((i) => (i === axis ? sign : 0)));
   for (let p = 0; p < 16; p++) units.push([0, 1, 2, 3].map((i) => ((p >> i) & 1 ? -0.5 : 0.5)));
   const generator = new Generator(seed);
-  const result = new Float32Array(96 * secondary);
+  const words = new Float32Array(96 * secondary);
   for (let s = 0; s < secondary; s++) {
     const [w, x, y, z] = generator.quaternion().map(f32);
     units.forEach(([a, b, c, d], p) => {
       const at = 4 * (24 * s + p);
-      result[at] = a * w - b * x - c * y - d * z;
-      result[at + 1] = a * x + b * w + c * z - d * y;
-      result[at + 2] = a * y - b * z + c * w + d * x;
-      result[at + 3] = a * z + b * y - c * x + d * w;
+      words[at] = a * w - b * x - c * y - d * z;
+      words[at + 1] = a * x + b * w + c * z - d * y;
+      words[at + 2] = a * y - b * z + c * w + d * x;
+      words[at + 3] = a * z + b * y - c * x + d * w;
     });
   }
-  words.clear();
-  words.set(name, result);
-  return result;
+  lastWords = { seed, secondary, words };
+  return words;
 }
 
-function quaternion(data, codec) {
-  const { dim, chunks, low } = codec;
-  const unpack = data.unpacker();
+function quaternion(data, { dim, low = 0, seed, secondary, radius_bits: bits }) {
+  const { unpack, digits } = data.symbols();
   const scales = data.finite("scale");
-  const table = codewords(codec.seed, codec.secondary);
-  const steps = 2 ** codec.radius_bits - 1;
+  const words = codewords(seed, secondary);
+  const [first, second, radii] = [digits[0], digits[1], digits.at(-1)];
   return ({ token }, u) => {
-    const digits = unpack(token);
-    const radii = digits[digits.length - 1];
-    const unit = f32(scales[token] / steps);
-    for (let i = 0; i < chunks; i++) {
-      const codeword = low ? digits[1][i] * low + digits[0][i] : digits[0][i];
+    unpack(token);
+    const unit = f32(scales[token] / (2 ** bits - 1));
+    for (let i = 0; 4 * i < dim; i++) {
+      const at = 4 * (low ? second[i] * low + first[i] : first[i]);
       const r = f32(radii[i] * unit);
-      for (let k = 0; k < 4 && 4 * i + k < dim; k++) u[4 * i + k] = f32(r * table[4 * codeword + k]);
+      for (let k = 0; k < 4 && 4 * i + k < dim; k++) u[4 * i + k] = f32(r * words[at + k]);
     }
   };
 }
@@ -287,12 +250,8 @@ function direction(turns, parts) {
   const upper = 2 * rest > parts;
   const angle = (Math.PI / 2) * ((upper ? parts - rest : rest) / parts);
   const [c, s] = upper ? [Math.sin(angle), Math.cos(angle)] : [Math.cos(angle), Math.sin(angle)];
-  return [
-    [c, s],
-    [-s, c],
-    [-c, -s],
-    [s, -c],
-  ][quarter % 4].map((value) => (value === 0 ? 0 : f32(value)));
+  const turned = [c, s, -c, -s];
+  return [turned[[0, 3, 2, 1][quarter % 4]], turned[[1, 0, 3, 2][quarter % 4]]].map((x) => f32(x) + 0);
 }
 
 function directionTable(bins) {
@@ -301,50 +260,43 @@ function directionTable(bins) {
   return result;
 }
 
-function angle(data, codec) {
-  const { low, norm } = codec;
-  const unpack = data.unpacker();
+function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
+  const { unpack, digits } = data.symbols();
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
-  const directions = directionTable(codec.bins);
-  const pairs = codec.dim / 2;
+  const directions = directionTable(bins);
+  const [first, second, codes] = [digits[0], digits[1], digits.at(-1)];
   // The norm of each code that a token has; NaN for those not computed yet.
-  const table = new Float64Array(2 ** codec.norm_bits);
+  const table = new Float64Array(2 ** bits);
   return ({ token }, u) => {
-    const digits = unpack(token);
-    const codes = digits[digits.length - 1];
+    unpack(token);
     table.fill(NaN);
-    for (let i = 0; i < pairs; i++) {
-      const bin = low ? digits[1][i] * low + digits[0][i] : digits[0][i];
-      let r = norm === "fp32" ? numbers[token * pairs + i] : table[codes[i]];
+    for (let i = 0; 2 * i < dim; i++) {
+      const at = 2 * (low ? second[i] * low + first[i] : first[i]);
+      let r = norm === "fp32" ? numbers[(token * dim) / 2 + i] : table[codes[i]];
       if (r !== r) {
         const e = f32(numbers[2 * token + 1] + numbers[2 * token] * codes[i]);
         table[codes[i]] = r = norm === "linear" ? e : f32(2 ** e);
       }
-      u[2 * i] = f32(r * directions[2 * bin]);
-      u[2 * i + 1] = f32(r * directions[2 * bin + 1]);
+      u[2 * i] = f32(r * directions[at]);
+      u[2 * i + 1] = f32(r * directions[at + 1]);
     }
   };
 }
 
-function polar(data, codec) {
-  const { dim, levels, radii: count } = codec;
-  const unpack = data.unpacker();
+function polar(data, { dim, levels, radii: count, angle_table: bytes, anglesOfFirst }) {
+  const { unpack, digits } = data.symbols();
   const radii = data.finite("radius");
-  const angles = floats(codec.angle_table, "F32");
-  const above = Float32Array.from([...angles].flatMap((psi) => [Math.cos(psi), Math.sin(psi)]));
-  const first = directionTable(2 ** levels[0].bits);
-  let next = new Float64Array(dim);
-  let values = new Float64Array(dim);
+  const above = Float32Array.from([...floats(bytes, "F32")].flatMap((psi) => [Math.cos(psi), Math.sin(psi)]));
+  const first = directionTable(anglesOfFirst);
+  let [next, values] = [new Float64Array(dim), new Float64Array(dim)];
   return ({ token }, u) => {
-    const digits = unpack(token);
+    unpack(token);
     for (let i = 0; i < count; i++) values[i] = radii[token * count + i];
     for (let l = levels.length - 1; l >= 0; l--) {
-      const { pairs, equal, odd, table, unequalTable, stream, from } = levels[l];
-      const codes = digits[stream];
+      const { pairs, equal, odd, tables, stream, from } = levels[l];
+      const directions = l ? above : first;
       for (let i = 0; i < pairs; i++) {
-        const code = codes[from + i];
-        const directions = l ? above : first;
-        const at = 2 * (l ? (i < equal ? table : unequalTable) + code : code);
+        const at = 2 * (tables[i < equal ? 0 : 1] + digits[stream][from + i]);
         next[2 * i] = f32(values[i] * directions[at]);
         next[2 * i + 1] = f32(values[i] * directions[at + 1]);
       }
@@ -355,8 +307,7 @@ function polar(data, codec) {
   };
 }
 
-function trellis(data, codec) {
-  const { dim, bits, state_bits: width, values } = codec;
+function trellis(data, { dim, bits, state_bits: width, values }) {
   const string = data.u16("codes.0");
   const norms = data.norms("norm");
   const count = (dim * bits) / 16;
@@ -372,163 +323,139 @@ function trellis(data, codec) {
   };
 }
 
-function klt(data, codec, side) {
-  const { dim } = codec;
+function klt(data, codec) {
+  const { side } = data;
+  const { dim, layer, columns, shortRuns: runs, rowBytes } = codec;
   const gains = codec.gain === "fp16" ? data.finite("gain") : null;
   const stored = codec.rows === "basis" ? null : data.finite("rows");
   const basis = stored ? null : data.basis(codec.basis, "klt-5");
-  const rows = stored ?? basis?.rowsFor(codec.layer, codec.side, dim, side.heads) ?? null;
-  const size = codec.rowCount * dim;
-  const { columns, shortRuns: runs } = codec;
-  const unpack = data.unpacker();
-  const codes = codec.ofHeads ? data.u8("codes") : null;
-  const readers = codes && Array.from({ length: side.heads }, (_, h) => shortColumns(runs, h));
-  if (codes) checkShortRuns(codec, runs, codes);
-  const bases = new Map();
-  // The mean of a head in the original frame.
-  const meanOf = (head, at) => {
-    if (!bases.has(head)) {
-      if (bases.size > 4096) bases.clear();
-      const mean = new Float64Array(dim);
-      for (let j = 0; j < dim; j++) {
-        const m = f32(256 * rows[at + j]);
-        for (let c = 0; c < dim; c++) mean[c] += m * rows[at + (1 + j) * dim + c];
-      }
-      bases.set(head, mean);
-    }
-    return bases.get(head);
-  };
+  const vectors = stored ?? basis?.vectors(layer, codec.side, dim, side.heads);
+  const { unpack, digits } = data.symbols();
+  const codes = runs ? data.u8("codes") : null;
+  if (runs) checkShortRuns(codec, codes);
+  const ofHeads = runs && Array.from({ length: side.heads }, (_, h) => shortColumns(runs, h));
+  const size = vectors && (stored ? vectorCount(dim) * dim : vectors.length / side.heads);
+  const starts = Int32Array.from({ length: dim }, (_, j) => (1 + j) * dim);
+  const factors = new Float64Array(dim);
   return ({ b, h, t, token, ofRun }, u) => {
-    const digits = unpack(token);
-    if (!rows) return;
-    const index = stored ? ofRun : h;
-    const at = index * (stored ? size : rows.length / side.heads);
-    u.set(meanOf(index, at));
-    const gain = gains ? gains[token] : 1;
+    unpack(token);
+    if (!vectors) return;
+    const at = size * (stored ? ofRun : h);
     const tables = at + (2 + dim) * dim;
-    const add = (column, width, code) => {
-      const v = rows[tables + 510 * (column >> 4) + 2 ** width - 2 + code] * gain;
-      const from = at + (1 + column) * dim;
-      for (let c = 0; c < dim; c++) u[c] += v * rows[from + c];
-    };
-    if (columns)
-      columns.forEach(({ width, list }, i) => list.forEach((column, k) => add(column, width, digits[i][k])));
-    else {
-      const start = 8 * (b * side.packed + t) * codec.rowBytes;
-      for (const { column, width, bit } of readers[h]) {
-        const place = start + bit;
-        const byte = place >> 3;
-        const pair = codes[byte] | (codes[byte + 1] << 8);
-        add(column, width, (pair >> (place & 7)) & (2 ** width - 1));
+    const gain = gains ? gains[token] : 1;
+    for (let j = 0; j < dim; j++) factors[j] = f32(256 * vectors[at + j]);
+    const add = (column, width, code) =>
+      (factors[column] += vectors[tables + 510 * (column >> 4) + 2 ** width - 2 + code] * gain);
+    if (runs)
+      for (const { column, width, byte, bit } of ofHeads[h]) {
+        const place = (b * side.packed + t) * rowBytes + byte;
+        add(column, width, ((codes[place] | (codes[place + 1] << 8)) >> bit) & (2 ** width - 1));
       }
-    }
+    else
+      columns.forEach(({ width, list }, i) => list.forEach((column, k) => add(column, width, digits[i][k])));
+    u.fill(0);
+    addRows(u, vectors, at, starts, factors, dim);
   };
 }
 
-// The columns of one head: the width and first bit of the code of each.
+// The columns of one head that have codes: the width of each, and where its code begins in a row of bytes.
 function shortColumns(runs, head) {
   const ofHead = runs.filter((run) => run.head === head && run.width);
-  return ofHead.flatMap(({ first, width, count, bit }) =>
-    Array.from({ length: count }, (_, j) => ({ column: first + j, width, bit: bit + j * width })),
+  return ofHead.flatMap(({ first, width, count, byte }) =>
+    Array.from({ length: count }, (_, j) => {
+      const bit = j * width;
+      return { column: first + j, width, byte: byte + (bit >> 3), bit: bit & 7 };
+    }),
   );
 }
 
-function checkShortRuns(codec, runs, codes) {
-  for (const { width, count, bit } of runs) {
+function checkShortRuns({ shortRuns, rowBytes }, codes) {
+  for (const { width, count, byte } of shortRuns) {
     const bits = width * count;
     if (bits % 8 === 0) continue;
-    for (let at = (bit + bits) >> 3; at < codes.length; at += codec.rowBytes)
+    for (let at = byte + (bits >> 3); at < codes.length; at += rowBytes)
       if (codes[at] >> (bits % 8)) badPayload("klt-11", `byte ${at} of codes has a bit of no column`);
   }
 }
 
-function transform(data, codec, side) {
-  const { dim, chunk, scope } = codec;
-  const groups = side.groups;
-  const layer = scope === "layer";
-  const stream = transformStreams(data, codec, side);
+function transform(data, codec) {
+  const { heads, groups } = data.side;
+  const { dim, chunk } = codec;
+  const { segments, tokens, columns, positions } = transformStreams(data, codec);
   const basis = data.basis(codec.basis, "transform-5");
   if (!basis) {
-    for (let index = 0; index < stream.columns.length; index++) checkStates(stream.states, index);
+    columns.forEach((_, index) => segments.check(index));
     return () => {};
   }
-  const frame = basis.framesFor(codec, side.heads);
-  const n = layer ? side.heads * dim : dim;
+  const { values, table } = basis.frames(codec, heads);
   const rope = codec.side === "k" ? basis.rope(codec.layer) : null;
+  const layer = codec.scope === "layer";
+  const n = layer ? heads * dim : dim;
   const symbols = new Uint8Array(chunk * dim);
-  // The factors of the blocks at hand: of all heads of a sequence and group, or of one.
-  const factors = new Map();
-  let current = -1;
+  // The levels of a head in a token group, and the matrix row of each of its columns.
   const decodeBlock = (b, h, group) => {
-    const index = (b * side.heads + h) * groups + group;
-    const tokens = stream.tokens[b * groups + group];
-    const columns = stream.columns[index];
-    const frameIndex = layer ? 0 : h;
-    const tables = Array.from({ length: columns }, (_, c) =>
-      frame.table(frameIndex * n + (layer ? c * side.heads + h : c), codec.step),
-    );
-    const count = columns * tokens;
-    const [from, all] = [stream.starts[index], stream.counts[index]];
-    const { states, words } = stream;
-    const used = ransDecode(states, index, words, from, all, count, tables, tokens || 1, symbols);
-    let next = from + used;
-    const levels = new Float64Array(count);
-    for (let i = 0; i < count; i++)
-      if (symbols[i]) levels[i] = tables[Math.floor(i / tokens)].values[symbols[i] - 1];
+    const index = (b * heads + h) * groups + group;
+    const count = tokens[b * groups + group];
+    const rows = Array.from({ length: columns[index] }, (_, c) => (layer ? c * heads + h : c));
+    const tables = rows.map((row) => table((layer ? 0 : h * n) + row, codec.step));
+    const levels = new Float64Array(rows.length * count);
+    let next = segments.decode(index, levels.length, tables, count || 1, symbols);
+    const { words } = segments;
+    const left = segments.end(index) - next;
+    for (let i = 0; i < levels.length; i++) {
+      if (symbols[i]) levels[i] = tables[Math.floor(i / count)].values[symbols[i] - 1];
       else {
-        if (next + 2 > from + all) badPayload("transform-11", `chunk ${index} has more escapes than words`);
-        levels[i] = words[next] | (words[next + 1] << 16) | 0;
+        levels[i] = words[next] | (words[next + 1] << 16);
         next += 2;
       }
-    if (next !== from + all)
-      badPayload("transform-11", `chunk ${index} takes ${next - from} of its ${all} words`);
-    factors.set(h, { columns, tokens, levels });
+    }
+    if (next !== segments.end(index))
+      badPayload("transform-11", `segment ${index} has ${left} words of escapes, and takes others`);
+    return { count, levels, starts: rows.map((row) => (1 + row) * n) };
   };
+  // The blocks that the values of a token are sums of: those of all heads, or that of one.
+  let [blocks, current] = [[], -1];
+  const [starts, factors] = [new Int32Array(dim), new Float64Array(dim)];
   const step = 2 ** (-codec.step / 16);
   return ({ b, h, group, inRun, ofGroup }, u) => {
     const block = layer ? b * groups + group : ofGroup;
-    if (block !== current) {
-      factors.clear();
-      for (let head = layer ? 0 : h; head < (layer ? side.heads : h + 1); head++) decodeBlock(b, head, group);
-      current = block;
-    }
+    const all = Array.from({ length: block === current ? 0 : layer ? heads : 1 }, (_, i) => (layer ? i : h));
+    if (all.length) blocks = all.map((head) => decodeBlock(b, head, group));
+    current = block;
     const token = inRun % chunk;
-    const base = layer ? 0 : h * (1 + n) * n;
-    const first = layer ? h * dim : 0;
-    for (let c = 0; c < dim; c++) u[c] = frame.rows[base + first + c];
-    for (const [head, { columns, tokens, levels }] of factors)
-      for (let j = 0; j < columns; j++) {
-        const level = levels[j * tokens + token];
+    const base = layer ? h * dim : h * (1 + n) * n;
+    for (let c = 0; c < dim; c++) u[c] = values[base + c];
+    for (const { count, levels, starts: ofColumns } of blocks) {
+      let some = 0;
+      for (let j = 0; j < ofColumns.length; j++) {
+        const level = levels[j * count + token];
         if (level === 0) continue;
-        const v = step * level;
-        const from = base + (1 + (layer ? j * side.heads + head : j)) * n + first;
-        for (let c = 0; c < dim; c++) u[c] += v * frame.rows[from + c];
+        starts[some] = ofColumns[j];
+        factors[some++] = step * level;
       }
-    if (rope) turn(rope, stream.positions[b * groups + group] + token, u);
+      addRows(u, values, base, starts, factors, some);
+    }
+    if (rope) turn(rope, positions[b * groups + group] + token, u);
   };
 }
 
 // The streams of transform, checked as far as that needs no basis.
-function transformStreams(data, codec, side) {
-  const { dim, chunk } = codec;
-  const { groups } = side;
-  const tokens = data.u16("tokens");
-  const columns = data.u16("columns");
-  const pairs = data.u16("word_counts");
-  const checkTokens = (group, found, expected) =>
-    found === expected || badPayload("transform-8", `group ${group} has ${found} tokens, not ${expected}`);
+function transformStreams(data, { dim, chunk, side: which }) {
+  const { side } = data;
+  const [tokens, columns] = [data.u16("tokens"), data.u16("columns")];
   let group = 0;
   for (const run of side.runs)
     for (let start = 0; start < run; start += chunk, group++)
       for (let b = 0; b < side.batch; b++)
-        checkTokens(group, tokens[b * groups + group], Math.min(chunk, run - start));
+        if (tokens[b * side.groups + group] !== Math.min(chunk, run - start))
+          badPayload("transform-8", `group ${group} has ${tokens[b * side.groups + group]} tokens`);
   if (columns.some((count) => count > dim)) badPayload("transform-9", `a block has more columns than ${dim}`);
-  const join = (words) =>
-    Float64Array.from({ length: words.length / 2 }, (_, i) => words[2 * i] + 65536 * words[2 * i + 1]);
-  const counts = join(pairs);
-  const starts = wordStarts(data, counts, "transform-10");
-  const positions = codec.side === "k" ? join(data.u16("positions")) : null;
-  return { tokens, columns, counts, starts, positions, words: data.u16("words"), states: data.u16("states") };
+  const join = (name) => {
+    const words = data.u16(name);
+    return Float64Array.from({ length: words.length / 2 }, (_, i) => words[2 * i] + 65536 * words[2 * i + 1]);
+  };
+  const segments = new Segments(data, join("word_counts"), "transform-10");
+  return { segments, tokens, columns, positions: which === "k" ? join("positions") : null };
 }
 
 // Turn a row to a position (basis.md, Rotary positions).
@@ -544,18 +471,5 @@ function turn({ frequencies, halves }, position, u) {
   }
 }
 
-export const DECODERS = {
-  raw: plain("values"),
-  lossless,
-  group,
-  minifloat,
-  scalar,
-  octahedral,
-  quaternion,
-  angle,
-  polar,
-  trellis,
-  klt,
-  transform,
-  opaque: plain("bytes"),
-};
+const names = { group, minifloat, scalar, octahedral, quaternion, angle, polar, trellis, klt, transform };
+export const DECODERS = { raw: plain("values"), opaque: plain("bytes"), lossless, ...names };

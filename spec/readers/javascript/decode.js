@@ -1,18 +1,18 @@
 // From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
 
-import { badHeader, badPayload, missingBasis } from "./errors.js";
+import { DECODERS, addRows } from "./codecs.js";
+import { badPayload, missingBasis, need } from "./errors.js";
 import { finite, floats, hex, isZero, view } from "./numbers.js";
 import { LOG_NORMS } from "./parameters.js";
 import { Rotation } from "./rotation.js";
-import { DECODERS } from "./codecs.js";
 
 const f32 = Math.fround;
 
 // The streams of a side in memory. `bases`: Map from a digest in hexadecimal to a Basis.
 class SideData {
   constructor(side, bytes, bases) {
-    Object.assign(this, { side, codec: side.codec, bytes, bases });
-    this.dtypes = new Map(side.streams.map((stream) => [stream.stream, stream.dtype]));
+    Object.assign(this, { side, bytes, bases, missing: null });
+    this.streams = new Map(side.streams.map((stream) => [stream.stream, stream]));
   }
 
   u8(name) {
@@ -23,42 +23,37 @@ class SideData {
     return view(this.bytes.get(name), Uint16Array);
   }
 
-  planes(columns) {
-    return columns.planes.map((_, plane) => this.u16(`${columns.name}.${plane}`));
-  }
-
-  // The count of entries of a stream that has a row for each.
-  entries(name) {
-    return this.side.streams.find(({ stream }) => stream === name).shape[2];
-  }
-
-  // A function from the number of a row of the code streams to its digits, stream after stream.
-  unpacker() {
-    const { packings } = this.codec;
-    const planes = packings.map((columns) => this.planes(columns));
-    if (packings.length === 1) return (row) => packings[0].unpack(planes[0], row);
-    return (row) => packings.flatMap((columns, i) => columns.unpack(planes[i], row));
+  floats(name) {
+    return floats(this.bytes.get(name), this.streams.get(name).dtype);
   }
 
   finite(name) {
-    return finite(this.bytes.get(name), this.dtypes.get(name), name);
+    return finite(this.bytes.get(name), this.streams.get(name).dtype, name);
   }
 
   // Norms of tokens, which may have 8 bits.
   norms(name) {
-    if (this.dtypes.get(name) !== "U8") return this.finite(name);
+    if (this.streams.get(name).dtype !== "U8") return this.finite(name);
     return Float32Array.from(this.u8(name), (code) => LOG_NORMS[code]);
+  }
+
+  // The count of entries of a stream that has a row for each.
+  entries(name) {
+    return this.streams.get(name).shape[2];
+  }
+
+  // The digits of a row of code streams, stream after stream, once unpack(row) has put them there.
+  symbols(packings = this.side.codec.packings) {
+    const planes = packings.map(({ name, planes }) => planes.map((_, plane) => this.u16(`${name}.${plane}`)));
+    const unpack = (row) => packings.forEach((columns, i) => columns.unpack(planes[i], row));
+    return { unpack, digits: packings.flatMap((columns) => columns.digits) };
   }
 
   // The basis with a digest; what lacks it refuses to decode once all else is checked.
   basis(digest, rule) {
     const basis = this.bases.get(hex(digest));
-    if (!basis) this.missing ??= [hex(digest), rule];
-    return basis ?? null;
-  }
-
-  refuseMissing() {
-    if (this.missing) missingBasis(this.missing[1], `the basis ${this.missing[0]} was not given`);
+    if (!basis) this.missing ??= [rule, `the basis ${hex(digest)} was not given`];
+    return basis;
   }
 }
 
@@ -67,60 +62,58 @@ class SideData {
 export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;
-  const decoder = DECODERS[codec.id](data, codec, side);
-  const steps = sideCarSteps(data);
+  const decoder = DECODERS[codec.id](data, codec);
+  const steps = sideCarSteps(data, codec);
   const { batch, heads, tokens } = range;
   const [sequences, width, count] = [batch, heads, tokens].map(([from, to]) => to - from);
   const out = new Float32Array(sequences * width * count * dim);
   const place = (b, h, t) => (((b - batch[0]) * width + h - heads[0]) * count + t - tokens[0]) * dim;
   const values = new Float64Array(dim);
-  const row = {};
-  const decodeToken = (b, h, t) => {
+  const decodeToken = (row, b, h, t) => {
+    row.b = b;
     row.h = h;
     row.t = t;
-    row.head = b * side.heads + h;
-    row.token = row.head * side.packed + t;
-    row.ofRun = row.head * side.runs.length + row.run;
+    const head = b * side.heads + h;
+    row.token = head * side.packed + t;
+    row.ofRun = head * side.runs.length + row.run;
     row.inRun = t - row.start;
     row.group = row.firstGroup + Math.floor(row.inRun / codec.group);
-    row.ofGroup = row.head * side.groups + row.group;
+    row.ofGroup = head * side.groups + row.group;
     decoder(row, values);
     for (const step of steps) step(values, row);
     if (!data.missing) out.set(values, place(b, h, t));
   };
-  const step = codec.group > 1 ? codec.group : 256;
-  if (out.length)
-    eachBlock(side, tokens, step, (place, from, to) => {
-      Object.assign(row, place);
-      for (row.b = batch[0]; row.b < batch[1]; row.b++)
-        for (let h = heads[0]; h < heads[1]; h++) for (let t = from; t < to; t++) decodeToken(row.b, h, t);
-    });
-  data.refuseMissing();
+  for (const { from, to, row } of out.length ? blocks(side, tokens) : [])
+    for (let b = batch[0]; b < batch[1]; b++)
+      for (let h = heads[0]; h < heads[1]; h++) for (let t = from; t < to; t++) decodeToken(row, b, h, t);
+  if (data.missing) missingBasis(...data.missing);
   if (side.tail) copyTail(data, out, place, range);
   return out;
 }
 
-// The tokens of a range in blocks of at most `step`, which do not cross runs or token groups.
-function eachBlock(side, [first, last], step, visit) {
+// The packed tokens of a range in blocks, which do not cross runs or token groups, each with its place.
+function* blocks({ runs, codec }, [first, last]) {
+  const size = codec.group > 1 ? codec.group : 256;
   let start = 0;
   let firstGroup = 0;
-  side.runs.forEach((length, run) => {
+  for (const [run, length] of runs.entries()) {
+    const row = { run, start, firstGroup };
     const end = Math.min(start + length, last);
     for (let from = Math.max(start, first); from < end;) {
-      const to = Math.min(start + (Math.floor((from - start) / step) + 1) * step, end);
-      visit({ run, start, firstGroup }, from, to);
+      const to = Math.min(start + (Math.floor((from - start) / size) + 1) * size, end);
+      yield { from, to, row };
       from = to;
     }
     start += length;
-    firstGroup += Math.ceil(length / side.codec.group);
-  });
+    firstGroup += Math.ceil(length / codec.group);
+  }
 }
 
 function copyTail(data, out, place, { batch, heads, tokens }) {
   const { side } = data;
-  const tail = floats(data.bytes.get("tail"), data.dtypes.get("tail"));
   const from = Math.max(tokens[0], side.packed);
   if (from >= tokens[1]) return;
+  const tail = data.floats("tail");
   for (let b = batch[0]; b < batch[1]; b++)
     for (let h = heads[0]; h < heads[1]; h++) {
       const at = ((b * side.heads + h) * side.tail + from - side.packed) * side.dim;
@@ -133,12 +126,14 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
 const STEPS = {
   channel_scale(data) {
     const scales = data.finite("channel_scale");
-    if (scales.some((scale) => !(scale > 0))) badPayload("side-cars-6", "a channel scale is not above 0");
-    return (u, { ofRun }) => u.forEach((x, c) => (u[c] = f32(f32(x) * scales[ofRun * u.length + c])));
+    if (!scales.every((scale) => scale > 0)) badPayload("side-cars-6", "a channel scale is not above 0");
+    return (u, { ofRun }) => {
+      for (let c = 0, at = ofRun * u.length; c < u.length; c++) u[c] = f32(f32(u[c]) * scales[at + c]);
+    };
   },
 
-  channel_order(data, dtype) {
-    const order = dtype === "u8" ? data.u8("channel_order") : data.u16("channel_order");
+  channel_order(data) {
+    const order = data.floats("channel_order");
     const { dim } = data.side;
     const seen = new Int32Array(dim).fill(-1);
     order.forEach((channel, at) => {
@@ -147,39 +142,44 @@ const STEPS = {
         badPayload("side-cars-8", `row ${row} of channel_order does not name each channel once`);
       seen[channel] = row;
     });
-    return (u, { ofRun }) => u.slice().forEach((x, i) => (u[order[ofRun * dim + i]] = x));
+    const copy = new Float64Array(dim);
+    return (u, { ofRun }) => {
+      copy.set(u);
+      for (let i = 0; i < dim; i++) u[order[ofRun * dim + i]] = copy[i];
+    };
   },
 
   key_mean(data, { bits }) {
     const codes = data.u8("key_mean");
     const scales = data.finite("key_mean_scale");
-    const half = data.side.dim / 2;
-    const bytesOf = (page) => codes.subarray((page * codes.length) / scales.length);
+    const { dim } = data.side;
+    const half = dim / 2;
     return (u, { ofGroup: page }) => {
-      const bytes = bytesOf(page);
-      for (let c = 0; c < u.length; c++) {
-        const code = bits === 8 ? bytes[c] - 128 : (c < half ? bytes[c] & 15 : bytes[c - half] >> 4) - 8;
+      const at = (page * dim * bits) / 8;
+      for (let c = 0; c < dim; c++) {
+        const byte = codes[at + (bits === 8 || c < half ? c : c - half)];
+        const code = bits === 8 ? byte - 128 : (c < half ? byte & 15 : byte >> 4) - 8;
         u[c] = f32(u[c] + code * scales[page]);
       }
     };
   },
 
   outliers(data, { packing }) {
-    const planes = data.planes(packing);
+    const { unpack, digits } = data.symbols([packing]);
+    const [flags] = digits;
     const values = data.finite("outliers");
     const { batch, heads, packed } = data.side;
     const starts = new Uint32Array(packed ? batch * heads * packed : 0);
     let count = 0;
     for (let t = 0; t < packed; t++)
-      for (let head = 0; head < batch * heads; head++) {
-        const row = head * packed + t;
+      for (let row = t; row < starts.length; row += packed) {
         starts[row] = count;
-        const [flags] = packing.unpack(planes, row);
+        unpack(row);
         for (let c = 0; c < packing.n; c++) count += flags[c];
       }
     checkCount("flags of outliers", count, values.length / 4);
     return (u, { token }) => {
-      const [flags] = packing.unpack(planes, token);
+      unpack(token);
       let entry = 4 * starts[token];
       for (let c = 0; c < packing.n; c++)
         if (flags[c]) for (let i = 0; i < 4; i++) u[4 * c + i] = values[entry++];
@@ -187,13 +187,14 @@ const STEPS = {
   },
 
   qjl(data, { packing, seed }) {
-    const planes = data.planes(packing);
+    const { unpack, digits } = data.symbols([packing]);
+    const [signs] = digits;
     const norms = data.finite("qjl_norm");
     const { dim } = data.side;
     const rotation = new Rotation(dim, "signed-hadamard", seed);
     const correction = new Float64Array(dim);
     return (u, { token }) => {
-      const [signs] = packing.unpack(planes, token);
+      unpack(token);
       for (let i = 0; i < dim; i++) correction[i] = signs[i] ? -1 : 1;
       rotation.invert(correction);
       const gamma = norms[token] * Math.sqrt(Math.PI / (2 * dim));
@@ -202,14 +203,14 @@ const STEPS = {
   },
 
   raw_tokens(data) {
-    const { side } = data;
+    const { batch, packed } = data.side;
     const flags = data.u8("raw_token_flags");
     const entries = new Map();
-    for (let t = 0; t < side.packed; t++)
-      for (let b = 0; b < side.batch; b++) {
-        const flag = flags[b * side.packed + t];
+    for (let t = 0; t < packed; t++)
+      for (let b = 0; b < batch; b++) {
+        const flag = flags[b * packed + t];
         if (flag > 1) badPayload("side-cars-7", `a raw token flag is ${flag}`);
-        if (flag) entries.set(t * side.batch + b, entries.size);
+        if (flag) entries.set(t * batch + b, entries.size);
       }
     checkCount("flags of raw tokens", entries.size, data.entries("raw_tokens"));
     return putRaw(data, "raw_tokens", entries);
@@ -217,28 +218,28 @@ const STEPS = {
 
   raw_positions: (data) => putRaw(data, "raw_values", rawPositions(data)),
 
-  balanced(data, { basis: digest, layer, frame: name }) {
+  balanced(data, { basis: digest, layer, frame }) {
     const { heads, dim } = data.side;
     const basis = data.basis(digest, "side-cars-16");
     if (!basis) return null;
-    const state = basis.state(layer, `k.${name}`);
-    if (!state) badHeader("side-cars-17", `the basis has no k.${name} of layer ${layer}`);
-    const [, ofHeads, channels] = state.shape;
-    if (ofHeads !== heads || channels !== dim)
-      badHeader("side-cars-18", `k.${name} of the basis is for ${ofHeads} heads of ${channels} channels`);
-    const copy = new Float64Array(dim);
-    return (u, { h }) => {
-      copy.set(u);
+    const state = basis.state(layer, `k.${frame}`);
+    need(state, "side-cars-17", `the basis has no k.${frame} of layer ${layer}`);
+    const [, h, n] = state.shape;
+    need(
+      h === heads && n === dim,
+      "side-cars-18",
+      `k.${frame} of the basis is for ${h} heads of ${n} channels`,
+    );
+    const starts = Int32Array.from({ length: dim }, (_, j) => j * dim);
+    const factors = new Float64Array(dim);
+    return (u, row) => {
+      for (let j = 0; j < dim; j++) factors[j] = f32(u[j]);
       u.fill(0);
-      for (let j = 0; j < dim; j++) {
-        const x = f32(copy[j]);
-        const at = (h * dim + j) * dim;
-        for (let c = 0; c < dim; c++) u[c] += x * state.values[at + c];
-      }
+      addRows(u, state.values, row.h * dim * dim, starts, factors, dim);
     };
   },
 
-  rotation_kind({ codec }, kind) {
+  rotation_kind({ side: { codec } }, kind) {
     if (kind === "none") return null;
     const rotation = new Rotation(codec.dim, kind, codec.rotation_seed ?? codec.seed);
     return (u) => rotation.invert(u);
@@ -259,10 +260,9 @@ const ORDER = [
   ...["balanced", "raw_tokens", "raw_positions"],
 ];
 
-function sideCarSteps(data) {
+function sideCarSteps(data, codec) {
   const made = {};
-  for (const [name, make] of Object.entries(STEPS))
-    if (data.codec[name]) made[name] = make(data, data.codec[name]);
+  for (const [name, make] of Object.entries(STEPS)) if (codec[name]) made[name] = make(data, codec[name]);
   // Without its basis a side has no values: only the packed signs of qjl are still to be checked.
   return (data.missing ? ["qjl"] : ORDER).map((name) => made[name]).filter(Boolean);
 }
@@ -275,7 +275,7 @@ function checkCount(what, count, entries) {
 // Put the raw values of the tokens in `entries`: a Map from token · batch + sequence to an entry.
 function putRaw(data, name, entries) {
   const { batch, heads, dim } = data.side;
-  const values = floats(data.u8(name), data.dtypes.get(name));
+  const values = data.floats(name);
   return (u, { b, h, t }) => {
     const entry = entries.get(t * batch + b);
     if (entry === undefined) return;
@@ -288,32 +288,24 @@ function rawPositions(data) {
   const { batch, packed } = data.side;
   const words = data.u16("raw_positions");
   const bytes = data.u8("raw_values");
-  const count = data.entries("raw_positions");
-  if (count !== data.entries("raw_values"))
-    badPayload(
-      "side-cars-12",
-      `${count} raw positions and ${data.entries("raw_values")} entries of raw_values`,
-    );
+  const [count, entries] = [data.entries("raw_positions"), data.entries("raw_values")];
+  if (count !== entries)
+    badPayload("side-cars-12", `${count} raw positions and ${entries} entries of raw_values`);
   const positions = new Map();
   const entryBytes = count ? bytes.length / count : 0;
   let last = -1;
   for (let i = 0; i < count; i++) {
     const token = words[4 * i] + words[4 * i + 1] * 65536 + words[4 * i + 2] * 2 ** 32 - 1;
     const sequence = words[4 * i + 3];
-    if (token < 0) {
-      if (sequence || !isZero(bytes.subarray(i * entryBytes, (i + 1) * entryBytes)))
-        badPayload("side-cars-13", `the unused position ${i} or its entry is not all zero`);
-      last = Infinity;
-      continue;
-    }
     const place = token * batch + sequence;
-    if (token >= packed || sequence >= batch || !(place > last))
+    const unused = token < 0 && !sequence && isZero(bytes.subarray(i * entryBytes, (i + 1) * entryBytes));
+    if (!unused && !(token >= 0 && token < packed && sequence < batch && place > last))
       badPayload(
         "side-cars-13",
-        `position ${i}, token ${token} of sequence ${sequence}, is absent or out of order`,
+        `position ${i}, token ${token} of sequence ${sequence}, is not in its place`,
       );
-    last = place;
-    positions.set(place, i);
+    last = unused ? Infinity : place;
+    if (!unused) positions.set(place, i);
   }
   return positions;
 }

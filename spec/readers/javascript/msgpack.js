@@ -1,16 +1,18 @@
-// The msgpack profile (container.md), read strictly, and what is new in a header, read leniently.
+// The msgpack profile (container.md). One walk reads msgpack of any form as far as it goes, because what is
+// new in a header comes before all else, and notes the first thing that the profile does not have.
 
-import { aboveLimit, badHeader } from "./errors.js";
-import { viewOf } from "./numbers.js";
+import { badHeader, limit, quoted } from "./errors.js";
+import { Cursor, viewOf } from "./numbers.js";
 
-export const MAX_ENTRIES = 131072;
 export const MAX_NAMES = 256;
 export const MAX_STRING_BYTES = 4096;
-export const MAX_BINARY_BYTES = 65536;
+const MAX_ENTRIES = 131072;
+const MAX_BINARY_BYTES = 65536;
+const MAX_DEPTH = 5;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 const encoder = new TextEncoder();
-const malformed = (what) => badHeader("container-10", what);
+const malformed = (what) => badHeader("container-10", `kvpack.header ${what}`);
 
 export function decodeUtf8(bytes) {
   try {
@@ -28,204 +30,142 @@ export function compareText(a, b) {
   return x.length - y.length;
 }
 
-// Bytes of msgpack; `cut` is called where they end within a value.
-class Reader {
-  constructor(bytes, cut) {
-    Object.assign(this, { bytes, cut, at: 0 });
-  }
-
-  content(size) {
-    if (size > this.bytes.length - this.at) this.cut();
-    this.at += size;
-    return this.bytes.subarray(this.at - size, this.at);
-  }
-
-  // A number, as BigInt from 2^53 on.
-  unsigned(width) {
-    const bytes = this.content(width);
-    let value = 0;
-    for (const byte of bytes) value = value * 256 + byte;
-    return Number.isSafeInteger(value) ? value : viewOf(bytes).getBigUint64(0);
-  }
-
-  // The next value up to its content: { kind, number, least }. `number` is an integer, or the count or size
-  // of other kinds; below `least` it has a shorter form.
-  head() {
-    const code = this.unsigned(1);
-    if (code < 0x80) return { kind: "integer", number: code };
-    if (code < 0x90) return { kind: "map", number: code & 15 };
-    if (code < 0xa0) return { kind: "array", number: code & 15 };
-    if (code < 0xc0) return { kind: "string", number: code & 31 };
-    if (code === 0xc0) return { kind: "nil", number: 0 };
-    if (code < 0xc4) return { kind: "boolean", number: 0 };
-    if (code >= 0xe0) return { kind: "negative", number: code - 256 };
-    const first = [0xdc, 0xd9, 0xd4, 0xd0, 0xcc, 0xca, 0xc7, 0xc4].find((start) => code >= start);
-    const width = 1 << (code - first);
-    const sized = (kind, least) => {
-      const number = this.unsigned(width);
-      return { kind, number, least: width === 1 ? least : 2 ** (4 * width) };
-    };
-    switch (first) {
-      case 0xc4:
-        return sized("binary", 0);
-      case 0xc7:
-        return { kind: "extension", number: this.unsigned(width) + 1 };
-      case 0xca:
-        return { kind: "float", number: 4 * width };
-      case 0xcc:
-        return sized("integer", 128);
-      case 0xd0:
-        return { kind: "signed", number: BigInt.asIntN(8 * width, BigInt(this.unsigned(width))) };
-      case 0xd4:
-        return { kind: "extension", number: width + 1 };
-      case 0xd9:
-        return sized("string", 32);
-    }
-    const wide = code & 1;
-    return {
-      kind: code < 0xde ? "array" : "map",
-      number: this.unsigned(wide ? 4 : 2),
-      least: wide ? 65536 : 16,
-    };
-  }
+// What a value is by its first byte: its kind, and its number or the bytes that hold it. The number of a
+// string and the like is its size, that of an array or map its count.
+const FIRST = [];
+const small = (count, kind) => {
+  for (let number = 0; number < count; number++) FIRST.push({ kind, number });
+};
+small(128, "integer");
+small(16, "map");
+small(16, "array");
+small(32, "string");
+const wide =
+  "nil0 other0 other0 other0 binary-1 binary-2 binary-4 other-1 other-2 other-4 other4 other8 integer-1 " +
+  "integer-2 integer-4 integer-8 signed-1 signed-2 signed-4 signed-8 other2 other3 other5 other9 other17 " +
+  "string-1 string-2 string-4 array-2 array-4 map-2 map-4";
+for (const word of wide.split(" ")) {
+  const [, kind, size] = /([a-z]+)(.*)/.exec(word);
+  FIRST.push(size < 0 ? { kind, width: -size } : { kind, number: Number(size) });
 }
+small(32, "other0");
 
-class Parser extends Reader {
-  constructor(bytes) {
-    super(bytes, () => malformed("kvpack.header ends within a value"));
-  }
-
-  value(depth) {
-    const { at } = this;
-    const { kind, number, least = 0 } = this.head();
-    if (number < least) malformed(`a value of kvpack.header is not in its shortest form at byte ${at}`);
-    switch (kind) {
-      case "integer":
-        return number;
-      case "nil":
-        return null;
-      case "string":
-        return this.string(number);
-      case "binary":
-        if (number > MAX_BINARY_BYTES)
-          aboveLimit(`a binary value of ${number} bytes, at most ${MAX_BINARY_BYTES}`);
-        return this.content(number).slice();
-      case "array":
-      case "map":
-        if (depth === 5) malformed("kvpack.header nests deeper than five maps and arrays");
-        return this[kind](number, depth + 1);
-    }
-    return malformed(`kvpack.header has a value of the type ${kind} at byte ${at}`);
-  }
-
-  string(length) {
-    if (length > MAX_STRING_BYTES) aboveLimit(`a string of ${length} bytes, at most ${MAX_STRING_BYTES}`);
-    return decodeUtf8(this.content(length)) ?? malformed(`a string is not UTF-8 before byte ${this.at}`);
-  }
-
-  array(count, depth) {
-    if (count > MAX_ENTRIES) aboveLimit(`an array of ${count} entries, at most ${MAX_ENTRIES}`);
-    const result = [];
-    for (let i = 0; i < count; i++) result.push(this.value(depth));
-    return result;
-  }
-
-  map(count, depth) {
-    if (count > MAX_NAMES) aboveLimit(`a map of ${count} keys, at most ${MAX_NAMES}`);
-    const result = new Map();
-    for (let i = 0; i < count; i++) {
-      const key = this.value(5);
-      if (typeof key !== "string") malformed("a key of kvpack.header is not a string");
-      if (result.has(key)) malformed(`kvpack.header has the key ${JSON.stringify(key)} twice`);
-      result.set(key, this.value(depth));
-    }
-    return result;
-  }
-}
-
-// The header map: Map, Array, string, Uint8Array, number (BigInt from 2^53 on) and null.
-export function parse(bytes) {
-  const parser = new Parser(bytes);
-  const result = parser.value(0);
-  if (!(result instanceof Map)) malformed("kvpack.header is not a map");
-  if (parser.at !== bytes.length) malformed("bytes follow the map of kvpack.header");
-  return result;
-}
+// The smallest number of a kind by the bytes that hold it: smaller ones have a shorter form.
+const COUNTS = { 2: 16, 4: 65536 };
+const LEAST = {
+  integer: { 1: 128, 2: 256, 4: 65536, 8: 2 ** 32 },
+  binary: { 2: 256, 4: 65536 },
+  string: { 1: 32, 2: 256, 4: 65536 },
+  array: COUNTS,
+  map: COUNTS,
+};
 
 class Cut extends Error {}
 
-// Reads msgpack of any form as far as it goes; throws Cut at its end.
-class Scanner extends Reader {
+class Parser extends Cursor {
+  // A function that refuses the first fault.
+  fault = null;
+
   constructor(bytes) {
     super(bytes, () => {
       throw new Cut();
     });
   }
 
-  text(size) {
-    return decodeUtf8(this.content(size)) ?? "a name that is not UTF-8";
+  note(refuse) {
+    this.fault ??= refuse;
   }
 
-  // Skip what a head has announced, without recursion: `open` values are still to come.
+  limit(value, most, what) {
+    if (value > most) this.note(() => limit(value, most, what));
+  }
+
+  // The beginning of a value: { kind, number, width }. Numbers are BigInt from 2^53 on.
+  head() {
+    const first = FIRST[this.take(1)[0]];
+    const { kind, width } = first;
+    if (!width) return first;
+    const bytes = this.take(width);
+    let number = 0;
+    for (const byte of bytes) number = number * 256 + byte;
+    if (!Number.isSafeInteger(number)) number = viewOf(bytes).getBigUint64(0);
+    return { kind, number: kind === "other" ? number + 1 : number, width };
+  }
+
+  // A value as Map, Array, string, Uint8Array, number or null; `attach` takes a map or array before its
+  // content, which may be cut short.
+  value(depth, attach) {
+    const { at } = this;
+    const { kind, number, width } = this.head();
+    if (number < LEAST[kind]?.[width])
+      this.note(() => malformed(`has a longer form than it needs at byte ${at}`));
+    if (kind === "integer") return number;
+    if (kind === "nil") return null;
+    if (kind === "string") return this.string(number);
+    if (kind === "binary") {
+      this.limit(number, MAX_BINARY_BYTES, "bytes of a binary value");
+      return this.take(number).slice();
+    }
+    if ((kind === "array" || kind === "map") && depth < MAX_DEPTH)
+      return this[kind](number, depth + 1, attach);
+    this.note(() => malformed(`has a value of another type, or too deep a one, at byte ${at}`));
+    if (kind === "signed") return BigInt.asIntN(8 * width, BigInt(number));
+    this.skip({ kind, number });
+    return undefined;
+  }
+
+  // Pass over what follows the head of a value, without recursion.
   skip(head) {
     for (let open = 1; open; open--) {
       const { kind, number } = head;
-      if (["string", "binary", "extension", "float"].includes(kind)) this.content(number);
       if (kind === "array" || kind === "map") open += number * (kind === "map" ? 2 : 1);
+      else if (kind === "string" || kind === "binary" || kind === "other") this.take(number);
       if (open > 1) head = this.head();
     }
   }
 
-  // Call `visit(head)` for each entry of an array; those not of `kind` are skipped.
-  array(count, kind, visit) {
-    for (let i = 0; i < count; i++) {
-      const head = this.head();
-      if (head.kind === kind) visit(head);
-      else this.skip(head);
-    }
+  string(size) {
+    this.limit(size, MAX_STRING_BYTES, "bytes of a string");
+    const text = decodeUtf8(this.take(size));
+    if (text === null) this.note(() => malformed(`has a string that is not UTF-8`));
+    return text ?? "(not UTF-8)";
   }
 
-  // Call `visit(key, head)` for each pair of a map whose key is a string; false: the value is to be skipped.
-  map(count, visit) {
-    const seen = new Set();
+  array(count, depth, attach) {
+    this.limit(count, MAX_ENTRIES, "elements of an array");
+    const result = [];
+    attach?.(result);
+    for (let i = 0; i < count; i++) result.push(this.value(depth));
+    return result;
+  }
+
+  map(count, depth, attach) {
+    this.limit(count, MAX_NAMES, "members of a map");
+    const result = new Map();
+    attach?.(result);
     for (let i = 0; i < count; i++) {
-      const key = this.head();
-      let name = null;
-      if (key.kind === "string") name = String.fromCharCode(...this.content(key.number).subarray(0, 100));
-      else this.skip(key);
-      const head = this.head();
-      if (name === null || seen.has(name) || !visit(name, head)) this.skip(head);
-      seen.add(name);
+      const key = this.value(MAX_DEPTH);
+      if (typeof key !== "string") this.note(() => malformed("has a map key that is not a string"));
+      const isNew = typeof key === "string" && !result.has(key);
+      if (!isNew) this.note(() => malformed(`has the map key ${quoted(key)} twice`));
+      const set = isNew ? (value) => result.set(key, value) : () => {};
+      set(this.value(depth, set));
     }
+    return result;
   }
 }
 
-// What names something new, as far as the bytes go: { format, required, codecs }.
-export function scan(bytes) {
-  const found = { format: null, required: [], codecs: [] };
-  const scanner = new Scanner(bytes);
-  const codec = (entry) => {
-    let id = null;
-    scanner.map(entry.number, (name, head) => {
-      if (name !== "id" || head.kind !== "string") return false;
-      id = scanner.text(head.number);
-      return true;
-    });
-    if (id !== null) found.codecs.push(id);
-  };
-  const field = (name, { kind, number }) => {
-    if (name === "format" && ["integer", "signed", "negative"].includes(kind)) found.format = number;
-    else if (name === "required" && kind === "array")
-      scanner.array(number, "string", (entry) => found.required.push(scanner.text(entry.number)));
-    else if (name === "codecs" && kind === "array") scanner.array(number, "map", codec);
-    else return false;
-    return true;
-  };
+// The map of a header as far as it goes, and a function that refuses its first fault, if it has one.
+export function parse(bytes) {
+  const parser = new Parser(bytes);
+  let root = null;
   try {
-    const top = scanner.head();
-    if (top.kind === "map") scanner.map(top.number, field);
+    root = parser.value(0, (value) => (root = value));
+    if (!(root instanceof Map)) parser.note(() => malformed("is not a map"));
+    if (parser.left) parser.note(() => malformed("has bytes after its map"));
   } catch (error) {
     if (!(error instanceof Cut)) throw error;
+    parser.note(() => malformed("ends within a value"));
   }
-  return found;
+  return { map: root instanceof Map ? root : new Map(), fault: parser.fault };
 }

@@ -1,6 +1,7 @@
 // Bit packing (README.md): columns(n, bases, F).
 
-import { badHeader, badPayload } from "./errors.js";
+import { badPayload, need } from "./errors.js";
+import { range } from "./numbers.js";
 
 const isPower = (x) => (x & (x - 1)) === 0;
 const bitsOf = (x) => 31 - Math.clz32(x);
@@ -8,126 +9,93 @@ const bitsOf = (x) => 31 - Math.clz32(x);
 // The bytes of a column, or 0 where a limit of packing is exceeded.
 function columnBytes(bases, fields) {
   if (!(fields >= 1 && fields <= 128)) return 0;
-  if (bases.every(isPower)) {
-    const bits = fields * bases.reduce((sum, base) => sum + bitsOf(base), 0);
-    return bits <= 128 ? Math.max(Math.ceil(bits / 8), 1) : 0;
-  }
-  let values = 1n;
-  for (const base of bases) values *= BigInt(base) ** BigInt(fields);
-  if (values > 2n ** 53n) return 0;
-  let bytes = 1;
-  while (256n ** BigInt(bytes) < values) bytes++;
-  return bytes;
-}
-
-function rowBytes(n, bytes, fields) {
-  const columns = Math.ceil(n / fields);
-  return 2 * (columns * (bytes >> 1) + Math.ceil(columns / 2) * (bytes & 1));
+  const bits = fields * bases.reduce((sum, base) => sum + bitsOf(base), 0);
+  if (bases.every(isPower)) return bits <= 128 ? Math.max(Math.ceil(bits / 8), 1) : 0;
+  const values = bases.reduce((product, base) => product * BigInt(base) ** BigInt(fields), 1n);
+  return values > 2n ** 53n ? 0 : range(7, (i) => i + 1).find((bytes) => 256n ** BigInt(bytes) >= values);
 }
 
 // The bytes of a row at the default F.
 export function defaultRowBytes(n, base) {
-  let best = null;
-  for (let fields = 1; fields <= n; fields++) {
-    const bytes = columnBytes([base], fields);
-    if (bytes && (best === null || rowBytes(n, bytes, fields) < best)) best = rowBytes(n, bytes, fields);
-  }
-  return best;
+  const sizes = range(Math.min(n, 128), (i) => [columnBytes([base], i + 1), Math.ceil(n / (i + 1))]);
+  const rows = sizes.filter(([bytes]) => bytes).map(([bytes, columns]) => [bytes >> 1, bytes & 1, columns]);
+  return Math.min(
+    ...rows.map(([words, odd, columns]) => 2 * (columns * words + Math.ceil(columns / 2) * odd)),
+  );
 }
 
-// A packing of rows of n symbols. `alphabets` are those of the digits, where they are not the bases.
+// A packing of rows of n symbols, whose digits have these bases and alphabets.
 export class Columns {
-  constructor(name, n, bases, fields, alphabets = bases) {
-    Object.assign(this, { name, n, bases, fields, alphabets });
-    this.bytes = columnBytes(bases, fields);
-    if (!this.bytes || bases.some((base) => base < 2 || base > 65536))
-      badHeader("front-5", `fields of the stream ${name} is ${fields}, beyond the limits of packing`);
-    this.columns = Math.ceil(n / fields);
-    this.half = Math.ceil(this.columns / 2);
+  constructor(name, n, bases, alphabets, fields) {
+    const bytes = columnBytes(bases, fields);
+    const fits = bytes && bases.every((base) => base >= 2 && base <= 65536);
+    need(fits, "front-5", `fields of the stream ${name} is ${fields}, beyond the limits of packing`);
+    const columns = Math.ceil(n / fields);
+    Object.assign(this, { name, n, bases, fields, alphabets, columns, odd: bytes & 1, words: bytes >> 1 });
     // The words of a row in each plane; the last plane holds the last bytes of columns of an odd number of
     // them.
-    this.planes = new Array(this.bytes >> 1).fill(this.columns);
-    if (this.bytes & 1) this.planes.push(this.half);
+    this.half = Math.ceil(columns / 2);
+    this.planes = [...range(this.words, () => columns), ...range(this.odd, () => this.half)];
     this.powers = bases.every(isPower);
-    this.digits = bases.map(() => new Int32Array(this.columns * fields));
+    this.digits = bases.map(() => new Int32Array(columns * fields));
+    // The 16-bit words of the columns of a row, word after word.
+    this.row = new Uint16Array((this.words + 2) * columns);
   }
 
   // Unpack one row into this.digits, and make all checks. `planes` are Uint16Arrays of all rows.
   unpack(planes, row) {
-    if (this.bytes & 1 && this.columns & 1) {
-      const last = planes[planes.length - 1];
-      if (last[(row + 1) * this.half - 1] > 255)
-        badPayload("front-4", `${this.name}: a high byte that no column has is not 0`);
+    const { name, n, columns, half, words, bases, alphabets } = this;
+    for (let p = 0; p < words; p++)
+      for (let c = 0, at = row * columns; c < columns; c++) this.row[p * columns + c] = planes[p][at + c];
+    for (let c = 0; this.odd && c < 2 * half; c++) {
+      const word = planes[words][row * half + (c < half ? c : c - half)];
+      const byte = c < half ? word & 255 : word >> 8;
+      if (c < columns) this.row[words * columns + c] = byte;
+      else if (byte) badPayload("front-4", `${name}: a high byte that no column has is not 0`);
     }
-    if (this.powers) this.#bitFields(planes, row);
-    else this.#numbers(planes, row);
-    this.digits.forEach((digits, d) => {
-      if (this.alphabets[d] !== this.bases[d])
-        for (let i = 0; i < this.n; i++)
-          if (digits[i] >= this.alphabets[d])
-            badPayload("front-2", `${this.name}: the digit ${digits[i]} is not below ${this.alphabets[d]}`);
-      for (let i = this.n; i < digits.length; i++)
-        if (digits[i]) badPayload("front-3", `${this.name}: a field without a symbol is ${digits[i]}, not 0`);
-    });
-    return this.digits;
+    if (this.powers) this.#bitFields();
+    else this.#numbers();
+    for (let d = 0; d < bases.length; d++) {
+      const digits = this.digits[d];
+      for (let i = 0; alphabets[d] !== bases[d] && i < n; i++)
+        if (digits[i] >= alphabets[d])
+          badPayload("front-2", `${name}: the digit ${digits[i]} is not below ${alphabets[d]}`);
+      for (let i = n; i < digits.length; i++)
+        if (digits[i]) badPayload("front-3", `${name}: a field without a symbol is ${digits[i]}, not 0`);
+    }
   }
 
-  #bitFields(planes, row) {
-    const { columns, half, fields } = this;
-    const whole = this.bytes >> 1;
-    // The 16-bit words of the columns, word after word.
-    const words = (this.words ??= new Uint16Array((whole + 2) * columns));
-    for (let p = 0; p < whole; p++)
-      words.set(planes[p].subarray(row * columns, (row + 1) * columns), p * columns);
-    if (this.bytes & 1) {
-      const plane = planes[whole];
-      for (let c = 0; c < columns; c++) {
-        const word = plane[row * half + (c < half ? c : c - half)];
-        words[whole * columns + c] = c < half ? word & 255 : word >> 8;
-      }
-    }
+  #bitFields() {
+    const { name, columns, fields, row: words } = this;
     let bit = 0;
     for (let d = 0; d < this.bases.length; d++) {
       const width = bitsOf(this.bases[d]);
       const mask = this.bases[d] - 1;
       const digits = this.digits[d];
       for (let k = 0; k < fields; k++, bit += width) {
-        const at = (bit >> 4) * columns;
-        const shift = bit & 15;
-        const out = k * columns;
-        if (shift + width <= 16)
-          for (let c = 0; c < columns; c++) digits[out + c] = (words[at + c] >> shift) & mask;
-        else
-          for (let c = 0; c < columns; c++)
-            digits[out + c] = ((words[at + c] | (words[at + columns + c] << 16)) >>> shift) & mask;
+        const [at, out, shift] = [(bit >> 4) * columns, k * columns, bit & 15];
+        for (let c = 0; c < columns; c++)
+          digits[out + c] = ((words[at + c] | (words[at + columns + c] << 16)) >>> shift) & mask;
       }
     }
-    if (bit & 15)
-      for (let c = 0, at = (bit >> 4) * columns; c < columns; c++)
-        if (words[at + c] >> (bit & 15))
-          badPayload("front-4", `${this.name}: a column is above its largest value`);
+    const at = (bit >> 4) * columns;
+    for (let c = 0; bit & 15 && c < columns; c++)
+      if (words[at + c] >> (bit & 15)) badPayload("front-4", `${name}: a column is above its largest value`);
   }
 
-  #numbers(planes, row) {
-    const { columns, half, fields, bases } = this;
-    const whole = this.bytes >> 1;
+  #numbers() {
+    const { name, columns, fields, bases, row: words } = this;
     const most = bases.reduce((product, base) => product * base ** fields, 1);
     for (let c = 0; c < columns; c++) {
       let value = 0;
-      if (this.bytes & 1) {
-        const word = planes[whole][row * half + (c < half ? c : c - half)];
-        value = c < half ? word & 255 : word >> 8;
-      }
-      for (let p = whole - 1; p >= 0; p--) value = value * 65536 + planes[p][row * columns + c];
-      if (value >= most) badPayload("front-4", `${this.name}: the column ${value} is above ${most - 1}`);
-      for (let d = 0; d < bases.length; d++) {
-        const base = bases[d];
+      for (let p = this.words - 1 + this.odd; p >= 0; p--) value = value * 65536 + words[p * columns + c];
+      if (value >= most) badPayload("front-4", `${name}: the column ${value} is above ${most - 1}`);
+      for (let d = 0; d < bases.length; d++)
         for (let k = 0; k < fields; k++) {
-          const rest = value < 4294967296 ? ((value >>> 0) / base) >>> 0 : Math.floor(value / base);
-          this.digits[d][k * columns + c] = value - rest * base;
+          const rest = value < 4294967296 ? ((value >>> 0) / bases[d]) >>> 0 : Math.floor(value / bases[d]);
+          this.digits[d][k * columns + c] = value - rest * bases[d];
           value = rest;
         }
-      }
     }
   }
 }

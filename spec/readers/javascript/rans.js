@@ -1,4 +1,4 @@
-// rANS (rans.md).
+// rANS (rans.md), and the segments of the codecs lossless and transform.
 
 import { badPayload } from "./errors.js";
 
@@ -7,10 +7,8 @@ export function ransTable(frequencies, name) {
   const symbols = new Uint8Array(4096);
   const bases = new Uint16Array(frequencies.length);
   let sum = 0;
-  for (let s = 0; s < frequencies.length; s++) {
+  for (let s = 0; s < frequencies.length && sum <= 4096; s++) {
     bases[s] = sum;
-    if (sum + frequencies[s] > 4096) sum = Infinity;
-    if (sum === Infinity) break;
     symbols.fill(s, sum, sum + frequencies[s]);
     sum += frequencies[s];
   }
@@ -18,38 +16,65 @@ export function ransTable(frequencies, name) {
   return { symbols, frequencies, bases };
 }
 
-// Check the first states of the chunk `index`; `states` is the whole stream.
-export function checkStates(states, index) {
-  for (let i = 64 * index + 1; i < 64 * index + 64; i += 2)
-    if (states[i] === 0) badPayload("rans-2", `states of chunk ${index}: a first state is below 65536`);
-}
+const LANES = 32;
+const lanes = new Float64Array(LANES);
 
-const lanes = new Float64Array(32);
-
-// Decode n symbols of the chunk `index` to `out`; symbol i has the table tables[i div each].
-// Returns how many of the `count` words from `from` on they take.
-export function ransDecode(states, index, words, from, count, n, tables, each, out) {
-  checkStates(states, index);
-  for (let l = 0; l < 32; l++) lanes[l] = states[64 * index + 2 * l] + states[64 * index + 2 * l + 1] * 65536;
-  let next = from;
-  const end = from + count;
-  for (let start = 0, t = 0; start < n; start += each, t++) {
-    const { symbols, frequencies, bases } = tables[t];
-    const stop = Math.min(start + each, n);
-    for (let i = start; i < stop; i++) {
-      const state = lanes[i & 31] >>> 0;
-      const slot = state & 4095;
-      const symbol = symbols[slot];
-      let x = frequencies[symbol] * (state >>> 12) + slot - bases[symbol];
-      if (x < 65536) {
-        if (next === end) badPayload("rans-3", `chunk ${index} needs more than its ${count} words`);
-        x = x * 65536 + words[next++];
+// The segments of a side, one for each sequence, head and token group.
+export class Segments {
+  // `counts`: the words of each segment; their sum has to be that of `words`, by `rule`.
+  constructor(data, counts, rule) {
+    const { batch, heads, groups } = data.side;
+    Object.assign(this, { counts, states: data.u16("states"), words: data.u16("words") });
+    // The first word of each; words are in the order of groups, sequences and heads.
+    this.starts = new Float64Array(counts.length);
+    let sum = 0;
+    for (let group = 0; group < groups; group++)
+      for (let index = group; index < batch * heads * groups; index += groups) {
+        this.starts[index] = sum;
+        sum += counts[index];
       }
-      lanes[i & 31] = x;
-      out[i] = symbol;
-    }
+    const { length } = this.words;
+    if (sum !== length) badPayload(rule, `word_counts sum to ${sum}, and there are ${length} words`);
   }
-  for (let l = 0; l < 32; l++)
-    if (lanes[l] !== 65536) badPayload("rans-4", `chunk ${index}: the last state of lane ${l} is not 65536`);
-  return next - from;
+
+  // Check the first states of a segment.
+  check(index) {
+    for (let i = 2 * LANES * index + 1; i < 2 * LANES * (index + 1); i += 2)
+      if (this.states[i] === 0)
+        badPayload("rans-2", `states of segment ${index}: a first state is below 65536`);
+  }
+
+  // Decode n symbols of a segment to `out`; symbol i has the table tables[i div each].
+  // Returns the next word; the last is before `end`.
+  decode(index, n, tables, each, out) {
+    this.check(index);
+    const { states, words } = this;
+    for (let l = 0, at = 2 * LANES * index; l < LANES; l++, at += 2)
+      lanes[l] = states[at] + states[at + 1] * 65536;
+    let next = this.starts[index];
+    const end = this.end(index);
+    for (let start = 0, t = 0; start < n; start += each, t++) {
+      const { symbols, frequencies, bases } = tables[t];
+      const stop = Math.min(start + each, n);
+      for (let i = start; i < stop; i++) {
+        const state = lanes[i & 31] >>> 0;
+        const slot = state & 4095;
+        const symbol = symbols[slot];
+        let x = frequencies[symbol] * (state >>> 12) + slot - bases[symbol];
+        if (x < 65536) {
+          if (next === end) badPayload("rans-3", `segment ${index} needs more words than it has`);
+          x = x * 65536 + words[next++];
+        }
+        lanes[i & 31] = x;
+        out[i] = symbol;
+      }
+    }
+    if (lanes.some((state) => state !== 65536))
+      badPayload("rans-4", `segment ${index}: the last state of a lane is not 65536`);
+    return next;
+  }
+
+  end(index) {
+    return this.starts[index] + this.counts[index];
+  }
 }

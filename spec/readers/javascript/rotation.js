@@ -1,5 +1,7 @@
 // The generator and rotations (README.md).
 
+import { range } from "./numbers.js";
+
 const M = 0xffffffffffffffffn;
 
 export class Generator {
@@ -22,8 +24,7 @@ export class Generator {
   // A point of the disc, and the square of its distance from the middle.
   point() {
     for (;;) {
-      const x = this.symmetric();
-      const y = this.symmetric();
+      const [x, y] = [this.symmetric(), this.symmetric()];
       const q = x * x + y * y;
       if (q > 0 && q < 1) return [x, y, q];
     }
@@ -39,79 +40,60 @@ export class Generator {
 
 function signs(count, seed) {
   const generator = new Generator(seed);
-  const result = new Float64Array(count);
-  let word = 0n;
-  for (let i = 0; i < count; i++) {
-    if (i % 64 === 0) word = generator.word();
-    result[i] = (word >> BigInt(i % 64)) & 1n ? -1 : 1;
-  }
-  return result;
+  const words = range(Math.ceil(count / 64), () => generator.word());
+  return range(count, (i) => ((words[i >> 6] >> BigInt(i & 63)) & 1n ? -1 : 1));
 }
 
 // Whether a is the square of a non-zero number modulo r, as +1 or -1; 0 for multiples of r.
 function residue(a, r) {
-  a = ((a % r) + r) % r;
-  if (a === 0) return 0;
-  for (let i = 1; i < r; i++) if ((i * i) % r === a) return 1;
-  return -1;
+  const rest = ((a % r) + r) % r;
+  return rest && (range(r, (i) => (i * i) % r).includes(rest) ? 1 : -1);
 }
 
+const square = (order, entry) => range(order, (i) => range(order, (j) => entry(i, j)));
+
+// A Hadamard matrix of order 1, 12, 20 or 28, by squares modulo a prime.
 function paley(order) {
   if (order === 1) return [[1]];
-  if (order === 28) {
-    const c = (i, j) => (i === j ? 0 : i === 0 || j === 0 ? 1 : residue(i - j, 13));
-    const block = (i, j) => (i === j ? [1, -1, -1, -1] : [1, 1, 1, -1].map((entry) => entry * c(i, j)));
-    return Array.from({ length: 28 }, (_, i) =>
-      Array.from({ length: 28 }, (_, j) => block(i >> 1, j >> 1)[2 * (i & 1) + (j & 1)]),
-    );
-  }
-  const entry = (i, j) => (i === 0 ? 1 : j === 0 ? -1 : i === j ? 1 : residue(i - j, order - 1));
-  return Array.from({ length: order }, (_, i) => Array.from({ length: order }, (_, j) => entry(i, j)));
+  if (order < 28)
+    return square(order, (i, j) => (i === 0 ? 1 : j === 0 ? -1 : i === j ? 1 : residue(i - j, order - 1)));
+  const c = (i, j) => (i === j ? 0 : i === 0 || j === 0 ? 1 : residue(i - j, 13));
+  const block = (i, j) => (i === j ? [1, -1, -1, -1] : [1, 1, 1, -1].map((entry) => entry * c(i, j)));
+  return square(28, (i, j) => block(i >> 1, j >> 1)[2 * (i & 1) + (j & 1)]);
 }
 
 // m of the Hadamard matrix of order 2^k · m, or 0 where there is none.
-function factor(order) {
-  return [1, 12, 20, 28].find((m) => order % m === 0 && Number.isInteger(Math.log2(order / m))) ?? 0;
-}
-
+const factor = (order) =>
+  [1, 12, 20, 28].find((m) => order % m === 0 && Number.isInteger(Math.log2(order / m))) ?? 0;
 export const hasHadamard = (order) => factor(order) > 0;
 
 // The inverse rotation of `order` values, in binary64: x_j = (s_j / √order) Σ_i H_ij u_i.
 export class Rotation {
   constructor(order, kind, seed) {
-    this.order = order;
-    this.m = factor(order);
-    this.paley = paley(this.m);
-    const all = kind === "signed-hadamard" ? signs(order, seed) : new Float64Array(order).fill(1);
-    this.factors = all.map((sign) => sign / Math.sqrt(order));
-    this.part = new Float64Array(this.m);
+    const m = factor(order);
+    const all = kind === "signed-hadamard" ? signs(order, seed) : range(order, () => 1);
+    const factors = Float64Array.from(all, (sign) => sign / Math.sqrt(order));
+    Object.assign(this, { order, m, paley: paley(m).flat(), factors, part: new Float64Array(m) });
   }
 
   // Turn `order` values of a Float64Array back, from `at` on.
   invert(values, at = 0) {
     const { order, m, factors } = this;
-    if (m > 1) this.#invertBlocks(values, at);
+    if (m > 1) for (let block = at; block < at + order; block += m) this.#invertBlock(values, block);
     for (let step = m; step < order; step *= 2)
       for (let block = at; block < at + order; block += 2 * step)
         for (let i = block; i < block + step; i++) {
-          const a = values[i];
-          const b = values[i + step];
+          const [a, b] = [values[i], values[i + step]];
           values[i] = a + b;
           values[i + step] = a - b;
         }
     for (let i = 0; i < order; i++) values[at + i] *= factors[i];
   }
 
-  #invertBlocks(values, at) {
+  #invertBlock(values, at) {
     const { m, paley: matrix, part } = this;
-    for (let block = at; block < at + this.order; block += m) {
-      part.fill(0);
-      for (let p = 0; p < m; p++) {
-        const row = matrix[p];
-        const value = values[block + p];
-        for (let q = 0; q < m; q++) part[q] += row[q] * value;
-      }
-      values.set(part, block);
-    }
+    part.fill(0);
+    for (let p = 0; p < m; p++) for (let q = 0; q < m; q++) part[q] += matrix[p * m + q] * values[at + p];
+    values.set(part, at);
   }
 }

@@ -21,43 +21,33 @@ static void write_values(kv_file *f, const char *path) {
   for (u32 i = 0; i < f->side_count; i++) count = plus(count, kv_value_count(f->sides[i]));
   need(f->r, times(count, sizeof(float)) <= f->r->limit, "container-29", "there are %llu values", count);
   float *values = take(f->r, count, sizeof *values);
-  u8 *bytes = (u8 *)values;
   for (u32 i = 0; i < f->side_count; at += kv_value_count(f->sides[i++]))
     kv_decode(f, f->sides[i], values + at);
-  for (u64 i = 0; i < count; i++) {
+  FILE *out = fopen(path, "wb");
+  bool written = out != NULL;
+  for (u64 i = 0; written && i < count; i++) {
     u32 bits;
     memcpy(&bits, &values[i], sizeof bits);
-    for (int k = 0; k < 4; k++) bytes[4 * i + k] = (u8)(bits >> 8 * k);
+    for (int k = 0; k < 32; k += 8) written = putc(bits >> k & 255, out) != EOF && written;
   }
-  FILE *out = fopen(path, "wb");
-  bool written = out && fwrite(bytes, 4, count, out) == count;
   written = out && !fclose(out) && written;
   need(f->r, written, "front-15", "%s cannot be written", path);
 }
 
 static void print_text(kv_bytes text) {
   putchar('"');
-  for (u64 i = 0; i < text.size; i++) {
-    u8 c = text.data[i];
-    if (c == '"' || c == '\\' || c < 32 || c == 127) printf("\\u%04x", c);
-    else putchar(c);
-  }
+  for (u64 i = 0; i < text.size; i++)
+    printf(strchr("\"\\\177", text.data[i]) || text.data[i] < 32 ? "\\u%04x" : "%c", text.data[i]);
   putchar('"');
 }
 
 static void print_digest(const char *before, kv_bytes data) {
   u8 digest[32];
-  sha256(data.data, data.size, digest);
+  sha256(data, digest);
   printf("%s\"", before);
   for (int i = 0; i < 32; i++) printf("%02x", digest[i]);
   putchar('"');
 }
-
-/* The sign and size of an integer of 64 bits. */
-static void print_signed(const char *before, u64 number, const char *after) {
-  printf("%s%s%llu%s", before, number >> 63 ? "-" : "", number >> 63 ? 0 - number : number, after);
-}
-
 /* The data of features NAME.0, NAME.1 and so on, joined; without data if there is not the first. */
 static kv_bytes joined(kv_file *f, const char *name) {
   kv_bytes all = {NULL, 0};
@@ -72,7 +62,6 @@ static kv_bytes joined(kv_file *f, const char *name) {
     all = (kv_bytes){data, all.size + part.size};
   }
 }
-
 /* What ids do not determine, by the feature `inputs`, printed if `print`; its token ids, or false if it has
  * another form. */
 static bool walk_inputs(kv_bytes data, bool print, kv_bytes *ids) {
@@ -83,20 +72,20 @@ static bool walk_inputs(kv_bytes data, bool print, kv_bytes *ids) {
     u64 size = little(data.data + at + 8, 4);
     kv_bytes text = {data.data + at + 12, size};
     if (!size || size > data.size - at - 12 || !is_utf8(text)) return false;
-    if (print) printf("%s[\"%llu\",", more ? "," : "", little(data.data + at, 8));
-    if (print) print_text(text);
-    if (print) putchar(']');
     at += 12 + size;
+    if (!print) continue;
+    printf("%s[\"%llu\",", more ? "," : "", little(text.data - 12, 8));
+    print_text(text);
+    putchar(']');
   }
   *ids = (kv_bytes){data.data + 8, 4 * count};
   return true;
 }
-
 /* The token ids of all sequences; without data if the file has none. */
 static kv_bytes token_ids(kv_file *f) {
   kv_bytes inputs = feature(f, "inputs"), tokens = joined(f, "token-ids"), rows = joined(f, "row-ids");
   kv_bytes ids = {NULL, 0};
-  u64 length = f->end - f->start, sequences = f->fewest == UINT64_MAX ? 0 : f->fewest;
+  u64 length = f->end - f->start, sequences = f->fewest;
   if (!inputs.data && !tokens.data && !rows.data) return ids;
   walk_inputs(inputs, false, &ids);
   bool longer = tokens.size % 4 == 0 && tokens.size >= ids.size;
@@ -113,7 +102,6 @@ static kv_bytes token_ids(kv_file *f) {
   }
   return (kv_bytes){all, to - all};
 }
-
 /* Metadata, printed if `print`; false if the data have another form. */
 static bool walk_metadata(kv_bytes data, bool print) {
   static const char *const types[] = {"text", "integer", "number"};
@@ -138,13 +126,12 @@ static bool walk_metadata(kv_bytes data, bool print) {
     print_text(name);
     printf(",\"%s\",", types[type]);
     if (type == 0) print_text(text);
-    if (type == 1) print_signed("\"", number, "\"");
+    if (type == 1) printf("\"%lld\"", (long long)number);
     if (type == 2) printf("\"%016llx\"", number);
     putchar(']');
   }
   return true;
 }
-
 /* What a file says beside its values, as JSON in the form of the manifest of vectors. */
 static void print_facts(kv_file *f, kv_bytes ids) {
   kv_bytes inputs = feature(f, "inputs"), metadata = feature(f, "metadata"), shared;
@@ -153,12 +140,11 @@ static void print_facts(kv_file *f, kv_bytes ids) {
   for (u32 l = 0; l < f->layer_count; l++) printf("%s%llu", l ? "," : "", f->layers[l].start);
   putchar(']');
   for (u64 at = 0; at < offsets.size; at += 8)
-    print_signed(
-        at ? "," : ",\"offsets\":[", little(offsets.data + at, 8), at + 8 == offsets.size ? "]" : "");
-  for (u64 at = 0; at < hidden.size; at += 20) {
-    u64 sequence = little(hidden.data + at, 4), first = little(hidden.data + at + 4, 8);
-    printf(
-        "%s[%llu,%llu,%llu]", at ? "," : ",\"hidden\":[", sequence, first, little(hidden.data + at + 12, 8));
+    printf("%s%lld", at ? "," : ",\"offsets\":[", (long long)little(offsets.data + at, 8));
+  if (offsets.size) putchar(']');
+  for (const u8 *at = hidden.data; at < hidden.data + hidden.size; at += 20) {
+    printf(at > hidden.data ? "," : ",\"hidden\":[");
+    printf("[%llu,%llu,%llu]", little(at, 4), little(at + 4, 8), little(at + 12, 8));
   }
   if (hidden.size) putchar(']');
   for (u32 i = 0; i < f->state_count; i++) {
@@ -180,7 +166,6 @@ static void print_facts(kv_file *f, kv_bytes ids) {
   if (ids.data) print_digest(",\"token_ids_sha256\":", ids);
   printf("}\n");
 }
-
 /* The bytes of hexadecimal digits. */
 static kv_bytes unhex(kv_reader *r, const char *text) {
   u64 size = strlen(text) / 2;
@@ -188,7 +173,6 @@ static kv_bytes unhex(kv_reader *r, const char *text) {
   for (u64 i = 0; i < size; i++) data[i] = (u8)strtoul((char[]){text[2 * i], text[2 * i + 1], 0}, NULL, 16);
   return (kv_bytes){data, size};
 }
-
 /* What is wanted of an entry, by fields NAME=VALUE: key, parent, start and tenant; secret.ID, and
  * identity.NAME. */
 static kv_wanted wanted(kv_reader *r, char **fields, u64 count) {
@@ -200,16 +184,14 @@ static kv_wanted wanted(kv_reader *r, char **fields, u64 count) {
     char *value = strchr(*field, '=');
     if (!value) continue;
     *value++ = 0;
-    kv_bytes text = {(u8 *)value, strlen(value)};
-    char *name = strchr(*field, '.') ? strchr(*field, '.') + 1 : *field;
-    kv_bytes own = {(u8 *)name, strlen(name)};
+    const char *name = *field, *own = strchr(name, '.') ? strchr(name, '.') + 1 : name;
     if (!strcmp(name, "key")) w.key = unhex(r, value).data;
     if (!strcmp(name, "parent")) w.parent = unhex(r, value).data;
     if (!strcmp(name, "start")) w.start = strtoull(value, NULL, 10);
-    if (!strcmp(name, "tenant")) w.tenant = text;
+    if (!strcmp(name, "tenant")) w.tenant = text_of(value);
     if (!strcmp(name, "states")) w.states = true;
-    if (!strncmp(*field, "secret.", 7)) secrets[w.secret_count++] = (kv_secret){own, unhex(r, value)};
-    if (!strncmp(*field, "identity.", 9)) identity[w.field_count++] = (kv_field){own, text};
+    if (!strncmp(name, "secret.", 7)) secrets[w.secret_count++] = (kv_secret){text_of(own), unhex(r, value)};
+    if (!strncmp(name, "identity.", 9)) identity[w.field_count++] = (kv_field){text_of(own), text_of(value)};
   }
   w.fields = w.field_count ? identity : NULL;
   return w;
@@ -218,7 +200,6 @@ static kv_wanted wanted(kv_reader *r, char **fields, u64 count) {
 static bool ends_with(const char *path, const char *end) {
   return strlen(path) >= strlen(end) && !strcmp(path + strlen(path) - strlen(end), end);
 }
-
 /* Read, check and decode the file of a line, write its values, and print what it says. */
 static void accept(kv_reader *r, char *line) {
   char *fields[MAX_FIELDS] = {line, ""};
@@ -250,7 +231,7 @@ static void answer(char *line) {
     printf("%s\t%s\t", reader.kind, reader.rule);
     for (char *c = reader.message; *c; c++)
       if (*c & 0x80) *c = '?';
-    print_text((kv_bytes){(u8 *)reader.message, strlen(reader.message)});
+    print_text(text_of(reader.message));
     putchar('\n');
   }
   fflush(stdout);

@@ -19,7 +19,6 @@ static u64 big(const u8 *bytes, int count) {
   for (int i = 0; i < count; i++) number = number << 8 | bytes[i];
   return number;
 }
-
 /* At most 64 bits from bit `at` on, the first the lowest. */
 static u64 get_bits(const u8 *data, u64 at, int count) {
   u64 value = 0;
@@ -27,7 +26,6 @@ static u64 get_bits(const u8 *data, u64 at, int count) {
     value |= 8 * i < at ? (u64)data[i] >> (at - 8 * i) : (u64)data[i] << (8 * i - at);
   return count ? value & UINT64_MAX >> (64 - count) : 0;
 }
-
 /* The place of the highest bit, or -1. */
 static int highest(u64 number) {
   int bit = -1;
@@ -39,10 +37,11 @@ static void put_big(u8 *to, u64 number, int count) {
   for (; count; number >>= 8) to[--count] = (u8)number;
 }
 
+static kv_bytes text_of(const char *words) { return (kv_bytes){(const u8 *)words, strlen(words)}; }
+
 static bool is(kv_bytes bytes, const char *text) {
   return bytes.size == strlen(text) && !memcmp(bytes.data, text, bytes.size);
 }
-
 /* The number of a text among words with bars between them, which end with a space or the text; or -1. */
 static int word_of(kv_bytes text, const char *words) {
   for (int i = 0; *words && *words != ' '; i++) {
@@ -52,7 +51,6 @@ static int word_of(kv_bytes text, const char *words) {
   }
   return -1;
 }
-
 /* Cut `size` bytes off the front of others, which have as many. */
 static kv_bytes cut(kv_bytes *rest, u64 size) {
   kv_bytes front = {rest->data, size};
@@ -60,14 +58,12 @@ static kv_bytes cut(kv_bytes *rest, u64 size) {
   rest->size -= size;
   return front;
 }
-
 /* Order by bytes, which for UTF-8 is that of code points. */
 static int compare(kv_bytes a, kv_bytes b) {
   u64 common = a.size < b.size ? a.size : b.size;
   int order = common ? memcmp(a.data, b.data, common) : 0;
   return order ? order : (a.size > b.size) - (a.size < b.size);
 }
-
 /* Whether bytes are UTF-8 of shortest forms without surrogates. */
 static bool is_utf8(kv_bytes text) {
   static const u32 least[] = {0, 0x80, 0x800, 0x10000};
@@ -95,7 +91,6 @@ static float from_half(u16 bits) {
   if (!exponent) return copysignf((float)fraction * 0x1p-24f, as_float(sign));
   return as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
-
 /* The nearest number of binary16, ties to even. */
 static float round_half(float number) {
   int exponent;
@@ -110,7 +105,6 @@ static float number_at(kv_dtype dtype, const u8 *data, u64 index) {
   if (dtype == F16) return from_half((u16)bits);
   return dtype == BF16 ? as_float(bits << 16) : dtype == F32 ? as_float(bits) : (float)bits;
 }
-
 /* The classes of rules (rules.md); every other rule is one of the header. A rule with several classes has a
  * word after a colon for each but one. */
 static const char *const classes[][2] = {{"NotKvpack", "container-5:magic|row-1:magic|store-5:magic"},
@@ -141,11 +135,10 @@ static void need(kv_reader *r, bool right, const char *rule, const char *format,
   if (r->page && strncmp(rule, "row-", 4) && strcmp(rule, "front-15")) rule = "row-3";
   r->kind = "InvalidHeader";
   for (u64 i = 0; i < sizeof classes / sizeof *classes; i++)
-    if (word_of((kv_bytes){(const u8 *)rule, strlen(rule)}, classes[i][1]) >= 0) r->kind = classes[i][0];
+    if (word_of(text_of(rule), classes[i][1]) >= 0) r->kind = classes[i][0];
   snprintf(r->rule, sizeof r->rule, "%.*s", (int)strcspn(rule, ":"), rule);
   longjmp(r->refused, 1);
 }
-
 /* Zeroed memory for `count` elements. */
 static void *take(kv_reader *r, u64 count, u64 size) {
   u64 bytes = plus(times(count, size), sizeof(kv_block) + 1);
@@ -155,7 +148,6 @@ static void *take(kv_reader *r, u64 count, u64 size) {
   r->blocks = block;
   return block->start;
 }
-
 /* Free what was taken after `mark` was the newest block. */
 static void release(kv_reader *r, kv_block *mark) {
   while (r->blocks != mark) {

@@ -5,7 +5,6 @@ typedef struct {
 } cipher;
 
 static u8 twice(u8 x) { return (u8)(x << 1 ^ (x >> 7) * 0x1b); }
-
 /* The S-box: p runs through all powers of 3, and q through their inverses. */
 static void fill_box(u8 box[256]) {
   u8 p = 1, q = 1;
@@ -49,7 +48,6 @@ static void encrypt_block(const cipher *c, const u8 from[16], u8 to[16]) {
     }
   }
 }
-
 /* GHASH: a number of GF(2^128) has its lowest power in the highest bit. */
 static void add_blocks(u64 sum[2], const u64 h[2], kv_bytes data) {
   for (u64 i = 0; i < data.size; i += 16) {
@@ -66,7 +64,6 @@ static void add_blocks(u64 sum[2], const u64 h[2], kv_bytes data) {
     }
   }
 }
-
 /* Decrypt `text` to as many bytes; false if the tag of 16 bytes does not agree. */
 static bool decrypt(
     kv_bytes key, const u8 nonce[12], kv_bytes associated, kv_bytes text, const u8 *tag, u8 *clear) {

@@ -7,7 +7,6 @@ static void put_bin(float to[2], u64 p, u64 bins) {
   to[0] = 4 * p + 2 == bins || 4 * p + 2 == 3 * bins ? 0 : (float)cos(angle);
   to[1] = 2 * p + 1 == bins ? 0 : (float)sin(angle);
 }
-
 /* The codewords of a quaternion: products of 24 unit quaternions with it. */
 static void put_codewords(float *to, const double q[4]) {
   double w = (float)q[0], x = (float)q[1], y = (float)q[2], z = (float)q[3];
@@ -21,7 +20,6 @@ static void put_codewords(float *to, const double q[4]) {
     to[3] = (float)(u[0] * z + u[1] * y - u[2] * x + u[3] * w);
   }
 }
-
 /* Compute what all tokens of a codec share, until it is released. */
 static void prepare_codec(kv_reader *r, kv_codec *c) {
   kv_bytes table = blob(c, "angle_table");
@@ -44,7 +42,6 @@ static void prepare_codec(kv_reader *r, kv_codec *c) {
     c->directions[2 * (first + i) + 1] = (float)sin(angle);
   }
 }
-
 /* The digits of all code streams of a codec, one after another. */
 static void read_codes(kv_file *f, const kv_side *s, const kv_place *at, u32 *codes) {
   for (u32 i = 0; i < s->codec->own_packings; i++) {
@@ -52,19 +49,16 @@ static void read_codes(kv_file *f, const kv_side *s, const kv_place *at, u32 *co
     codes += s->codec->packings[i].digits * s->codec->packings[i].symbols;
   }
 }
-
 /* Code i where codes of n symbols may be in two parts. */
 static u64 whole_code(const kv_codec *c, const u32 *codes, u64 n, u64 i) {
   return codes[i] + (c->split ? codes[n + i] * c->low : 0);
 }
-
 /* The norm of a token and head. */
 static float norm_of(const kv_side *s, const kv_place *at) {
   const kv_tensor *t = stream(s, "norm");
   u64 index = token_row(s, at);
   return t->dtype == U8 ? norm_of_code(t->data[index]) : get(t, index);
 }
-
 /* A scale (0) or center (1) of 8 bits by the row of its run. */
 static float ranged(const kv_tensor *ranges, u64 row, u64 kind, u64 k) {
   float step = get(ranges, 4 * row + 2 * kind), minimum = get(ranges, 4 * row + 2 * kind + 1);
@@ -205,7 +199,6 @@ static void decode_lossless(const kv_side *s, const kv_place *at, const u32 *cod
     u[j] = half ? from_half((u16)bits) : as_float(bits << 16);
   }
 }
-
 /* What a token and head decodes to: what is stored, what was decoded for all tokens at once, or what codes
  * give. */
 static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
@@ -228,7 +221,6 @@ static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
   read_codes(f, s, at, codes);
   decoders[s->codec->id](s, at, codes, u);
 }
-
 /* Check what a codec says of its streams, and every digit. */
 static void check_codec(kv_file *f, kv_side *s) {
   static const u32 finite[] = {0x7f, 0x7c, 0x100}; /* the elements of minifloat that are not, from these on */

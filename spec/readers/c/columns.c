@@ -27,7 +27,6 @@ static void check_coded(kv_file *f, kv_side *side) {
     }
   }
 }
-
 /* sum += x times a matrix of n rows and columns, which begins at element `first`. */
 static void add_product(const double *x, const kv_tensor *matrix, u64 first, u64 n, double *sum) {
   for (u64 j = 0; j < n; j++)
@@ -37,7 +36,6 @@ static void add_product(const double *x, const kv_tensor *matrix, u64 first, u64
 static u32 width_of(const kv_codec *c, u64 head, u32 j) {
   return blob(c, "widths").data[c->by_head ? head * ((c->dim + 7) / 8) + j / 8 : j / 16];
 }
-
 /* The codes of a token's head with widths of heads; checks the bits of no coordinate. */
 static void read_klt_codes(kv_file *f, const kv_side *side, const kv_place *at, u32 *codes) {
   const kv_codec *c = side->codec;
@@ -50,7 +48,6 @@ static void read_klt_codes(kv_file *f, const kv_side *side, const kv_place *at, 
       bytes += (bits + 7) / 8;
     }
 }
-
 /* The codes of all coordinates of a token's head. */
 static void read_all_codes(kv_file *f, const kv_side *side, const kv_place *at, u32 *codes) {
   const kv_codec *c = side->codec;
@@ -62,7 +59,6 @@ static void read_all_codes(kv_file *f, const kv_side *side, const kv_place *at, 
       if (1u << width_of(c, at->head, j) == c->packings[i].base[0]) codes[j] = digits[next++];
   }
 }
-
 /* Where the vectors of klt are: a stream of the side, or the side of the basis. */
 static const kv_tensor *find_vectors(kv_file *f, const kv_side *side) {
   const kv_codec *c = side->codec;
@@ -95,7 +91,6 @@ static void decode_klt(kv_file *f, kv_side *side) {
     for (u32 j = 0; j < dim; j++) side->early[token_row(side, &at) * dim + j] = (float)sum[j];
   }
 }
-
 /* What a side of transform is coded by. */
 typedef struct {
   const kv_tensor *frames, *scales, *values, *rope;
@@ -129,7 +124,6 @@ static matrices find_matrices(kv_file *f, kv_side *side) {
     rans_table(r, frequencies, i * m.symbols, (u32)m.symbols, m.coders[i].table, m.coders[i].slots);
   return m;
 }
-
 /* Turn a token to its position (basis.md, Rotary positions). */
 static void turn(const matrices *m, double *x, u64 position) {
   u64 pairs = m->rope ? m->rope->shape[1] : 0;
@@ -140,7 +134,6 @@ static void turn(const matrices *m, double *x, u64 position) {
     *b = *b * c + before * s;
   }
 }
-
 /* Decode a segment into the coordinates `v` of the tokens of its group. */
 static void read_block(kv_file *f, const kv_side *side, const matrices *m, const segment *s, double *v) {
   const kv_codec *codec = side->codec;
@@ -194,7 +187,6 @@ static void decode_transform(kv_file *f, kv_side *side) {
     }
   }
 }
-
 /* Decode all tokens of a side of klt or transform by its basis. */
 static void decode_early(kv_file *f, kv_side *side) {
   if (side->codec->id != KLT && side->codec->id != TRANSFORM) return;

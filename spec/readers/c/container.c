@@ -8,39 +8,38 @@ typedef struct {
 } json;
 
 static u64 aligned(u64 size, u64 unit) { return (size + unit - 1) / unit * unit; }
-
 /* Take a decimal number without leading zeros; returns its digits, 0 if there is none or one of more. */
 static u64 read_decimal(json *j, u64 most, u64 *number) {
   u64 first = j->at;
-  for (*number = 0; j->at < j->bytes.size && j->at - first <= most; j->at++) {
-    u8 digit = j->bytes.data[j->at] - '0';
-    if (digit > 9) break;
-    *number = *number * 10 + digit;
-  }
+  const u8 *data = j->bytes.data;
+  for (*number = 0;
+      j->at < j->bytes.size && j->at - first <= most && data[j->at] >= '0' && data[j->at] <= '9'; j->at++)
+    *number = *number * 10 + data[j->at] - '0';
   u64 count = j->at - first;
-  return count > most || (count > 1 && j->bytes.data[first] == '0') ? 0 : count;
+  return count > most || (count > 1 && data[first] == '0') ? 0 : count;
 }
 
-static void expect(json *j, const char *text) {
-  u64 size = strlen(text);
+static void expect(json *j, const char *format, ...) {
+  char text[160];
+  va_list values;
+  va_start(values, format);
+  u64 size = vsnprintf(text, sizeof text, format, values);
+  va_end(values);
   bool right = j->bytes.size - j->at >= size && !memcmp(j->bytes.data + j->at, text, size);
   need(j->r, right, "container-5", "byte %llu of the file is not that of the JSON header", j->at);
   j->at += size;
 }
-
-/* The bytes before the length of the JSON header is known to be right. */
+/* The major number, before the length of the JSON header is known to be right. */
 static void check_major(json *j) {
   u64 major;
   need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
   u64 digits = read_decimal(j, 9, &major);
-  bool right = digits && major;
-  need(j->r, right, "container-5", "the major number has another form");
+  need(j->r, digits && major, "container-5", "the major number has another form");
   need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
   u8 next = j->bytes.data[j->at];
   need(j->r, next == ' ' || (next == '"' && major > 1), "container-5", "the major number has another form");
   need(j->r, major == 1, "container-6", "a later version, %llu, wrote the file", major);
 }
-
 /* Read the JSON header up to what depends on the header. */
 static void open_header(kv_file *f, json *j) {
   kv_reader *r = f->r;
@@ -56,41 +55,30 @@ static void open_header(kv_file *f, json *j) {
   need(r, (8 + length) % 4096 == 0, "container-3", "8 + L is not a multiple of 4096");
   f->data = j->bytes.size = 8 + length;
   expect(j, " ");
-  u8 found[16];
-  char text[100];
-  const u8 *digest = bytes.data + j->at;
-  for (int i = 0; i < 32; i++) {
-    bool right = f->data - j->at > 32 && strchr("0123456789abcdef", digest[i]) && digest[i];
+  u8 digest[16] = {0};
+  for (int i = 0; i < 32; i++, j->at++) {
+    u8 c = bytes.data[j->at], digit = c <= '9' ? c - '0' : c - 'a' + 10;
+    bool right = digit < 16 && (c <= '9' || c >= 'a');
     need(r, right, "container-5", "the digest of kvpack.header has another form");
+    digest[i / 2] = digest[i / 2] << 4 | digit;
   }
-  j->at += 32;
   expect(j, "\"},\"kvpack.header\":{\"dtype\":\"U8\",\"shape\":[");
   need(r, read_decimal(j, 7, &size), "container-5", "the size of kvpack.header has another form");
-  snprintf(text, sizeof text, "],\"data_offsets\":[0,%llu]}", size);
-  expect(j, text);
+  expect(j, "],\"data_offsets\":[0,%llu]}", size);
   need(r, size <= 8388608, "container-29", "kvpack.header has %llu bytes", size);
   need(r, bytes.size - f->data >= size, "container-4", "the file ends within kvpack.header");
   f->header = (kv_bytes){bytes.data + f->data, size};
-  xxh3(f->header.data, size, found);
-  for (int i = 0; i < 16; i++) snprintf(text + 2 * i, 3, "%02x", found[i]);
-  need(r, !memcmp(digest, text, 32), "container-20", "kvpack.header does not have its digest");
+  need(r, has_xxh3(f->header, digest), "container-20", "kvpack.header does not have its digest");
   look_for_new(r, f->header);
 }
 
 static void expect_tensor(json *j, const char *name, const kv_tensor *t, u64 from, u64 to) {
-  char text[100];
   bool bytes = !t || t->zstd;
-  snprintf(
-      text, sizeof text, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, dtype_names[bytes ? U8 : t->dtype]);
-  expect(j, text);
-  for (u32 i = 0; i < (bytes ? 1 : t->rank); i++) {
-    snprintf(text, sizeof text, "%s%llu", i ? "," : "", bytes ? to - from : t->shape[i]);
-    expect(j, text);
-  }
-  snprintf(text, sizeof text, "],\"data_offsets\":[%llu,%llu]}", from, to);
-  expect(j, text);
+  expect(j, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", name, dtype_names[bytes ? U8 : t->dtype]);
+  for (u32 i = 0; i < (bytes ? 1 : t->rank); i++)
+    expect(j, i ? ",%llu" : "%llu", bytes ? to - from : t->shape[i]);
+  expect(j, "],\"data_offsets\":[%llu,%llu]}", from, to);
 }
-
 /* Place the tensors, and compare the rest of the JSON header. */
 static void check_json(kv_file *f, json *j) {
   u64 offset = f->header.size, pads = 0, left = f->bytes.size - f->data;
@@ -107,8 +95,8 @@ static void check_json(kv_file *f, json *j) {
   expect(j, "}");
   need(f->r, aligned(j->at, 4096) == f->data, "container-5", "the JSON header has too many spaces");
   while (j->at < f->data) expect(j, " ");
-  need(f->r, left == offset, "container-4", "tensors take %llu bytes, and %llu follow the JSON header",
-      offset, left);
+  need(
+      f->r, left == offset, "container-4", "tensors take %llu bytes, not the %llu that follow", offset, left);
 }
 
 kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
@@ -124,20 +112,17 @@ kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
   need(r, decoded <= r->limit, "container-29", "the tensors take %llu bytes", decoded);
   return f;
 }
-
 /* Check the pads and digests of all tensors, and undo their filters. */
 static void load(kv_file *f) {
   kv_reader *r = f->r;
   const u8 *data = f->bytes.data + f->data;
   u64 end = f->header.size;
   for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
-    for (; end < t->offset; end++)
-      need(r, !data[end], "container-19", "the pad before %s is not zero", t->name);
+    for (; end < t->offset; end++) need(r, !data[end], "container-19", "the pad before %s is not 0", t->name);
     end = t->offset + t->stored;
-    u8 digest[16];
-    xxh3(data + t->offset, t->stored, digest);
-    need(r, !memcmp(digest, t->digest, 16), "container-20", "%s does not have its digest", t->name);
     t->data = data + t->offset;
+    bool right = has_xxh3((kv_bytes){t->data, t->stored}, t->digest);
+    need(r, right, "container-20", "%s does not have its digest", t->name);
     if (!t->zstd) continue;
     u8 *content = take(r, t->bytes, 1);
     kv_block *mark = r->blocks;
@@ -146,7 +131,6 @@ static void load(kv_file *f) {
     t->data = content;
   }
 }
-
 /* Check every byte of a file and every rule of its codecs. */
 void kv_check(kv_file *f) {
   if (f->data) load(f);

@@ -132,10 +132,11 @@ static wide xxh3_long(const u8 *in, u64 n) {
   return (wide){merge(acc, secret + 11, n * P1), merge(acc, secret + 117, ~(n * P2))};
 }
 
-static void xxh3(const u8 *in, u64 n, u8 digest[16]) {
+static bool has_xxh3(kv_bytes bytes, const u8 *digest) {
+  const u8 *in = bytes.data;
+  u64 n = bytes.size;
   wide h = n <= 16 ? xxh3_short(in, n) : n <= 240 ? xxh3_middle(in, n) : xxh3_long(in, n);
-  put_big(digest, h.high, 8);
-  put_big(digest + 8, h.low, 8);
+  return big(digest, 8) == h.high && big(digest + 8, 8) == h.low;
 }
 
 static u64 round64(u64 acc, u64 input) { return rotl(acc + input * P2, 31) * P1; }
@@ -157,7 +158,6 @@ static u64 xxh64(const u8 *in, u64 n) {
 }
 
 static u32 rotr(u32 x, int r) { return x >> r | x << (32 - r); }
-
 /* The first 32 bits of the fraction of the cube root of every prime number. */
 static void fill_constants(u32 constants[64]) {
   for (int n = 2, count = 0; count < 64; n++) {
@@ -187,15 +187,15 @@ static void sha_block(u32 state[8], const u32 constants[64], const u8 *in) {
   for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-static void sha256(const u8 *data, u64 size, u8 digest[32]) {
+static void sha256(kv_bytes bytes, u8 digest[32]) {
   u32 state[8] = {
       0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  u64 whole = size / 64 * 64, rest = size - whole, padded = rest < 56 ? 64 : 128;
+  u64 size = bytes.size, whole = size / 64 * 64, rest = size - whole, padded = rest < 56 ? 64 : 128;
   u8 last[128] = {0};
   u32 constants[64];
   fill_constants(constants);
-  for (u64 i = 0; i < whole; i += 64) sha_block(state, constants, data + i);
-  if (rest) memcpy(last, data + whole, rest);
+  for (u64 i = 0; i < whole; i += 64) sha_block(state, constants, bytes.data + i);
+  if (rest) memcpy(last, bytes.data + whole, rest);
   last[rest] = 0x80;
   put_big(last + padded - 8, size * 8, 8);
   for (u64 i = 0; i < padded; i += 64) sha_block(state, constants, last + i);

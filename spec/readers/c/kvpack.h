@@ -90,6 +90,7 @@ typedef struct {
 enum { ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, OPAQUE, POLAR, QUATERNION };
 enum { RAW = QUATERNION + 1, SCALAR, TRANSFORM, TRELLIS, CODECS };
 enum { BALANCED, SCALE, ORDER, BLOCK, MEAN, OUTLIERS, QJL, TOKENS, POSITIONS, CARS };
+enum { LOG_NORMS = CARS, HEAD_SCALES }; /* no side-cars, but also features that a codec needs */
 
 #define MAX_DIM 1024
 #define MAX_PACKINGS 12
@@ -133,8 +134,9 @@ typedef struct {
 
 struct kv_side {
   kv_codec *codec;
-  u32 layer, which;                                                /* 0: keys, 1: values */
-  u64 batch, heads, rows, run_count, packed, tail, groups, window; /* rows: of all sequences and heads */
+  u32 layer, which; /* 0: keys, 1: values */
+  u64 batch, heads, rows, run_count, packed, tail, groups, window,
+      tokens; /* rows: of all sequences and heads */
   u64 *runs;
   kv_dtype tail_dtype;
   const kv_value *entries;

@@ -13,8 +13,7 @@ static bool read_head(kv_bytes *rest, kv_value *v, u64 *least) {
   *v = (kv_value){.type = 'x'};
   *least = 0;
   if (!rest->size) return false;
-  u8 head = *rest->data++, code = head - 0xc0;
-  rest->size--;
+  u8 head = *cut(rest, 1).data, code = head - 0xc0;
   if (head >= 0xe0) return true;
   if (head < 0xc0) {
     v->type = head < 0x80 ? INTEGER : head < 0x90 ? MAP : head < 0xa0 ? ARRAY : STRING;
@@ -24,24 +23,19 @@ static bool read_head(kv_bytes *rest, kv_value *v, u64 *least) {
     v->type = types[code];
     if (rest->size < width) return false;
     v->number = v->type == 'f' ? 4u << (head & 1) : v->type == 'p' ? 1 + (1u << (head - 0xd4)) : 0;
-    if (width) v->number = big(rest->data, width) + (v->type == 'e');
+    if (width) v->number = big(cut(rest, width).data, width) + (v->type == 'e');
     if (v->type == 'j' && v->number >> (8 * width - 1)) v->number = 0; /* below 0 */
-    rest->data += width;
-    rest->size -= width;
     if (width > 1) *least = width == 8 ? (u64)1 << 32 : width == 4 ? 65536 : 256;
     if (width == 1) *least = v->type == INTEGER ? 128 : v->type == STRING ? 32 : 0;
     if (width == 2 && (v->type == ARRAY || v->type == MAP)) *least = 16;
   }
   return true;
 }
-
 /* Take the bytes that follow a head; false if they are cut short. */
 static bool take_bytes(kv_bytes *rest, kv_value *v) {
   if (!strchr("befps", v->type)) return true;
   if (rest->size < v->number) return false;
-  v->bytes = (kv_bytes){rest->data, v->number};
-  rest->data += v->number;
-  rest->size -= v->number;
+  v->bytes = cut(rest, v->number);
   return true;
 }
 
@@ -55,8 +49,7 @@ static void parse(kv_reader *r, kv_bytes *rest, kv_value *v, int open) {
   need(r, v->number >= least, "container-10", "a number of the header does not have its shortest form");
   need(r, strchr("abimns", v->type) != NULL, "container-10", "a type of msgpack does not occur in headers");
   u64 limit = v->type == STRING ? 4096 : v->type == BINARY ? 65536 : v->type == MAP ? 256 : 131072;
-  need(r, v->type == INTEGER || v->number <= limit, "container-29",
-      "a string, binary value, array or map has a size of %llu", v->number);
+  need(r, v->type == INTEGER || v->number <= limit, "container-29", "a value has a size of %llu", v->number);
   need(r, take_bytes(rest, v), "container-10", "the header is cut short");
   need(r, v->type != STRING || is_utf8(v->bytes), "container-10", "a string is not UTF-8");
   if (v->type != ARRAY && v->type != MAP) return;
@@ -67,6 +60,8 @@ static void parse(kv_reader *r, kv_bytes *rest, kv_value *v, int open) {
     parse(r, rest, &v->items[i], open + 1);
     bool key = v->type == MAP && i % 2 == 0;
     need(r, !key || v->items[i].type == STRING, "container-10", "a map key is not a string");
+    for (u64 k = 0; key && k < i; k += 2)
+      need(r, compare(v->items[k].bytes, v->items[i].bytes), "container-10", "a map key occurs twice");
   }
 }
 
@@ -76,7 +71,6 @@ static kv_value *parse_header(kv_reader *r, kv_bytes bytes) {
   need(r, !bytes.size, "container-10", "bytes follow the header");
   return v;
 }
-
 /* Read a head and its bytes in any form of msgpack; false if they are cut short. */
 static bool read_loose(kv_bytes *rest, kv_value *v) {
   u64 least;
@@ -84,7 +78,6 @@ static bool read_loose(kv_bytes *rest, kv_value *v) {
   if (v->type == 'j') v->type = INTEGER;
   return whole;
 }
-
 /* Skip the values that follow a head. */
 static bool skip_items(kv_bytes *rest, kv_value v) {
   for (u64 left = items_of(&v); left; left += items_of(&v) - 1)
@@ -95,14 +88,17 @@ static bool skip_items(kv_bytes *rest, kv_value v) {
 static bool is_string(kv_value v, const char *words) {
   return v.type == STRING && word_of(v.bytes, words) >= 0;
 }
+/* Refuse what is not among known names. */
+static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
+  int shown = name.size < 100 ? (int)name.size : 100;
+  need(r, known, rule, "the file needs what is not known: %.*s", shown, (const char *)name.data);
+}
 
 static void look_at_required(kv_reader *r, kv_bytes rest, u64 count) {
   static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
                               "position-offsets|raw-positions|token-scale-per-head";
   for (kv_value v; count && read_loose(&rest, &v); count--) {
-    int shown = v.bytes.size < 100 ? (int)v.bytes.size : 100;
-    need(r, v.type != STRING || is_string(v, known), "container-7", "the file needs the feature %.*s", shown,
-        (const char *)v.bytes.data);
+    know(r, v.type != STRING || is_string(v, known), "container-7", v.bytes);
     if (!skip_items(&rest, v)) return;
   }
 }
@@ -118,31 +114,28 @@ static void look_at_codecs(kv_reader *r, kv_bytes rest, u64 count) {
       found = is_string(key, "id");
       skip_items(&members, key);
       read_loose(&members, &id);
-      int shown = id.bytes.size < 100 ? (int)id.bytes.size : 100;
-      bool known = !found || id.type != STRING || (is_string(id, codec_names) && !is_string(id, "opaque"));
-      need(r, known, "container-12", "the codec %.*s is not known", shown, (const char *)id.bytes.data);
+      bool known = is_string(id, codec_names) && !is_string(id, "opaque");
+      know(r, !found || id.type != STRING || known, "container-12", id.bytes);
       skip_items(&members, id);
     }
   }
 }
-
 /* Refuse what a later version wrote, before anything else that may be wrong (rule container-69). */
 static void look_for_new(kv_reader *r, kv_bytes bytes) {
-  kv_value map, key, found[3] = {{.type = 'x'}, {.type = 'x'}, {.type = 'x'}};
-  kv_bytes places[3] = {{NULL, 0}, {NULL, 0}, {NULL, 0}};
+  kv_value map, key, found[3] = {{0}};
+  kv_bytes places[3];
   if (!read_loose(&bytes, &map) || map.type != MAP) return;
   for (u64 left = map.number; left; left--) {
     kv_value value;
     if (!read_loose(&bytes, &key) || !skip_items(&bytes, key) || !read_loose(&bytes, &value)) break;
     int which = key.type == STRING ? word_of(key.bytes, "format|required|codecs") : -1;
-    if (which >= 0 && !places[which].data) {
-      places[which] = bytes;
-      found[which] = value;
-    }
+    bool first = which >= 0 && !found[which].type;
+    if (first) places[which] = bytes;
+    if (first) found[which] = value;
     if (!skip_items(&bytes, value)) break;
   }
-  need(r, found[0].type != INTEGER || found[0].number <= 1, "container-32",
-      "a later version, %llu, wrote the file", found[0].number);
+  u64 version = found[0].type == INTEGER ? found[0].number : 1;
+  need(r, version <= 1, "container-32", "a later version, %llu, wrote the file", version);
   if (found[1].type == ARRAY) look_at_required(r, places[1], found[1].number);
   if (found[2].type == ARRAY) look_at_codecs(r, places[2], found[2].number);
 }

@@ -1,11 +1,9 @@
 /* Bit packing, the generator, rotations and norms of 8 bits (packing.md). */
 static bool is_power(u64 number) { return !(number & (number - 1)); }
-
 /* Whether fields of a packing are bits; else a column is a number with digits of its bases. */
 static bool has_bits(const kv_packing *p) {
   return is_power(p->base[0]) && (p->digits < 2 || is_power(p->base[1]));
 }
-
 /* Compute the columns, bytes and planes of a packing; false if it exceeds a limit (rule front-5). */
 static bool pack_sizes(kv_packing *p) {
   u64 values = 1, bits = 0;
@@ -24,7 +22,6 @@ static bool pack_sizes(kv_packing *p) {
   p->planes = (p->bytes + 1) / 2;
   return p->bytes <= 16;
 }
-
 /* The bytes of a row of one digit at the default F, which takes the fewest. */
 static u64 default_bytes(u32 symbols, u32 base) {
   u64 least = UINT64_MAX;
@@ -36,7 +33,6 @@ static u64 default_bytes(u32 symbols, u32 base) {
   }
   return least;
 }
-
 /* The digits of a row: those of digit 0 of all symbols, then those of digit 1. */
 static void unpack(kv_reader *r, const kv_packing *p, const u8 *const planes[], u64 row, u32 *digits) {
   u32 half = (p->columns + 1) / 2, last = p->planes - 1,
@@ -113,7 +109,6 @@ static int chi(int a, int r) {
     if (a && k * k % r == a) return 1;
   return a ? -1 : 0;
 }
-
 /* Element i, j of the matrix of an order that is 1, or 1 more or 2 more than twice a prime. */
 static int paley(int order, int i, int j) {
   if (order == 1) return 1;
@@ -123,7 +118,6 @@ static int paley(int order, int i, int j) {
   if (!c) return i % 2 || j % 2 ? -1 : 1;
   return i % 2 && j % 2 ? -c : c;
 }
-
 /* x_j = s_j / sqrt(order) times the sum of H_ij u_i; `signs` may be NULL. */
 static void rotate_back(const double *u, double *x, u32 order, const signed char *signs) {
   u32 m = paley_order(order);

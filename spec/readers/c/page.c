@@ -4,7 +4,6 @@ static u64 padded(u64 size) { return (size + 63) / 64 * 64; }
 static void check_zeros(kv_reader *r, const u8 *data, u64 from, u64 to) {
   for (; from < to; from++) need(r, !data[from], "row-3", "byte %llu of the packed page is not zero", from);
 }
-
 /* The first bytes, the length and the checksum. */
 static kv_bytes open_page(kv_reader *r, kv_bytes bytes) {
   need(r, bytes.size >= 128, "row-1:size", "a packed page has at least 128 bytes, and there are %llu",
@@ -22,7 +21,6 @@ static kv_bytes open_page(kv_reader *r, kv_bytes bytes) {
   need(r, sum == little(bytes.data + 24, 8), "row-4", "the packed page does not have its checksum");
   return (kv_bytes){bytes.data, length};
 }
-
 /* What container.md allows and a description does not. */
 static void check_description(kv_file *f) {
   static const char known[] = "balanced|key-mean|log-norms|raw-positions|token-scale-per-head";

@@ -32,41 +32,17 @@ static u32 choice(kv_cursor *m, const char *key, const char *words) {
 }
 
 static void end_map(kv_cursor *m) {
-  need(m->r, m->at == m->map->number, m->keys, "a map has a map key too many");
+  need(m->r, m->at == m->map->number, m->keys, "a map has a key too many");
 }
-
-#define ROTATION "rotation_kind:none|hadamard|signed-hadamard seed:#"
-/* What codecs have after id and dim: an integer (a range, p of powers of two; # for any), a string (its
- * words, or " for any), or bytes (*). A finish_ function checks the rest. */
-static const char *const schemas[CODECS] = {
-    [ANGLE] =
-        "bins:2-65536 norm:fp32|linear|log norm_bits:0-8 arrangement:dense|direct range:fp16|fp32 " ROTATION,
-    [GROUP] = "bits:1-8 axis:token|channel size:p4-128 " ROTATION
-              " token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head",
-    [KLT] = "basis:* layer:0-4095 side:k|v rows:basis|fp16|fp32 widths:* gain:none|fp16",
-    [LOSSLESS] = "dtype:bf16|fp16 chunk:p16-256",
-    [MINIFLOAT] =
-        "element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block scale_dtype:fp16|fp32|e8m0|e4m3",
-    [OCTAHEDRAL] = "b_dir:1-8 b_norm:0-8 arrangement:dense|direct norm:fp16|fp32|log8 " ROTATION
-                   " direction_table:* norm_table:*",
-    [OPAQUE] = "",
-    [POLAR] = "bits:\" norm:fp16|fp32 " ROTATION " angle_table:*",
-    [QUATERNION] = "secondary:1-4096 radius_bits:1-8 arrangement:dense|direct norm:fp16|fp32 " ROTATION
-                   " rotation_seed:#",
-    [RAW] = "dtype:bf16|fp16|fp32",
-    [SCALAR] = "bits:1-8 bits_high:0-8 high_channels:* norm:fp16|fp32|log8 " ROTATION
-               " magnitude_table:* high_magnitude_table:*",
-    [TRANSFORM] = "basis:* layer:0-4095 side:k|v scope:head|layer step:0-255 chunk:p16-256",
-    [TRELLIS] = "bits:1-4 state_bits:8-10 norm:fp16|fp32|log8 " ROTATION " table:*"};
-/* Side-cars, which are a value, or a map from what is before each colon. */
+/* A schema has the keys of a map, each with what its value may be: an integer (a range, p of powers of two; #
+ * for any), a string (its words, or " for any), or bytes (*). Side-cars are such a value or a map. */
 static const char *const car_schemas[CARS][2] = {{"balanced", "basis:* layer:0-4095 frame:balanced|centered"},
     {"channel_scale", "fp16|fp32"}, {"channel_order", "u8|u16"}, {"block_rotation", "2-1024"},
     {"key_mean", "tokens:p8-1024 bits:p4-8"}, {"outliers", "fields:#"},
     {"qjl", "seed:# norm:fp16|fp32 fields:#"}, {"raw_tokens", "bf16|fp16|fp32"},
     {"raw_positions", "bf16|fp16|fp32"}};
 
-/* A parameter by its key; of a side-car with a map, after its name and a dot. One that is absent is all
- * zeros. */
+/* A parameter by its key, or all zeros; the key of a side-car with a map begins with its name and a dot. */
 static const kv_parameter *find(const kv_codec *c, const char *key) {
   static const kv_parameter absent;
   for (u32 i = 0; i < c->parameter_count; i++)
@@ -82,39 +58,36 @@ static kv_dtype dtype_of(const kv_codec *c, const char *key) {
   return dtypes[word_of(blob(c, key), "log8|u8|u16|fp16|bf16|fp32")];
 }
 static bool has(const kv_codec *c, u32 car) { return c->cars >> car & 1; }
-
 /* Read a value by its schema, which ends with a space or the text. */
 static void read_parameter(
-    kv_cursor *m, kv_codec *c, const char *before, const char *key, const char *schema) {
+    kv_cursor *m, kv_codec *c, const char *prefix, const char *key, const char *schema) {
   kv_parameter *p = &c->parameters[c->parameter_count++];
   bool power = *schema == 'p', range = power || (*schema >= '0' && *schema <= '9');
   const kv_value *v = next_value(m, key,
       *schema == '*'            ? BINARY
       : range || *schema == '#' ? INTEGER
                                 : STRING);
-  u64 low = 0, high = UINT64_MAX;
+  u64 low = 0, high = UINT64_MAX, number = v->number;
   int word = v->type == STRING && *schema != '"' ? word_of(v->bytes, schema) : 0;
   if (range) sscanf(schema + power, "%llu-%llu", &low, &high);
-  bool right = v->number >= low && v->number <= high && (!power || !(v->number & (v->number - 1)));
-  need(m->r, word >= 0 && right, m->values, "%s has a value that does not exist: %llu", key, v->number);
-  snprintf(p->key, sizeof p->key, "%s%s", before, key);
-  p->number = v->type == STRING ? (u64)word : v->number;
+  bool right = word >= 0 && number >= low && number <= high && (!power || !(number & (number - 1)));
+  need(m->r, right, m->values, "%s has a value that does not exist: %llu", key, number);
+  snprintf(p->key, sizeof p->key, "%s%s", prefix, key);
+  p->number = v->type == STRING ? (u64)word : number;
   p->bytes = v->bytes;
 }
 
-static void read_parameters(kv_cursor *m, kv_codec *c, const char *before, const char *schema) {
+static void read_parameters(kv_cursor *m, kv_codec *c, const char *prefix, const char *schema) {
   for (char key[24]; *schema; schema += strcspn(schema, " "), schema += *schema == ' ') {
-    u64 length = strcspn(schema, ":");
-    snprintf(key, sizeof key, "%.*s", (int)length, schema);
-    read_parameter(m, c, before, key, schema += length + 1);
+    int length = (int)strcspn(schema, ":");
+    snprintf(key, sizeof key, "%.*s", length, schema);
+    read_parameter(m, c, prefix, key, schema += length + 1);
   }
 }
-
 /* Add a code stream; `second` is the base of a second digit, or 0. */
 static void add_symbols(kv_codec *c, const char *name, u64 symbols, u64 base, u64 alphabet, u64 second) {
   kv_packing *p = &c->packings[c->packing_count++];
-  *p = (kv_packing){
-      .symbols = symbols, .digits = second ? 2 : 1, .base = {base, second}, .alphabet = {alphabet, second}};
+  *p = (kv_packing){"", symbols, second ? 2 : 1, 0, {base, second}, {alphabet, second}, 0, 0, 0};
   snprintf(p->name, sizeof p->name, "%s", name);
 }
 
@@ -126,7 +99,6 @@ static void set_fields(kv_reader *r, kv_packing *p, u64 fields) {
   p->fields = fields > 128 ? 0 : fields;
   need(r, pack_sizes(p), "front-5", "%llu fields of %s exceed a limit of packing", fields, p->name);
 }
-
 /* A table of `count` binary32 numbers that must be from 0 to `high` and strictly ascending. */
 static void check_table(kv_cursor *m, kv_bytes table, u64 count, float high, const char *rule) {
   need(m->r, table.size == 4 * count, m->values, "a table has %llu bytes, not %llu", table.size, 4 * count);
@@ -166,8 +138,8 @@ static void finish_group(kv_cursor *m, kv_codec *c) {
   add(c, "codes", c->dim, 1u << num(c, "bits"));
 }
 
-static void finish_basis(kv_cursor *m, kv_codec *c) {
-  need(m->r, blob(c, "basis").size == 32, m->values, "basis is no digest");
+static void check_digest(kv_cursor *m, kv_bytes digest) {
+  need(m->r, digest.size == 32, m->values, "no digest");
 }
 
 static void finish_klt(kv_cursor *m, kv_codec *c) {
@@ -175,7 +147,7 @@ static void finish_klt(kv_cursor *m, kv_codec *c) {
   const kv_value *fields = key_is(m, "fields") ? &m->map->items[2 * m->at + 1] : NULL;
   c->by_head = fields && fields->type == MAP && fields->number && is(fields->items[0].bytes, "codes");
   u64 each = c->by_head ? 8 : 16, blocks = (c->dim + each - 1) / each;
-  finish_basis(m, c);
+  check_digest(m, blob(c, "basis"));
   need(m->r, c->by_head ? size % blocks == 0 : size == blocks, m->values, "widths has %llu bytes", size);
   for (u64 i = 0; i < size; i++) {
     u64 width = blob(c, "widths").data[i], left = c->dim - i % blocks * each, n = left < each ? left : each;
@@ -196,7 +168,7 @@ static void finish_chunk(kv_cursor *m, kv_codec *c) {
   need(m->r, c->group * c->dim <= 65536, c->id == LOSSLESS ? "lossless-4" : "transform-3",
       "chunk and dim have a product above 65536");
   if (c->id == LOSSLESS) add(c, "signed_fractions", c->dim, num(c, "dtype") ? 2048 : 256);
-  else finish_basis(m, c);
+  else check_digest(m, blob(c, "basis"));
 }
 
 static void finish_minifloat(kv_cursor *m, kv_codec *c) {
@@ -313,8 +285,8 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
   u64 block = num(c, "block_rotation");
   bool right = (!block || c->dim % block == 0) && (num(c, "key_mean.bits") != 4 || c->dim % 2 == 0);
   right = right && (!has(c, ORDER) || num(c, "channel_order") || c->dim <= 256);
-  right = right && (!has(c, BALANCED) || blob(c, "balanced.basis").size == 32);
-  need(m->r, right, m->values, "a parameter of a side-car does not fit dim, or basis is no digest");
+  need(m->r, right, m->values, "a parameter of a side-car does not fit dim");
+  if (has(c, BALANCED)) check_digest(m, blob(c, "balanced.basis"));
   if (block) check_order(m->r, block);
   need(m->r, !has(c, MEAN) || c->group == 1, "side-cars-15", "the codec has a token group of %llu", c->group);
   if (has(c, MEAN)) c->group = num(c, "key_mean.tokens");
@@ -328,31 +300,43 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
   if (has(c, QJL)) set_fields(m->r, &c->packings[c->sketch], num(c, "qjl.fields"));
 }
 
-/* What is checked of a codec besides its schema, the least dim, and the rule by which it has no side-cars. */
+#define ROTATION " rotation_kind:none|hadamard|signed-hadamard seed:#"
+#define LOG " norm:fp16|fp32|log8"
+/* Codecs in the order of their names: what is checked besides the schema of their parameters after dim, the
+ * least dim, the rule by which they have no side-cars, and the schema. */
 static const struct {
   void (*finish)(kv_cursor *, kv_codec *);
   u32 least;
-  const char *cars;
-} codecs[CODECS] = {[ANGLE] = {finish_angle, 2, NULL},
-    [GROUP] = {finish_group, 1, NULL},
-    [KLT] = {finish_klt, 1, "klt-4"},
-    [LOSSLESS] = {finish_chunk, 1, "lossless-5"},
-    [MINIFLOAT] = {finish_minifloat, 1, NULL},
-    [OCTAHEDRAL] = {finish_octahedral, 4, NULL},
-    [OPAQUE] = {NULL, 1, "row-8"},
-    [POLAR] = {finish_polar, 2, NULL},
-    [QUATERNION] = {finish_quaternion, 1, NULL},
-    [RAW] = {NULL, 1, "side-cars-1"},
-    [SCALAR] = {finish_scalar, 2, NULL},
-    [TRANSFORM] = {finish_chunk, 1, "transform-4"},
-    [TRELLIS] = {finish_trellis, 1, NULL}};
+  const char *cars, *schema;
+} codecs[CODECS] = {
+    {finish_angle, 2, NULL,
+        "bins:2-65536 norm:fp32|linear|log norm_bits:0-8 arrangement:dense|direct range:fp16|fp32" ROTATION},
+    {finish_group, 1, NULL,
+        "bits:1-8 axis:token|channel size:p4-128" ROTATION
+        " token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head"},
+    {finish_klt, 1, "klt-4", "basis:* layer:0-4095 side:k|v rows:basis|fp16|fp32 widths:* gain:none|fp16"},
+    {finish_chunk, 1, "lossless-5", "dtype:bf16|fp16 chunk:p16-256"},
+    {finish_minifloat, 1, NULL,
+        "element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block scale_dtype:fp16|fp32|e8m0|e4m3"},
+    {finish_octahedral, 4, NULL,
+        "b_dir:1-8 b_norm:0-8 arrangement:dense|direct" LOG ROTATION " direction_table:* norm_table:*"},
+    {NULL, 1, "row-8", ""}, {finish_polar, 2, NULL, "bits:\" norm:fp16|fp32" ROTATION " angle_table:*"},
+    {finish_quaternion, 1, NULL,
+        "secondary:1-4096 radius_bits:1-8 arrangement:dense|direct norm:fp16|fp32" ROTATION
+        " rotation_seed:#"},
+    {NULL, 1, "side-cars-1", "dtype:bf16|fp16|fp32"},
+    {finish_scalar, 2, NULL,
+        "bits:1-8 bits_high:0-8 high_channels:*" LOG ROTATION " magnitude_table:* high_magnitude_table:*"},
+    {finish_chunk, 1, "transform-4",
+        "basis:* layer:0-4095 side:k|v scope:head|layer step:0-255 chunk:p16-256"},
+    {finish_trellis, 1, NULL, "bits:1-4 state_bits:8-10" LOG ROTATION " table:*"}};
 
 static void read_codec(kv_reader *r, const kv_value *map, kv_codec *c) {
   kv_cursor m = {r, map, 0, "container-11", "container-11"};
   kv_bytes name = next_value(&m, "id", STRING)->bytes;
   int id = word_of(name, codec_names);
-  need(r, id >= 0 && (id != OPAQUE || r->page), "container-12", "the codec is not known");
   char rules[3][20];
+  need(r, id >= 0 && (id != OPAQUE || r->page), "container-12", "the codec is not known");
   for (int i = 0; i < 3; i++)
     snprintf(rules[i], 20, "%.*s-%d", (int)name.size, (const char *)name.data, i + 1);
   m.keys = id == OPAQUE ? "row-8" : rules[0];
@@ -360,7 +344,7 @@ static void read_codec(kv_reader *r, const kv_value *map, kv_codec *c) {
   c->id = id;
   c->group = 1;
   c->dim = integer(&m, "dim", codecs[id].least, MAX_DIM);
-  read_parameters(&m, c, "", schemas[id]);
+  read_parameters(&m, c, "", codecs[id].schema);
   if (codecs[id].finish) codecs[id].finish(&m, c);
   if (id == TRELLIS) set_fields(r, &c->packings[0], 1);
   if ((c->packing_count || c->by_head) && id != TRELLIS) {
@@ -375,6 +359,7 @@ static void read_codec(kv_reader *r, const kv_value *map, kv_codec *c) {
   if (c->ranged) choice(&m, "scale_dtype", "u8");
   if (num(c, "rotation_kind")) check_order(r, c->dim);
   c->own_packings = c->packing_count;
+  c->cars = is(blob(c, "norm"), "log8") << LOG_NORMS | (num(c, "token_scale") > 2) << HEAD_SCALES;
   m.values = "side-cars-3";
   bool positions = (id == KLT || id == TRANSFORM) && key_is(&m, "raw_positions");
   for (u32 car = 0; codecs[id].cars && !positions && car < CARS; car++)

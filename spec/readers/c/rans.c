@@ -33,7 +33,6 @@ static void read_lanes(kv_reader *r, const segment *s, u32 lanes[32]) {
     need(r, lanes[i] >= 65536, "rans-2", "a first state is %u", lanes[i]);
   }
 }
-
 /* Go to the next segment in the order of words; false after the last. */
 static bool next_segment(const kv_side *side, segment *s) {
   if (!s->counts) {
@@ -59,7 +58,6 @@ static bool next_segment(const kv_side *side, segment *s) {
       2 * (s->counts->rank == 4 ? little(s->counts->data + 4 * s->number, 4) : get_int(s->counts, s->number));
   return true;
 }
-
 /* Decode a segment with a coder for every `tokens` symbols; returns the bytes of words it took. */
 static u64 read_symbols(
     kv_reader *r, const segment *s, u64 count, const coder *const *coders, u64 each, u8 *symbols) {

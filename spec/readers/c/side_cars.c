@@ -10,7 +10,6 @@ static void check_orders(kv_file *f, const kv_side *side) {
     seen[channel] = true;
   }
 }
-
 /* Count the flags before those of every token, sequence and head, which is the order of items. */
 static void check_outliers(kv_file *f, kv_side *side) {
   u32 flags[MAX_DIM / 4], quadruples = side->codec->dim / 4;
@@ -48,8 +47,7 @@ static void check_positions(kv_file *f, const kv_side *side) {
     u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
     u64 place = token << 16 | sequence;
     unused = unused || !place;
-    right =
-        place ? !unused && token && token <= side->packed && sequence < side->batch && place > last : true;
+    right = !place || (!unused && token && token <= side->packed && sequence < side->batch && place > last);
     for (u64 k = 0; right && !place && k < bytes; k++) right = !values->data[i * bytes + k];
     need(f->r, right, "side-cars-13", "position %llu has another form", i);
     last = place;
@@ -106,7 +104,6 @@ static void rotate(float *u, u32 dim, const signed char *signs) {
   rotate_back(from, to, dim, signs);
   for (u32 j = 0; j < dim; j++) u[j] = (float)to[j];
 }
-
 /* Put channels into their order, and scale them. */
 static void reorder(const kv_side *side, const kv_place *at, float *u) {
   const kv_tensor *orders = stream(side, "channel_order"), *scales = stream(side, "channel_scale");
@@ -116,7 +113,6 @@ static void reorder(const kv_side *side, const kv_place *at, float *u) {
   for (u64 i = 0; i < dim; i++) u[orders ? get_int(orders, first + i) : i] = x[i];
   for (u64 j = 0; scales && j < dim; j++) u[j] *= get(scales, first + j);
 }
-
 /* The balanced matrices of a side. */
 static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
   const kv_codec *c = side->codec;
@@ -147,7 +143,6 @@ static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_
   reorder(side, at, u);
   if (matrix) balance(matrix, at, c->dim, u);
 }
-
 /* Put the values of an item into all heads of a token. */
 static void put_item(
     const kv_side *side, const kv_tensor *items, u64 item, u64 sequence, u64 token, float *values) {
@@ -172,7 +167,6 @@ static void put_raw(const kv_side *side, float *values) {
 u64 kv_value_count(const kv_side *side) {
   return times(times(side->rows, side->packed + side->tail), side->codec->dim);
 }
-
 /* Decode a side whose file kv_check has found right: [batch, kv_head, token, channel], tails included. */
 void kv_decode(kv_file *f, kv_side *side, float *values) {
   kv_codec *c = side->codec;

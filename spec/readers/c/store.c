@@ -1,6 +1,4 @@
 /* Entries of stores (store.md). What is not damaged is Undecryptable, UnsupportedVersion or LimitExceeded. */
-static kv_bytes text(const char *words) { return (kv_bytes){(const u8 *)words, strlen(words)}; }
-
 /* LP of every part, one after another. */
 static kv_bytes prefixed(kv_reader *r, const kv_bytes *parts, u64 count) {
   u64 size = 0;
@@ -15,8 +13,7 @@ static kv_bytes prefixed(kv_reader *r, const kv_bytes *parts, u64 count) {
 }
 
 static void key_of(kv_reader *r, const kv_bytes *parts, u64 count, u8 key[32]) {
-  kv_bytes joined = prefixed(r, parts, count);
-  sha256(joined.data, joined.size, key);
+  sha256(prefixed(r, parts, count), key);
 }
 
 static kv_bytes field_of(const kv_wanted *w, const char *name) {
@@ -30,44 +27,40 @@ static const char *const names[] = {
 
 /* The root of an identity: the parent of its first chunk. */
 void kv_root_key(kv_reader *r, const kv_wanted *w, u8 key[32]) {
-  kv_bytes parts[20] = {text("format"), text("1")};
+  kv_bytes parts[20] = {text_of("format"), text_of("1")};
   for (int i = 0; i < 9; i++) {
-    parts[2 * i + 2] = text(names[i]);
+    parts[2 * i + 2] = text_of(names[i]);
     parts[2 * i + 3] = i == 6 ? w->tenant : field_of(w, names[i]);
   }
   key_of(r, parts, 20, key);
 }
-
 /* The kvpack file in an entry that may be encrypted. */
 static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   static const char magic[] = "kvpack-encrypted ";
   u64 first = sizeof magic - 1, digits = first;
   bool begins = entry.size >= first && !memcmp(entry.data, magic, first);
-  while (begins && digits < entry.size && entry.data[digits] >= '0' + (digits == first) &&
-         entry.data[digits] <= '9')
-    digits++;
-  begins = begins && digits > first && digits < entry.size && entry.data[digits] == '\n';
+  while (begins && digits < entry.size && entry.data[digits] >= '0' && entry.data[digits] <= '9') digits++;
+  begins = begins && digits > first && entry.data[first] != '0' && digits < entry.size &&
+           entry.data[digits] == '\n';
   need(r, begins || !w->secret_count, "store-5:magic", "the entry is not encrypted");
   if (!begins) return entry;
   bool later = digits != first + 1 || entry.data[first] != '1';
   need(r, !later, "store-5:version", "a later version encrypted the entry");
   u64 nonce = entry.size > 19 ? 20 + entry.data[19] : 20;
   need(r, entry.size >= nonce + 12 + 16 + 16, "store-31", "the entry is too short for its parts");
-  u8 digest[16];
   const u8 *tag = entry.data + entry.size - 32, *data = entry.data + nonce + 12;
-  xxh3(entry.data, entry.size - 16, digest);
-  need(r, !memcmp(digest, tag + 16, 16), "store-31", "the entry does not have its digest");
   kv_bytes id = {entry.data + 20, nonce - 20}, head = {entry.data, nonce}, sealed = {data, tag - data};
+  bool right = has_xxh3((kv_bytes){entry.data, entry.size - 16}, tag + 16);
+  need(r, right, "store-31", "the entry does not have its digest");
   const kv_secret *secret = w->secrets, *end = secret + w->secret_count;
   while (secret < end && compare(secret->id, id)) secret++;
   need(r, secret < end, "store-5", "the encryption key of the entry is not available");
   kv_bytes associated = prefixed(r, (kv_bytes[]){head, {w->key, 32}, w->tenant}, 3);
   u8 *clear = take(r, sealed.size, 1);
-  bool agrees = decrypt(secret->key, entry.data + nonce, associated, sealed, tag, clear);
-  need(r, agrees, "store-5", "the tag of the entry does not agree");
+  right = decrypt(secret->key, entry.data + nonce, associated, sealed, tag, clear);
+  need(r, right, "store-5", "the tag of the entry does not agree");
   return (kv_bytes){clear, sealed.size};
 }
-
 /* The header's identity and start, where the caller has given them. */
 static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
   u64 known = 0;
@@ -84,9 +77,8 @@ static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
 
 static void check_payload(kv_file *f, const u8 *digest, const char *rule) {
   u64 from = f->tensor_count ? f->data + f->tensors[0].offset : f->bytes.size;
-  u8 found[16];
-  xxh3(f->bytes.data + from, f->bytes.size - from, found);
-  need(f->r, !memcmp(found, digest, 16), "store-3", "the payload does not have its digest");
+  bool right = has_xxh3((kv_bytes){f->bytes.data + from, f->bytes.size - from}, digest);
+  need(f->r, right, "store-3", "the payload does not have its digest");
   for (u64 i = 0; i < f->tensor_count; i++)
     need(f->r, !f->tensors[i].zstd, rule, "the tensor %s of the entry has a filter", f->tensors[i].name);
 }
@@ -122,16 +114,14 @@ static void check_states(kv_file *f, const kv_wanted *w) {
   need(f->r, right, "store-21", "an entry of states has sides, or states of several sequences");
   check_payload(f, record.data + 64, "store-21");
 }
-
 /* A packed page as an entry (row.md, Entries). */
 static void check_page(kv_file *f, const kv_wanted *w) {
   const u8 *page = f->bytes.data;
-  kv_bytes parts[] = {text("kvpack-page 2"), {page + 32, 32}, {page + 64, 32}, f->header};
+  kv_bytes parts[] = {text_of("kvpack-page 2"), {page + 32, 32}, {page + 64, 32}, f->header};
   u8 own[32];
   key_of(f->r, parts, 4, own);
   need(f->r, !memcmp(own, w->key, 32), "row-7", "the packed page has another entry key");
 }
-
 /* Open an entry that was found under an entry key; refused entries count as absent. kv_check checks its
  * values. */
 kv_file *kv_open_entry(kv_reader *r, kv_bytes entry, const kv_wanted *w) {

@@ -1,5 +1,5 @@
-/* The streams of a side in the order of the documents of codecs and side-cars, and the walk through its
- * tokens. */
+/* The streams of a side in the order of the documents of codecs and side-cars, and the walk through tokens.
+ */
 /* Compare a tensor with what the header lists in its place. */
 static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
   static const char types[] = {STRING, STRING, ARRAY, STRING, INTEGER, BINARY};
@@ -22,7 +22,6 @@ static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
   right = !t->zstd || t->bytes <= times(t->stored, 256);
   need(r, right, "container-29", "%s has more than 256 times its stored bytes", t->name);
 }
-
 /* Plan the next tensor, which must be what the header lists. */
 static kv_tensor *plan(kv_file *f, const char *name, kv_dtype dtype, u32 rank, const u64 *shape) {
   bool planned = f->r->page || f->tensor_count < f->listed->number, empty = false;
@@ -49,8 +48,7 @@ static kv_tensor *stream(const kv_side *s, const char *name) {
 static float get(const kv_tensor *t, u64 index) { return number_at(t->dtype, t->data, index); }
 
 static u64 get_int(const kv_tensor *t, u64 index) {
-  u64 size = dtype_bytes[t->dtype];
-  return little(t->data + size * index, (int)size);
+  return little(t->data + dtype_bytes[t->dtype] * index, dtype_bytes[t->dtype]);
 }
 
 static bool all_finite(const kv_tensor *t) {
@@ -58,10 +56,8 @@ static bool all_finite(const kv_tensor *t) {
     if (!isfinite(get(t, i))) return false;
   return true;
 }
-
 /* N(dim): the vectors of a head. */
 static u64 basis_vectors(u64 dim) { return 2 + dim + (510 * ((dim + 15) / 16) + dim - 1) / dim; }
-
 /* Whether a codec or a side-car of it has a stream with one row per run. */
 static bool rows_per_run(const kv_codec *c) {
   bool runs = c->id == MINIFLOAT && (num(c, "granularity") < 2 || num(c, "scale_dtype") == 3);
@@ -72,17 +68,15 @@ static void add_tensor(kv_file *f, kv_side *s, const char *name, kv_dtype dtype,
   char whole[56];
   snprintf(whole, sizeof whole, "%u.%c.%s", s->layer, s->which ? 'v' : 'k', name);
   kv_tensor *t = plan(f, whole, dtype, rank, shape);
-  t->any = word_of((kv_bytes){(const u8 *)name, strlen(name)}, "values|raw_tokens|raw_values|tail") >= 0;
+  t->any = word_of(text_of(name), "values|raw_tokens|raw_values|tail") >= 0;
   if (!s->tensors) s->tensors = t;
   s->tensor_count++;
 }
-
 /* A stream of `rows` rows for every sequence and head, or for all heads together; the sizes end with a 0. */
 static void rows(
     kv_file *f, kv_side *s, const char *name, u32 dtype, u64 heads, u64 rows, u64 size, u64 more) {
   add_tensor(f, s, name, dtype, 3 + (size > 0) + (more > 0), (u64[]){s->batch, heads, rows, size, more});
 }
-
 /* A stream of items, whose number is in `entries`. */
 static void items(kv_file *f, kv_side *s, const char *name, u32 dtype, u64 size, u64 more) {
   u64 at = s->entry_count++;
@@ -106,48 +100,37 @@ static void planes(kv_file *f, kv_side *s, u32 packing) {
 
 static void plan_codec(kv_file *f, kv_side *s) {
   const kv_codec *c = s->codec;
-  u64 heads = s->heads, tokens = s->packed, runs = s->run_count, groups = s->groups, dim = c->dim;
-  u64 size = num(c, "size"), scale = num(c, "token_scale"), shared = num(c, "granularity");
-  bool small = c->id == MINIFLOAT && num(c, "scale_dtype") == 3;
-  switch (c->id) {
-  case ANGLE:
-    if (num(c, "norm")) rows(f, s, "range", dtype_of(c, "range"), heads, tokens, 2, 0);
-    else rows(f, s, "norm", F32, heads, tokens, dim / 2, 0);
-    break;
-  case GROUP:
-    if (num(c, "axis")) rows(f, s, "scales", c->ranged ? U8 : F16, heads, tokens, (dim + size - 1) / size, 2);
-    else rows(f, s, "scales", c->ranged ? U8 : F16, heads, groups, dim, 2);
-    if (c->ranged) rows(f, s, "scale_range", F16, heads, runs, 4, 0);
-    if (scale) rows(f, s, "token_scale", scale % 2 ? F16 : F32, scale > 2 ? heads : 1, tokens, 0, 0);
-    break;
-  case KLT:
-    if (c->by_head) rows(f, s, "codes", U8, 1, tokens, c->row_bytes, 0);
-    if (num(c, "gain")) rows(f, s, "gain", F16, heads, tokens, 0, 0);
-    if (num(c, "rows")) rows(f, s, "rows", dtype_of(c, "rows"), heads, runs, basis_vectors(dim), dim);
-    break;
-  case MINIFLOAT:
-    if (shared < 3)
-      rows(f, s, "scale", num(c, "scale_dtype") ? F32 : F16, shared ? heads : 1, shared == 2 ? tokens : runs,
-          0, 0);
-    else rows(f, s, "block_scales", U8, heads, tokens, small ? (dim + 15) / 16 : (dim + 31) / 32, 0);
-    if (small) rows(f, s, "global_scale", F32, 1, runs, 0, 0);
-    break;
-  case LOSSLESS:
-  case TRANSFORM:
-    if (c->id == LOSSLESS) rows(f, s, "frequencies", U16, heads, runs, num(c, "dtype") ? 32 : 256, 0);
-    if (c->id == TRANSFORM && !num(c, "side")) rows(f, s, "positions", U16, 1, groups, 2, 0);
-    if (c->id == TRANSFORM) rows(f, s, "tokens", U16, 1, groups, 0, 0);
-    if (c->id == TRANSFORM) rows(f, s, "columns", U16, heads, groups, 0, 0);
-    rows(f, s, "states", U16, heads, groups, 64, 0);
-    rows(f, s, "word_counts", U16, heads, groups, c->id == LOSSLESS ? 0 : 2, 0);
-    items(f, s, "words", U16, 0, 0);
-    break;
-  case OPAQUE: rows(f, s, "bytes", U8, heads, tokens, dim, 0); break;
-  case POLAR: rows(f, s, "radius", dtype_of(c, "norm"), heads, tokens, c->radii, 0); break;
-  case QUATERNION: rows(f, s, "scale", dtype_of(c, "norm"), heads, tokens, 0, 0); break;
-  case RAW: rows(f, s, "values", dtype_of(c, "dtype"), heads, tokens, dim, 0); break;
-  default: rows(f, s, "norm", dtype_of(c, "norm"), heads, tokens, 0, 0); /* octahedral, scalar, trellis */
-  }
+  u64 heads = s->heads, tokens = s->packed, runs = s->run_count, groups = s->groups, dim = c->dim, id = c->id;
+  u64 width = num(c, "axis") ? (dim + num(c, "size") - 1) / num(c, "size") : dim,
+      scale = num(c, "token_scale");
+  u64 shared = num(c, "granularity"), kind = num(c, "scale_dtype");
+  if (id == ANGLE && num(c, "norm")) rows(f, s, "range", dtype_of(c, "range"), heads, tokens, 2, 0);
+  if (id == ANGLE && !num(c, "norm")) rows(f, s, "norm", F32, heads, tokens, dim / 2, 0);
+  if (id == GROUP)
+    rows(f, s, "scales", c->ranged ? U8 : F16, heads, num(c, "axis") ? tokens : groups, width, 2);
+  if (c->ranged) rows(f, s, "scale_range", F16, heads, runs, 4, 0);
+  if (scale) rows(f, s, "token_scale", scale % 2 ? F16 : F32, scale > 2 ? heads : 1, tokens, 0, 0);
+  if (c->by_head) rows(f, s, "codes", U8, 1, tokens, c->row_bytes, 0);
+  if (num(c, "gain")) rows(f, s, "gain", F16, heads, tokens, 0, 0);
+  if (num(c, "rows")) rows(f, s, "rows", dtype_of(c, "rows"), heads, runs, basis_vectors(dim), dim);
+  if (id == MINIFLOAT && shared < 2) rows(f, s, "scale", kind ? F32 : F16, shared ? heads : 1, runs, 0, 0);
+  if (shared == 2) rows(f, s, "scale", kind ? F32 : F16, heads, tokens, 0, 0);
+  if (shared == 3)
+    rows(f, s, "block_scales", U8, heads, tokens, kind == 3 ? (dim + 15) / 16 : (dim + 31) / 32, 0);
+  if (kind == 3) rows(f, s, "global_scale", F32, 1, runs, 0, 0);
+  if (id == LOSSLESS) rows(f, s, "frequencies", U16, heads, runs, num(c, "dtype") ? 32 : 256, 0);
+  if (id == TRANSFORM && !num(c, "side")) rows(f, s, "positions", U16, 1, groups, 2, 0);
+  if (id == TRANSFORM) rows(f, s, "tokens", U16, 1, groups, 0, 0);
+  if (id == TRANSFORM) rows(f, s, "columns", U16, heads, groups, 0, 0);
+  if (num(c, "chunk")) rows(f, s, "states", U16, heads, groups, 64, 0);
+  if (num(c, "chunk")) rows(f, s, "word_counts", U16, heads, groups, id == LOSSLESS ? 0 : 2, 0);
+  if (num(c, "chunk")) items(f, s, "words", U16, 0, 0);
+  if (id == OPAQUE) rows(f, s, "bytes", U8, heads, tokens, dim, 0);
+  if (id == POLAR) rows(f, s, "radius", dtype_of(c, "norm"), heads, tokens, c->radii, 0);
+  if (id == QUATERNION) rows(f, s, "scale", dtype_of(c, "norm"), heads, tokens, 0, 0);
+  if (id == RAW) rows(f, s, "values", dtype_of(c, "dtype"), heads, tokens, dim, 0);
+  if (id == OCTAHEDRAL || id == SCALAR || id == TRELLIS)
+    rows(f, s, "norm", dtype_of(c, "norm"), heads, tokens, 0, 0);
 }
 
 static void plan_side(kv_file *f, kv_side *s) {
@@ -171,7 +154,6 @@ static void plan_side(kv_file *f, kv_side *s) {
   need(f->r, all, "container-11", "entries has a member too many");
   if (s->tail) rows(f, s, "tail", s->tail_dtype, heads, s->tail, dim, 0);
 }
-
 /* The place of a token: its head, its row (sequence times heads plus head), its number over all runs, its
  * run, its number in the run, and its token group. */
 typedef struct {
@@ -194,7 +176,6 @@ static bool walk(const kv_side *s, kv_place *at) {
   at->head = at->row % s->heads;
   return s->packed && at->row < s->rows;
 }
-
 /* The number of a token among those of all rows. */
 static u64 token_row(const kv_side *s, const kv_place *at) { return at->row * s->packed + at->token; }
 

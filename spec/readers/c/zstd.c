@@ -41,7 +41,6 @@ static backward open_bits(frame *f, kv_bytes bytes) {
   require(f, last, "a stream of bits does not end with its mark");
   return (backward){bytes.data, (int64_t)(bytes.size - 1) * 8 + highest(last)};
 }
-
 /* The `count` bits before, where zeros stand in for bits that are missing. */
 static u64 peek(const backward *b, int count) {
   if (b->left >= count) return get_bits(b->data, b->left - count, count);
@@ -81,7 +80,6 @@ static u32 forward(frame *f, kv_bytes bytes, u64 *at, int count) {
   *at += count;
   return (u32)get_bits(bytes.data, *at - count, count);
 }
-
 /* Read the description of a table; returns its bytes. */
 static u64 read_table(frame *f, kv_bytes bytes, table *t, int max_accuracy, int max_symbols) {
   signed short chances[256] = {0};
@@ -109,7 +107,6 @@ static u64 read_table(frame *f, kv_bytes bytes, table *t, int max_accuracy, int 
   build_table(f, t, chances, symbols, accuracy);
   return (at + 7) / 8;
 }
-
 /* The weights of a Huffman tree that FSE codes: two states by turns. */
 static int coded_weights(frame *f, kv_bytes bytes, u8 *weights) {
   table t;
@@ -166,7 +163,6 @@ static void read_stream(frame *f, kv_bytes bytes, u8 *out, u32 count) {
   }
   require(f, !b.left, "literals are cut short or leave bits");
 }
-
 /* Read the section of literals; returns its bytes. */
 static u64 read_literals(frame *f, kv_bytes block) {
   static const u8 heads[2][4] = {{1, 2, 1, 3}, {3, 3, 4, 5}}, widths[] = {10, 10, 14, 18};
@@ -202,7 +198,6 @@ static u64 read_literals(frame *f, kv_bytes block) {
   }
   return head + size;
 }
-
 /* What each code of lengths (0), offsets (1) and matches (2) has, as characters from '0' on: the bits after
  * its symbol, and how likely it is in the table that a frame need not give, where / is -1. */
 static const char extra_bits[3][54] = {
@@ -230,7 +225,6 @@ static void put(frame *f, const u8 *from, u64 count) {
   if (count) memcpy(f->content + f->made, from, count);
   f->made += count;
 }
-
 /* The offset of a match, which becomes the last of three that may be named again. */
 static u64 offset_of(frame *f, u64 value, bool no_literals) {
   u64 *o = f->offsets, index = value > 3 ? 3 : value - 1 + no_literals;
@@ -239,7 +233,6 @@ static u64 offset_of(frame *f, u64 value, bool no_literals) {
   if (index > 0) o[1] = o[0];
   return o[0] = found;
 }
-
 /* The value of a code of lengths or matches: those of the codes before cover all numbers below. */
 static u64 length_of(backward *b, int which, u32 code) {
   u64 value = which == 2 ? 3 : 0;
@@ -284,7 +277,6 @@ static void read_sequences(frame *f, kv_bytes bytes) {
   require(f, !b.left, "sequences leave bits");
   put(f, f->literals + literal, f->literal_count - literal);
 }
-
 /* Read the header of a frame; returns its bytes. */
 static u64 read_frame_header(frame *f, kv_bytes bytes) {
   static const u8 id_bytes[] = {0, 1, 2, 4}, size_bytes[] = {0, 2, 4, 8};
@@ -303,7 +295,6 @@ static u64 read_frame_header(frame *f, kv_bytes bytes) {
   f->block_limit = f->window < MAX_BLOCK ? f->window : MAX_BLOCK;
   return at + ids + sizes;
 }
-
 /* Undo the filter of a tensor, whose content has `size` bytes. */
 static void unzstd(kv_reader *r, kv_bytes bytes, u8 *content, u64 size, bool checksum) {
   frame *f = take(r, 1, sizeof *f);
@@ -318,14 +309,12 @@ static void unzstd(kv_reader *r, kv_bytes bytes, u8 *content, u64 size, bool che
     u64 before = f->made, taken = kind == 1 ? 1 : length;
     const u8 *from = bytes.data + (at += 3);
     last = head & 1;
+    if (kind < 2) require_room(f, length);
     bool right = kind < 3 && length <= f->block_limit && bytes.size - at >= taken && (kind < 2 || length > 1);
     require(f, right, "a zstd block is malformed");
     if (kind == 0) put(f, from, length);
-    if (kind == 1) {
-      require_room(f, length);
-      if (length) memset(f->content + f->made, *from, length);
-      f->made += length;
-    }
+    if (kind == 1 && length) memset(f->content + f->made, *from, length);
+    if (kind == 1) f->made += length;
     if (kind == 2) {
       u64 used = read_literals(f, (kv_bytes){from, length});
       read_sequences(f, (kv_bytes){from + used, length - used});

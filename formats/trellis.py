@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -26,9 +26,11 @@ from .tables import kept_on_device
 from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .options import Options
+
+    Search = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 MAX_BITS = 4
 STATE_BITS = (8, 10)
@@ -98,13 +100,17 @@ class Trellis(CodecFamily):
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        streams = encoded_by_rows(x, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS, self._encode_rows)
+        return self.searched(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
+
+    def searched(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
+        """Encode as ``encode``, with a ``search`` that returns what ``nearest_path`` does for ``rows_at_once`` rows."""
+        streams = encoded_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
 
-    def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _encode_rows(self, search: Search, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with float32 norms."""
         unit, norm = unit_rows(rows, self.rotation)
-        states = nearest_path(unit, values_of(self.table, unit.device), self.bits)
+        states = search(unit, values_of(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
             decoded = values_of(self.table, unit.device)[states]
             norm = unbiased_norm(norm, unit, decoded, TOKEN_NORMS[self.norm])

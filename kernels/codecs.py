@@ -39,6 +39,7 @@ from .encode import octahedral as encode_octahedral
 from .encode import polar as encode_polar
 from .encode import quaternion as encode_quaternion
 from .encode import scalar as encode_scalar
+from .encode import trellis as encode_trellis
 from .loaders import angle as angle_tiles
 from .loaders import angle_dense as angle_dense_tiles
 from .loaders import angle_dual as angle_dual_tiles
@@ -158,6 +159,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
-    Trellis: CodecKernels(trellis_tiles.tiles, has_rules=done),
+    Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=done),
     Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),
 }

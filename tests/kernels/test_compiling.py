@@ -29,7 +29,7 @@ KERNELS = {
     "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
     "transform=0.6:layer": {"_decode", "_multiply"},
     "k=scalar:b=2,mean=128,mean_bits=4,norm=log8;v=scalar:b=2": {"attend_split", "page_products", "_encode"},
-    "kv=trellis:b=3": {"attend_split", "decode_tiles"},
+    "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
 """Recipes whose loaders, side-cars, tables and launches differ, and some kernels of each."""

@@ -1,0 +1,151 @@
+"""Encode trellis on the GPU (spec/codecs/trellis.md); ``formats/trellis.py`` is the oracle.
+
+The searches run in a kernel, a row at a time: the costs of all states stay in registers. Rotations, norms and packing, a small part of the
+work, are those of ``formats/``, and a search finds the same path.
+"""
+
+# mypy: disable-error-code="assignment, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton import language as tl
+
+from kvpack.kernels.bitpack.columns import launch
+
+if TYPE_CHECKING:
+    from kvpack.formats.trellis import Trellis
+
+    from .kernel import Output
+
+ROWS = 1 << 16
+"""Rows whose searches are launched together."""
+WARPS = 1
+"""Warps of a program: a single one never waits at a barrier, and the costs of 1,024 states fit its registers."""
+PROGRAMS_PER_CORE = 16
+BACK_BYTES = 1 << 27
+"""The most memory for the ways back of all programs: a byte per channel for every set of states that share what remains in the window."""
+
+
+def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
+    """Fill ``output`` from ``x``. Returns False, and does nothing, for the pages of an engine.
+
+    Raises OutOfRange for norms that the codec cannot store.
+    """
+    if output.origins is not None:
+        return False
+    for name, stream in codec.searched(x.to(torch.float32), nearest_path, ROWS).items():
+        output.streams[name].copy_(stream)
+    return True
+
+
+def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the windows that ``formats.trellis.nearest_path`` finds, int32 ``[row, dim]``, given float32 rows ``x`` ``[row, dim]``."""
+    rows, dim = x.shape
+    windows = torch.empty(rows, dim, dtype=torch.int32, device=x.device)
+    kept = table.numel() >> bits
+    cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 1
+    programs = max(1, min(rows, cores * PROGRAMS_PER_CORE, BACK_BYTES // (dim * kept)))
+    back = torch.empty(programs, dim, kept, dtype=torch.uint8, device=x.device)
+    launch(
+        _find_paths, programs, x.device, x.contiguous(), table, back, windows, rows, dim, programs,
+        STATES=table.numel(), BITS=bits, warps=WARPS,
+    )  # fmt: skip
+    return windows
+
+
+@triton.jit(do_not_specialize=["rows", "dim", "programs"])
+def _find_paths(
+    x: tl.tensor,
+    table: tl.tensor,
+    back: tl.tensor,
+    windows: tl.tensor,
+    rows: tl.tensor,
+    dim: tl.tensor,
+    programs: tl.tensor,
+    STATES: tl.constexpr,
+    BITS: tl.constexpr,
+) -> None:
+    """Search every ``programs``-th row of ``x`` ``[row, dim]`` twice, and store the windows of the second path.
+
+    The first search is over the row turned by half. Its path gives the bits that the first and the last window of the second one share.
+    """
+    SYMBOLS: tl.constexpr = 1 << BITS
+    KEPT: tl.constexpr = STATES // SYMBOLS
+    program = tl.program_id(0)
+    back += program.to(tl.int64) * dim * KEPT
+    half = dim // 2
+    for row in range(program, rows, programs):
+        values = x + tl.cast(row, tl.int64) * dim
+        state = _search(values, table, back, dim, half, 0, STATES, BITS, False)
+        for channel in range(dim - 1, dim - 1 - half, -1):
+            state = _step_back(back, channel, state, KEPT, BITS)
+        shared = state >> BITS
+        # The second search overwrites what every lane has read.
+        tl.debug_barrier()
+        state = _search(values, table, back, dim, 0, shared, STATES, BITS, True)
+        target = windows + tl.cast(row, tl.int64) * dim
+        for channel in range(dim - 1, 0, -1):
+            tl.store(target + channel, state)
+            state = _step_back(back, channel, state, KEPT, BITS)
+        tl.store(target, state)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _search(
+    values: tl.tensor,
+    table: tl.tensor,
+    back: tl.tensor,
+    dim: tl.tensor,
+    turn: tl.tensor,
+    shared: tl.tensor,
+    STATES: tl.constexpr,
+    BITS: tl.constexpr,
+    CIRCULAR: tl.constexpr,
+) -> tl.tensor:
+    """Return the last window of the path with the least squared error through ``values``, which begins at channel ``turn``.
+
+    The ways back go to ``back`` ``[channel, KEPT]``. ``CIRCULAR``: ``shared`` are the low bits of the first window and the high bits of the
+    last one.
+    """
+    SYMBOLS: tl.constexpr = 1 << BITS
+    KEPT: tl.constexpr = STATES // SYMBOLS
+    # A window's number has the axes [symbol that enters, middle, symbol that leaves next]. The states before it share all but the entering
+    # symbol, so that what they cost is broadcast over the first axis.
+    MIDDLE: tl.constexpr = KEPT // SYMBOLS
+    entering = tl.arange(0, SYMBOLS)[:, None, None]
+    middle = tl.arange(0, MIDDLE)[None, :, None]
+    leaving = tl.arange(0, SYMBOLS)[None, None, :]
+    window = (entering * MIDDLE + middle) * SYMBOLS + leaving
+    kept = tl.arange(0, SYMBOLS)[:, None] * MIDDLE + tl.arange(0, MIDDLE)[None, :]
+    entries = tl.load(table + window)
+    apart = tl.load(values + turn) - entries
+    cost = apart * apart
+    if CIRCULAR:
+        cost = tl.where((window & (KEPT - 1)) == shared, cost, float("inf"))
+    for channel in range(1, dim):
+        # Costs are not negative, so their order is that of their bits, of which the lowest give way to the symbol that leaves: one minimum
+        # then finds both.
+        marked = (cost.to(tl.int32, bitcast=True) & -SYMBOLS) | leaving
+        least = tl.min(marked, 2)
+        tl.store(back + channel * KEPT + kept, least & (SYMBOLS - 1))
+        before = tl.reshape(least, (1, MIDDLE, SYMBOLS)).to(tl.float32, bitcast=True)
+        place = channel + turn
+        apart = tl.load(values + tl.where(place < dim, place, place - dim)) - entries
+        cost = apart * apart + before
+    if CIRCULAR:
+        cost = tl.where((window >> BITS) == shared, cost, float("inf"))
+    # Until every lane has stored its ways.
+    tl.debug_barrier()
+    return tl.argmin(tl.reshape(cost, (STATES,)), 0)
+
+
+@triton.jit
+def _step_back(back: tl.tensor, channel: tl.tensor, state: tl.tensor, KEPT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Return the window before ``state``, which is that of ``channel``."""
+    low = state & (KEPT - 1)
+    return (low << BITS) | tl.load(back + channel * KEPT + low).to(tl.int32)

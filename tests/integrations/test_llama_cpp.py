@@ -396,6 +396,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, whole(streams=3, stream=7)), {}, "its full-attention layers hold no tokens"),
         (state(SEVEN, whole(sequences_of_a_cell=2)), {}, "cell 0 of its full-attention layers belongs to 2 sequences, the first 0; every"),
         (state(SEVEN, whole(sequence=-1)), {}, "cell 0 of its full-attention layers belongs to 1 sequences, the first -1"),
+        (state(SEVEN, whole(sequence=256)), {}, "the first 256; every cell must belong to one, here 256, below 256;"),
         (state(SEVEN, whole([0, 1, 2, 4, 5, 6, 7])), {}, "positions from 0 to 7, with 4 in place of 3"),
         (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, with 2 in place of 3"),
         (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, with 1 in place of 0"),

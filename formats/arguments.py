@@ -79,21 +79,23 @@ def check_text(value: Any, what: str) -> None:
 def checked_device(device: Any) -> torch.device:
     """Convert ``device`` to a torch.device. Raises InvalidParameter if this PyTorch cannot allocate tensors on it."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise InvalidParameter(f"device is {shown(device)}, expected a torch.device or a name such as 'cpu' or 'cuda:0'") from None
-    if found.type == "cpu":
-        return found
-    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidParameter(f"device is {str(found)!r}, but PyTorch finds {count} CUDA devices: use one that exists, or 'cpu'")
-    if found.type == "meta":
+    if parsed.type == "cpu":
+        return parsed
+    if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidParameter(f"device is {str(parsed)!r}, but PyTorch finds {count} CUDA devices: use one that exists, or 'cpu'")
+    if parsed.type == "meta":
         raise InvalidParameter("device is 'meta', which has no values: use a device such as 'cpu' or 'cuda:0'")
     try:
-        torch.empty(0, dtype=torch.uint8, device=found)
+        torch.empty(0, dtype=torch.uint8, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0][:80]
-        raise InvalidParameter(f"device is {str(found)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'") from None
-    return found
+        raise InvalidParameter(
+            f"device is {str(parsed)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'"
+        ) from None
+    return parsed
 
 
 def check_floating(dtype: Any) -> None:

@@ -71,14 +71,14 @@ class Balanced(ValueMap):
                 f"codec {options.codec}: frame=centered needs keys with their mean subtracted: add mean=<tokens>, such as mean=128, or "
                 "write frame=balanced"
             )
-        found = options.balanced
-        if found is None or found.frames is None:
+        balanced = options.balanced
+        if balanced is None or balanced.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, frame)
-        if found.frames.dim != dim:
+        if balanced.frames.dim != dim:
             raise InvalidParameter(
-                f"codec {options.codec}: the head dim is {dim}, but the basis has {found.frames.dim}: use the basis of this model"
+                f"codec {options.codec}: the head dim is {dim}, but the basis has {balanced.frames.dim}: use the basis of this model"
             )
-        return cls(dim, found.digest, found.layer, frame, found.frames)
+        return cls(dim, balanced.digest, balanced.layer, frame, balanced.frames)
 
     @classmethod
     def of_params(cls, dim: int, value: Any) -> Self:

@@ -44,14 +44,14 @@ class BalancedFrames:
 
         Raises OutOfRange if a matrix is too badly conditioned (rules basis-19 and basis-24).
         """
-        found = inverse_of(self.matrices, "a balanced frame of the basis")
-        growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), found.abs().sum(-2).amax(-1))
+        result = inverse_of(self.matrices, "a balanced frame of the basis")
+        growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), result.abs().sum(-2).amax(-1))
         if not bool((growth <= MAX_GROWTH).all()):
             raise OutOfRange(
                 f"the balanced frame of head {int(growth.argmax())} is badly conditioned: it, or its inverse, may make values "
                 f"{float(growth.max()):.4g} times as large, the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
             )
-        return found.to(self.matrices.device)
+        return result.to(self.matrices.device)
 
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
         """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, rounded once.
@@ -71,10 +71,10 @@ class BalancedFrames:
             return self
         key = str(device)
         if key not in self._elsewhere:
-            found = BalancedFrames(self.matrices.to(device))
+            result = BalancedFrames(self.matrices.to(device))
             if "inverse" in self.__dict__:
-                found.__dict__["inverse"] = self.inverse.to(device)
-            self._elsewhere[key] = found
+                result.__dict__["inverse"] = self.inverse.to(device)
+            self._elsewhere[key] = result
         return self._elsewhere[key]
 
 

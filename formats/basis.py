@@ -117,8 +117,8 @@ class BasisRows:
 
         Two runs of 8 columns share the table of one run of ``RUN_COLUMNS``.
         """
-        found = self._tables[:, list(heads), [run // 2 for run in runs]]
-        return found[..., (1 << width) - 2 : (2 << width) - 2]
+        result = self._tables[:, list(heads), [run // 2 for run in runs]]
+        return result[..., (1 << width) - 2 : (2 << width) - 2]
 
     @cached_property
     def inverse(self) -> torch.Tensor:

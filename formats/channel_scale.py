@@ -75,8 +75,8 @@ class ChannelScale(ValueMap):
             )
         if options.given("frame"):
             raise InvalidParameter(f"codec {options.codec}: frame= balances channels too: leave out channel_scale=balanced")
-        found = options.balanced
-        queries = None if found is None else found.queries
+        balanced = options.balanced
+        queries = None if balanced is None else balanced.queries
         if queries is not None and queries.shape[1] != dim:
             raise InvalidParameter(
                 f"codec {options.codec}: the head dim is {dim}, but the basis has {queries.shape[1]}: use the basis of this model"

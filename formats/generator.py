@@ -58,18 +58,18 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
     """Return the results of ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
-    found: list[list[numpy.ndarray[Any, Any]]] = []
+    result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, left = 0, count
-    while not found or left > 0:
+    while not result or left > 0:
         # A fraction pi/4 of the pairs of symmetric values is in the disc.
         pairs = left + left // 3 + 16
         values = ((_words(seed, drawn, 2 * pairs) >> numpy.uint64(11)).astype(numpy.int64) - (1 << 52)) / (1 << 52)
         x, y = values[0::2], values[1::2]
         square = x * x + y * y
         inside = (square > 0.0) & (square < 1.0)
-        found.append([x[inside], y[inside], square[inside]])
+        result.append([x[inside], y[inside], square[inside]])
         drawn, left = drawn + 2 * pairs, left - int(inside.sum())
-    return [numpy.concatenate(parts)[:count] for parts in zip(*found, strict=True)]
+    return [numpy.concatenate(parts)[:count] for parts in zip(*result, strict=True)]
 
 
 def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:

@@ -23,8 +23,8 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
     exact = matrices.to(torch.float64).cpu().numpy()
     try:
         with numpy.errstate(all="ignore"):
-            found = numpy.linalg.inv(exact).astype(numpy.float32)
-            error = float(numpy.abs(found.astype(numpy.float64) @ exact - numpy.eye(exact.shape[-1])).sum(-2).max())
+            inverse = numpy.linalg.inv(exact).astype(numpy.float32)
+            error = float(numpy.abs(inverse.astype(numpy.float64) @ exact - numpy.eye(exact.shape[-1])).sum(-2).max())
     except numpy.linalg.LinAlgError:
         error = math.inf
     if not error <= INVERSE_ERROR:
@@ -32,7 +32,7 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
             f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest; the most is {INVERSE_ERROR:.3g}: "
             "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(inverse)
 
 
 def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
@@ -42,9 +42,9 @@ def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tenso
     """
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()
-    found = float(reach.max())
-    if not found <= LARGEST_DECODED:
+    result = float(reach.max())
+    if not result <= LARGEST_DECODED:
         raise OutOfRange(
-            f"by {what} a channel may decode to {found:.6g}, the largest is {LARGEST_DECODED:.6g}: values can be decoded by this basis, "
+            f"by {what} a channel may decode to {result:.6g}, the largest is {LARGEST_DECODED:.6g}: values can be decoded by this basis, "
             "but not encoded; kvpack calibrate makes bases in the unit of a model's values"
         )

@@ -98,15 +98,15 @@ class Klt(CodecFamily):
             options.text(name)
         options.finish()
         cls.check_value("dim", dim)
-        found = options.calibrated
-        if found is None:
+        calibrated = options.calibrated
+        if calibrated is None:
             return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * runs_of(dim)), gain, rows, None)
-        if found.rows.dim != dim:
+        if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis has {found.rows.dim}: use the basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
             )
         make = cls.of_heads if own else cls.of
-        return make(dim, found.digest, found.layer, side, found.widths, gain, rows, found.rows)
+        return make(dim, calibrated.digest, calibrated.layer, side, calibrated.widths, gain, rows, calibrated.rows)
 
     @classmethod
     def of_heads(
@@ -258,7 +258,7 @@ class Klt(CodecFamily):
             return self._encode_heads(x, rows)
         centred = product(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
-        own, found = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
+        own, result = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
         length = x.new_zeros(x.shape[:3])
         for run, width in enumerate(self.widths):
             if width:
@@ -268,11 +268,11 @@ class Klt(CodecFamily):
                 codes[width].append(digit)
                 squares = rows.weights[..., columns].square()
                 own += (values.square() * squares).sum(-1)
-                found += (values * decoded * squares).sum(-1)
+                result += (values * decoded * squares).sum(-1)
                 length += (decoded.square() * squares).sum(-1)
         streams = self.pack_digits(*(torch.cat(digits, -1) for digits in codes.values()))
         if self.gain != "none":
-            streams["gain"] = _gains(own, found, length).to(torch.float16)
+            streams["gain"] = _gains(own, result, length).to(torch.float16)
         return streams
 
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
@@ -286,7 +286,7 @@ class Klt(CodecFamily):
             for one in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
         )
         codes = torch.zeros(batch, tokens, self.row_bytes, dtype=torch.uint8, device=x.device)
-        own, found, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
+        own, result, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
         for part in self.runs:
             head, run, places = (torch.tensor(one, dtype=torch.int64, device=x.device) for one in (part.heads, part.runs, part.places))
             # [batch, run, token, column]
@@ -298,11 +298,11 @@ class Klt(CodecFamily):
             squares = weights[:, head, :, run].transpose(0, 1).square()[..., : part.columns]
             values, decoded = values[..., : part.columns], decoded[..., : part.columns]
             own.index_add_(1, head, (values.square() * squares).sum(-1))
-            found.index_add_(1, head, (values * decoded * squares).sum(-1))
+            result.index_add_(1, head, (values * decoded * squares).sum(-1))
             length.index_add_(1, head, (decoded.square() * squares).sum(-1))
         streams = {CODES: codes[:, None]}
         if self.gain != "none":
-            streams["gain"] = _gains(own, found, length).to(torch.float16)
+            streams["gain"] = _gains(own, result, length).to(torch.float16)
         return streams
 
     def codes_of_heads(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[Runs, torch.Tensor]]:
@@ -402,18 +402,18 @@ class Runs(NamedTuple):
 @lru_cache(TABLES_KEPT)
 def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
     """Group the runs with codes, for heads with their own ``widths``, by width; full runs come before those at the end of a head."""
-    found: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
+    result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_runs_of(dim)
     for number, width in enumerate(widths):
         head, run = divmod(number, count)
         columns = min(HEAD_RUN_COLUMNS, dim - HEAD_RUN_COLUMNS * run)
         size = -(-width * columns // 8)
         if width:
-            found.setdefault((width, columns < HEAD_RUN_COLUMNS), []).append((head, run, tuple(range(place, place + size))))
+            result.setdefault((width, columns < HEAD_RUN_COLUMNS), []).append((head, run, tuple(range(place, place + size))))
         place += size
     return tuple(
         Runs(width, dim % HEAD_RUN_COLUMNS if partial else HEAD_RUN_COLUMNS, *zip(*parts, strict=True))
-        for (width, partial), parts in sorted(found.items())
+        for (width, partial), parts in sorted(result.items())
     )
 
 
@@ -476,8 +476,8 @@ def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> to
     longer holds, and the factor with the least error is stored.
     """
     near = (common > 0) & (own * decoded <= 2 * common.square())
-    found = torch.where(near, own / common, common.clamp_min(0) / decoded)
-    return torch.where(torch.isfinite(found), found, 1.0).clamp_max(LARGEST_GAIN)
+    gains = torch.where(near, own / common, common.clamp_min(0) / decoded)
+    return torch.where(torch.isfinite(gains), gains, 1.0).clamp_max(LARGEST_GAIN)
 
 
 @lru_cache(TABLES_KEPT)

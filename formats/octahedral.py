@@ -178,8 +178,8 @@ class Octahedral(CodecFamily):
                 if not padding.any():
                     continue
                 at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
-                found = int(padding.flat[(padding != 0).argmax()])
-                raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {found:#x} of padding triplets, which must be zero")
+                digit = int(padding.flat[(padding != 0).argmax()])
+                raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {digit:#x} of padding triplets, which must be zero")
 
     @property
     def _directions(self) -> int:

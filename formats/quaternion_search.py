@@ -77,9 +77,9 @@ class Search:
         reduced = is_reduced(chunks.device.type)
         # One buffer for all blocks: an allocator would keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
-        for some, found in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
+        for some, result in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
             scores = plain_product(some, codebook) if reduced else torch.mm(some, codebook, out=products[: len(some)])
-            found.copy_(scores.argmax(1))
+            result.copy_(scores.argmax(1))
         return nearest
 
     def explicit(self, planes: Planes) -> torch.Tensor:
@@ -151,9 +151,9 @@ class Grid:
         winner = self._pairs.index_select(0, torch.add(entry, flipped, alpha=2))
         longer = (row >= self._starts[2]).nonzero()[:, 0]
         row, entry, flipped = (array.index_select(0, longer) for array in (row, entry, flipped))
-        found = self._nearest_of_longer(_gathered(mapped, longer), row, self._pairs.index_select(0, entry))
-        found ^= (found ^ self._opposite.index_select(0, found)) & -flipped
-        return winner.index_copy_(0, longer, found)
+        result = self._nearest_of_longer(_gathered(mapped, longer), row, self._pairs.index_select(0, entry))
+        result ^= (result ^ self._opposite.index_select(0, result)) & -flipped
+        return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
         """Return the nearest codewords for longer lists, given the nearer of the first two; each round has fewer chunks left."""

@@ -83,8 +83,8 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
     """Encode with ``compiled_encoder`` if it is set and supports the call, otherwise with ``encoded``."""
-    found = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
-    return encoded(symbols, lengths, tables, table) if found is None else found
+    result = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
+    return encoded(symbols, lengths, tables, table) if result is None else result
 
 
 def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
@@ -120,8 +120,8 @@ compiled: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None =
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
     """Decode with ``compiled`` if it is set and supports the call, otherwise with ``decoded``."""
-    found = compiled(chunks, lengths, tables, table) if compiled is not None else None
-    return decoded(chunks, lengths, tables, table) if found is None else found
+    result = compiled(chunks, lengths, tables, table) if compiled is not None else None
+    return decoded(chunks, lengths, tables, table) if result is None else result
 
 
 def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:

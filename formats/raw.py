@@ -82,6 +82,6 @@ def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
         if lost:
-            found, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
-            raise OutOfRange(f"the value at {lost[0]} is {found:.6g}, the largest {dtype} is {largest:.6g}; choose a wider dtype")
+            value, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
+            raise OutOfRange(f"the value at {lost[0]} is {value:.6g}, the largest {dtype} is {largest:.6g}; choose a wider dtype")
     return values

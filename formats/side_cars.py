@@ -212,8 +212,8 @@ class WithSideCars(Codec):
             if watch:
                 watch(block, start)
             # What was found for the whole run is known to the codec's own encoder alone.
-            found = kernel(self.codec, block) if kernel and not inner.streams else None
-            streams = inner.encode(block, start) if found is None else found
+            result = kernel(self.codec, block) if kernel and not inner.streams else None
+            streams = inner.encode(block, start) if result is None else result
             streams |= self._sketches(block, {**inner.streams, **streams}, own | taken) | taken
             if x.numel() and not x.abs().amax().item() < _LARGE:
                 _finite(self.decode({**inner.streams, **own, **streams}), "decoded")
@@ -399,8 +399,8 @@ class _Steps:
 def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     streams: dict[str, torch.Tensor] = {}
     for step in steps:
-        block, found = step(block, start)
-        streams |= found
+        block, result = step(block, start)
+        streams |= result
     return block, streams
 
 

@@ -35,10 +35,10 @@ def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.
         device = str(arguments[-1])
         key = (compute, device, *arguments[:-1])
         with _lock:
-            found = _kept.get(key)
-            if found is not None:
+            cached = _kept.get(key)
+            if cached is not None:
                 _kept.move_to_end(key)
-                return found
+                return cached
         # A tensor made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
             made = compute(*arguments[:-1]).to(device)

@@ -82,15 +82,15 @@ class Transform(CodecFamily):
         for name in ("bits", "basis"):
             options.text(name)
         options.finish()
-        found = options.calibrated
-        if found is None or found.frames is None:
+        calibrated = options.calibrated
+        if calibrated is None or calibrated.frames is None:
             return cls(dim, bytes(DIGEST_BYTES), 0, side, "head", 0, chunk)
-        if found.rows.dim != dim:
+        if calibrated.rows.dim != dim:
             raise InvalidParameter(
-                f"codec {cls.id}: the head dim is {dim}, but the basis has {found.rows.dim}: use the basis of this model"
+                f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
             )
-        scope = "head" if found.frames.count == found.rows.heads else "layer"
-        return cls(dim, found.digest, found.layer, side, scope, found.step, chunk, found.frames)
+        scope = "head" if calibrated.frames.count == calibrated.rows.heads else "layer"
+        return cls(dim, calibrated.digest, calibrated.layer, side, scope, calibrated.step, chunk, calibrated.frames)
 
     @property
     def nominal_bits(self) -> float:
@@ -191,19 +191,19 @@ class Transform(CodecFamily):
             raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the limit is {LARGEST_LEVEL}")
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
-        found = [
+        result = [
             blocks[:, :, start : start + self.chunk].transpose(2, 3).to(torch.int64).cpu().numpy() for start in range(0, tokens, self.chunk)
         ]
-        streams = self.coded(found, source, (batch, heads))
+        streams = self.coded(result, source, (batch, heads))
         if self.side == "k":
-            first = (position + self.chunk * numpy.arange(len(found))) % _POSITIONS
-            streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(found), 2))
+            first = (position + self.chunk * numpy.arange(len(result))) % _POSITIONS
+            streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(result), 2))
         return {name: stream_of(streams[name], x.device) for name in self.row_layouts}
 
     def tables_of(self, source: Frames, heads: int) -> Numbers:
         """Return the table number of every column of every block, uint8 ``[kv_head, column]``."""
-        found = source.tables_at(self.step).astype(numpy.uint8)
-        return found if self.scope == "head" else found.reshape(self.dim, heads).T
+        result = source.tables_at(self.step).astype(numpy.uint8)
+        return result if self.scope == "head" else result.reshape(self.dim, heads).T
 
     def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
         """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
@@ -233,13 +233,13 @@ class Transform(CodecFamily):
         out = torch.empty(batch, heads, int(tokens.sum()), self.dim, dtype=torch.float32, device=device)
         rope = self.rope_of(source)
         positions = None if rope is None else _positions(streams["positions"])
-        for first, found in self.symbols(streams):
-            values = self._values(found, source)
+        for first, part in self.symbols(streams):
+            values = self._values(part, source)
             for begin in range(0, len(values), heads):
                 row, b = divmod((first + begin) // heads, batch)
                 own, count = slice(begin, begin + heads), int(tokens[row])
                 to = out[b, :, int(ends[row]) - count : int(ends[row])]
-                x = self._token_group(values[own], found.columns[own], count, source, device)
+                x = self._token_group(values[own], part.columns[own], count, source, device)
                 if positions is not None and rope is not None:
                     rope.turned(x, int(positions[b, row]), out=to)
                 else:
@@ -281,8 +281,8 @@ class Transform(CodecFamily):
         words, count = streams["words"], int(self.entries(last)["words"].sum())
         last["words"] = words[:, :, words.shape[2] - count :]
         source, again = self.source_for(heads), []
-        for _, found in self.symbols(last):
-            group = numpy.stack([levels[:, :tokens] for levels in levels_of(found, source.tables, self.dim)])
+        for _, part in self.symbols(last):
+            group = numpy.stack([levels[:, :tokens] for levels in levels_of(part, source.tables, self.dim)])
             sequences = len(group) // heads
             again.append(self.coded([group.reshape(sequences, heads, self.dim, tokens)], source, (sequences, heads)))
         device = words.device
@@ -337,7 +337,7 @@ class Transform(CodecFamily):
         for first in range(0, batch * heads * rows, at_once):
             last = min(first + at_once, batch * heads * rows)
             row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (rows, batch, heads))
-            found = symbols_of(
+            result = symbols_of(
                 numpy.minimum(columns[first:last, 0], self.dim),
                 numpy.minimum(tokens[sequence, row], self.chunk),
                 counts[first:last],
@@ -346,7 +346,7 @@ class Transform(CodecFamily):
                 numbers[head],
                 source.tables,
             )
-            self.check_ends(rans.Decoded(found.symbols, found.read, found.states), found.counts, (batch, heads), where, first)
+            self.check_ends(rans.Decoded(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
         """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads, from ``first`` on.

@@ -57,12 +57,12 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
         used, size = int(columns[number]), int(columns[number] * sizes[number])
         own = levels[:used].reshape(-1)
         table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
-        found = numpy.where(numpy.abs(own) <= tables.reach, own + (tables.reach + 1), 0)
-        found[tables.frequencies[table[number, :size], found] == 0] = 0
-        if not tables.frequencies[table[number, :size], found].all():
+        result = numpy.where(numpy.abs(own) <= tables.reach, own + (tables.reach + 1), 0)
+        result[tables.frequencies[table[number, :size], result] == 0] = 0
+        if not tables.frequencies[table[number, :size], result].all():
             raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
-        symbols[number, :size] = found
-        escapes.append(own[found == 0].astype("<i4").view("<u2"))
+        symbols[number, :size] = result
+        escapes.append(own[result == 0].astype("<i4").view("<u2"))
     made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
     ends = numpy.cumsum(made.counts)
     words = [part for end, count, own in zip(ends, made.counts, escapes, strict=True) for part in (made.words[end - count : end], own)]
@@ -161,8 +161,8 @@ def _used_columns(levels: Numbers) -> int:
 
 def in_order(stream: torch.Tensor) -> Numbers:
     """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head; returns int64."""
-    found: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
-    return found.reshape(-1, *found.shape[3:])
+    result: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
+    return result.reshape(-1, *result.shape[3:])
 
 
 def joined(pairs: Numbers) -> Numbers:

@@ -82,8 +82,8 @@ def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, An
 def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
     """Copy the rows ``numbers`` of ``width`` values each, in that order."""
     if isinstance(array, numpy.ndarray):
-        found: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
-        return found
+        result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
+        return result
     return numpy.stack([array.flat(number * width, (number + 1) * width).copy() for number in numbers.tolist()])
 
 

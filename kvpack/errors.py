@@ -72,5 +72,5 @@ class RoundedWarning(UserWarning):
 
 def worst_exit_code(codes: Iterable[int]) -> int:
     """Return the exit code of a command from the exit codes of its parts: the first of ``WORST_FIRST`` among them, or 0 for none."""
-    found = {0, *codes}
-    return next(code for code in WORST_FIRST if code in found)
+    result = {0, *codes}
+    return next(code for code in WORST_FIRST if code in result)

@@ -54,8 +54,8 @@ class GrowingCall:
     @staticmethod
     def takes_layer(layer: Layer) -> bool:
         """Return True if every segment has a loader, and no page maps its values by torch operations."""
-        found = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
-        return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in found)
+        result = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
+        return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in result)
 
     def refresh(self, layer: Layer) -> bool:
         """Use the current pages of ``layer``; return True if launches changed, so that graphs must be captured again."""

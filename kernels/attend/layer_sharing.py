@@ -153,8 +153,8 @@ class Tables:
         assert layer.k is not None
         assert layer.v is not None
         k, v = layer.k.runs, layer.v.runs
-        found = self._made.get(k)
-        if found is None or found[0]() is not v:
+        table = self._made.get(k)
+        if table is None or table[0]() is not v:
             kinds = _kinds_of(k, v)
             others = ((one(), other()) for one, other in _together.get(k, ()))
             like = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
@@ -163,8 +163,8 @@ class Tables:
             tables = torch.from_numpy(rows.ravel()).to(device, non_blocking=True)
             for number, (x, y) in enumerate(like):
                 self._made[x] = ref(y), tables, number * len(self._rows)
-            found = self._made[k]
-        return found[1:]
+            table = self._made[k]
+        return table[1:]
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:

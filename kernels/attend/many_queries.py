@@ -111,8 +111,8 @@ def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | No
     if kind is None:
         return Call(q, layer, options)
     asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
-    if (found := _alike.get(asked)) is not None:
-        return found.over(layer)
+    if (result := _alike.get(asked)) is not None:
+        return result.over(layer)
     call = Call(q, layer, options)
     if asked not in _alike:
         if len(_alike) >= MAX_CALLS:
@@ -275,13 +275,13 @@ class Call:
             self._decode(part, memory)
             if part.start + part.seen < part.own:
                 k, v = _held(part, memory, part.seen, part.own - part.start)
-                found = flash.attend(
+                output = flash.attend(
                     turned, k, v, scale=self._scale, first=part.start + part.seen, tokens=self._tokens,
                     behind=self._shape[2] - one.first, causal=self._options.causal, softcap=self._options.softcap,
                     sliding_window=self._options.sliding_window, lengths=lengths, starts=starts, into=(sums, lse) if empty else None,
                 )  # fmt: skip
                 if not empty:
-                    flash.merge(sums, lse, *found)
+                    flash.merge(sums, lse, *output)
                 empty = False
             if part.own < part.stop:
                 self._add_own(
@@ -332,8 +332,8 @@ class Call:
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
         if part.splits > 1:
             q = q.repeat_interleave(part.splits, 0)
-        found = dense(q, *_held(part, memory, 0, part.seen, part.splits), self._scale, False)
-        flash.merge(sums, lse, *found, part.splits, empty)
+        output = dense(q, *_held(part, memory, 0, part.seen, part.splits), self._scale, False)
+        flash.merge(sums, lse, *output, part.splits, empty)
 
 
 def _held(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,15 +359,15 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
     """
     peer = _peer(q, k, v, causal)
     if peer == "cudnn":
-        found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        output: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False, scale=scale)
     elif peer == "flash":
-        found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+        output = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     else:
         return flash.attend(
             q, k, v, scale=scale, first=0, tokens=k.shape[2], behind=q.shape[2], causal=causal, softcap=None, sliding_window=None,
             lengths=None,
         )  # fmt: skip
-    return found[0], found[1].reshape(q.shape[:3])
+    return output[0], output[1].reshape(q.shape[:3])
 
 
 def takes_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -383,8 +383,8 @@ def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float)
 
     PyTorch's operator calls this causal lower right (``torch.nn.attention.bias.CausalBias``).
     """
-    found: Any = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
-    return found[0]  # type: ignore[no-any-return]
+    output: Any = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False, scale=scale)
+    return output[0]  # type: ignore[no-any-return]
 
 
 def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:

@@ -50,7 +50,7 @@ def _of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tenso
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
     step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
     granules = -(-(stop - start) // GRANULE.value)
-    found: list[tuple[torch.Tensor, ...]] = []
+    result: list[tuple[torch.Tensor, ...]] = []
     for first in range(start, stop, step):
         rows = page.rows(first, min(first + step, stop))
         flags = side_car.flags(rows)
@@ -66,10 +66,10 @@ def _of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tenso
             return None
         sequence, token, chunk = flags.flatten(0, 1).nonzero().T
         token += first - start
-        found.append((sequence * granules + token // GRANULE.value, token, chunk, values))
-    if not found:
+        result.append((sequence * granules + token // GRANULE.value, token, chunk, values))
+    if not result:
         return {}
-    granule, token, chunk, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    granule, token, chunk, values = (torch.cat(parts) for parts in zip(*result, strict=True))
     granule, order = granule.sort(stable=True)
     places, halves, power = entries(token[order], chunk[order], values[order])
     edges = torch.arange(batch * heads, device=granule.device)[:, None] * granules + torch.arange(granules + 1, device=granule.device)

@@ -142,12 +142,12 @@ def planned(
     most_first = sorted(by_kernel, key=lambda kernel: -sum(segment.tokens for segment in by_kernel[kernel]))
     frames = list(dict.fromkeys(kernel.v for kernel in most_first))
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
-        found = by_kernel[kernel]
+        result = by_kernel[kernel]
         if kernel.k_decoded:
-            found = segments.decoded(found, frame_columns.columns(kernel.k.codec, dual), "k")
+            result = segments.decoded(result, frame_columns.columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
-            found = segments.decoded(found, frame_columns.columns(kernel.v.codec, dual), "v")
-        launches.append(_launch(found, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
+            result = segments.decoded(result, frame_columns.columns(kernel.v.codec, dual), "v")
+        launches.append(_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
     return launches
 
 

@@ -445,6 +445,6 @@ def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device
     """
     parts = []
     for channels in places:
-        found = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")
-        parts.append(torch.nn.functional.pad(found, (0, -found.numel() % block), value=none))
+        result = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")
+        parts.append(torch.nn.functional.pad(result, (0, -result.numel() % block), value=none))
     return torch.cat(parts).to(device)

@@ -156,13 +156,13 @@ def _is_in_order(codec: Codec) -> bool:
 
 def frame_of(side: Side) -> Frame:
     """Return the coded frame if all packed tokens of the side share it and a loader decodes them; otherwise the original frame."""
-    found = [segment for segment in segments.of_side(side).segments if segment.page is not None]
-    loader = tiles.loader_of(found[0].codec) if found else None
+    result = [segment for segment in segments.of_side(side).segments if segment.page is not None]
+    loader = tiles.loader_of(result[0].codec) if result else None
     # Parts that all tokens share, such as a mean, are in no column.
     if loader is None or loader.offset:
         return Frame()
-    first = found[0].frame
-    if any(segment.raw or not segment.exact or (segment is not found[0] and segment.frame != first) for segment in found):
+    first = result[0].frame
+    if any(segment.raw or not segment.exact or (segment is not result[0] and segment.frame != first) for segment in result):
         return Frame()
     return Frame(*first)
 

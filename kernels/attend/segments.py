@@ -113,15 +113,15 @@ class Segment(NamedTuple):
 def of_side(side: Side) -> SideSegments:
     """Return the segments of the pages of ``side``, with its tail as one of raw values; cached with the side."""
     if side not in _side_segments:
-        found, first = [], 0
+        result, first = [], 0
         for page in side.runs:
-            found += _segments_of(page, first, side.tail.dtype, side.runs[0])
+            result += _segments_of(page, first, side.tail.dtype, side.runs[0])
             first += page.tokens
         if side.tail.shape[2]:
-            found.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
-        supported = all(segment.exact and loaders.tiles_of(segment.codec) is not None for segment in found)
-        outliers = any(segment.codec.side_car(Outliers) is not None for segment in found)
-        _side_segments[side] = SideSegments(found, supported, outliers)
+            result.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
+        supported = all(segment.exact and loaders.tiles_of(segment.codec) is not None for segment in result)
+        outliers = any(segment.codec.side_car(Outliers) is not None for segment in result)
+        _side_segments[side] = SideSegments(result, supported, outliers)
     return _side_segments[side]
 
 
@@ -145,17 +145,17 @@ def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: Pa
     else:
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
-    found = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
-    coded = next(iter(found.values()), None)
+    result = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
+    coded = next(iter(result.values()), None)
     held = codec.codec if coded is None else coded.codec
     for start, stop in pairwise(edges):
-        if start not in found and isinstance(codec.codec, Klt):
+        if start not in result and isinstance(codec.codec, Klt):
             values = _decoded_part(page, start, stop, dtype)
             raw = Raw(codec.dim, RAW_DTYPES[dtype])
-            found[start] = SideSegment(raw, first + start, stop - start, {"values": values}, page=page, start=start)
-        elif start not in found:
-            found[start] = SideSegment(held, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
-    return [found[start] for start in edges[:-1]]
+            result[start] = SideSegment(raw, first + start, stop - start, {"values": values}, page=page, start=start)
+        elif start not in result:
+            result[start] = SideSegment(held, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
+    return [result[start] for start in edges[:-1]]
 
 
 def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -176,11 +176,11 @@ def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun |
     loaded = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
     if page.codec.side_car(Outliers) is not None and tiles is not None:
-        found = outlier_entries.of_page(page, start, stop)
-        if found is None:
+        result = outlier_entries.of_page(page, start, stop)
+        if result is None:
             return segment._replace(exact=False)
-        if found:
-            outliers = {**found, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
+        if result:
+            outliers = {**result, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         loaded = tuple(side_car for side_car in loaded if type(side_car) is not Outliers)
     codec = WithSideCars(segment.codec, loaded) if loaded else segment.codec
@@ -248,9 +248,9 @@ def of_layer(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end
     """Return the segments of tokens ``[begin, end)`` of a layer whose sides have segments ``k`` and ``v``."""
     edges = sorted({begin, end, *(edge for own in (*k, *v) for edge in (own.first, own.first + own.tokens) if begin < edge < end)})
 
-    firsts = [[own.first for own in found] for found in (k, v)]
+    firsts = [[own.first for own in part] for part in (k, v)]
 
-    def holding(found: Sequence[SideSegment], firsts: list[int], token: int) -> SideSegment:
-        return found[bisect_right(firsts, token) - 1]
+    def holding(part: Sequence[SideSegment], firsts: list[int], token: int) -> SideSegment:
+        return part[bisect_right(firsts, token) - 1]
 
     return [Segment(first, last - first, holding(k, firsts[0], first), holding(v, firsts[1], first)) for first, last in pairwise(edges)]

@@ -40,14 +40,14 @@ def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
 
     A class with its own check may check more.
     """
-    found: dict[str, WordRule | str] = {}
+    result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
         rules = packing.word_rules()
         if rules is None:
             return None
         names = [f"{stream}.{plane}" for plane in range(len(rules))]
-        found.update((name, rule) for name, rule in zip(names, rules, strict=True) if rule is not None)
-    return found | {name: codec.row_layouts[name].dtype for name in codec.finite_streams()}
+        result.update((name, rule) for name, rule in zip(names, rules, strict=True) if rule is not None)
+    return result | {name: codec.row_layouts[name].dtype for name in codec.finite_streams()}
 
 
 def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:

@@ -53,11 +53,11 @@ def tiles_of(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) 
     The first register is repeated to fill the last tile; the columns of a repeated value have channel -1.
     """
     filled = [*registers, *[registers[0]] * (-len(registers) % F16X2_PER_TILE.value)]
-    found: set[SymbolValue] = set()
+    result: set[SymbolValue] = set()
     channels = []
     for half in (half for register in filled for half in register):
-        channels.append(-1 if half in found else half[0] * values + half[1])
-        found.add(half)
+        channels.append(-1 if half in result else half[0] * values + half[1])
+        result.add(half)
     width = 2 * F16X2_PER_TILE.value
     return (
         tuple(number for low, high in filled for number in (*low, *high)),

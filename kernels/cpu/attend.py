@@ -127,12 +127,12 @@ def _visible(
     # By NumPy, whose calls take a fraction of torch's: a decode step makes them for every layer.
     held = tokens if lengths is None else lengths.numpy()[:, None]
     after = held - q_len + numpy.arange(1, q_len + 1)
-    found = numpy.empty((batch, q_len, 2), numpy.int64)
-    found[..., 0] = 0 if sliding_window is None else after - sliding_window
-    found[..., 1] = after if causal else held
+    result = numpy.empty((batch, q_len, 2), numpy.int64)
+    result[..., 0] = 0 if sliding_window is None else after - sliding_window
+    result[..., 1] = after if causal else held
     if starts is not None:
-        numpy.maximum(found[..., 0], starts.numpy()[:, None], out=found[..., 0])
-    return found.clip(0, tokens, out=found)
+        numpy.maximum(result[..., 0], starts.numpy()[:, None], out=result[..., 0])
+    return result.clip(0, tokens, out=result)
 
 
 def _spans(k: list[_Part], v: list[_Part], begin: int, end: int) -> list[_Span]:

@@ -276,12 +276,12 @@ def _klt(codec: Klt) -> Described | None:
 def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
     """Return the C table of each head's runs: offsets of the heads' numbers, the end, then the numbers of their runs."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
-    found = [
+    result = [
         (head, run, bytes_[0], part.width, part.columns)
         for part in codec.runs
         for head, run, bytes_ in zip(part.heads, part.runs, part.places, strict=True)
     ]
-    for head, run, byte, width, columns in sorted(found):
+    for head, run, byte, width, columns in sorted(result):
         heads[head] += [byte, width, HEAD_RUN_COLUMNS * run, columns, places[head, run]]
     ends = [*accumulate(map(len, heads), initial=len(heads) + 1)]
     return [*ends, *(number for numbers in heads for number in numbers)]

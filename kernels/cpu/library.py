@@ -182,39 +182,39 @@ def library() -> ctypes.CDLL | None:
     """Return the library, or None if it was not built or was built from other sources than these."""
     for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
         try:
-            found = ctypes.CDLL(str(path))
+            result = ctypes.CDLL(str(path))
         except OSError:
             # Built for another machine or C library.
             continue
-        found.kvpack_interface.restype = c_int64
-        if found.kvpack_interface() != INTERFACE:
+        result.kvpack_interface.restype = c_int64
+        if result.kvpack_interface() != INTERFACE:
             continue
-        found.kvpack_sizes.restype, found.kvpack_sizes.argtypes = c_int64, (c_int64,)
+        result.kvpack_sizes.restype, result.kvpack_sizes.argtypes = c_int64, (c_int64,)
         structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots)
-        if any(found.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
+        if any(result.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
-        found.kvpack_level_name.restype, found.kvpack_level_name.argtypes = c_char_p, (c_int64,)
-        found.kvpack_attend.restype, found.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
-        found.kvpack_encode.restype, found.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
-        found.kvpack_measure.restype, found.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
-        found.kvpack_unpack.restype, found.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
-        found.kvpack_raw_slots.restype, found.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
-        found.kvpack_join.restype, found.kvpack_join.argtypes = c_int64, (POINTER(Join),)
-        found.kvpack_split.restype, found.kvpack_split.argtypes = c_int64, (POINTER(Split),)
-        found.kvpack_checksum.restype, found.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
-        found.kvpack_rans.restype, found.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
-        found.kvpack_rans_encode.restype, found.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
-        declare(found)
-        return found
+        result.kvpack_level_name.restype, result.kvpack_level_name.argtypes = c_char_p, (c_int64,)
+        result.kvpack_attend.restype, result.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
+        result.kvpack_encode.restype, result.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
+        result.kvpack_measure.restype, result.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
+        result.kvpack_unpack.restype, result.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
+        result.kvpack_raw_slots.restype, result.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
+        result.kvpack_join.restype, result.kvpack_join.argtypes = c_int64, (POINTER(Join),)
+        result.kvpack_split.restype, result.kvpack_split.argtypes = c_int64, (POINTER(Split),)
+        result.kvpack_checksum.restype, result.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
+        result.kvpack_rans.restype, result.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
+        result.kvpack_rans_encode.restype, result.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
+        declare(result)
+        return result
     return None
 
 
 @cache
 def levels() -> tuple[str, ...]:
     """Return the instruction sets that both the library and this processor support, best first."""
-    found = library()
+    lib = library()
     names: list[str] = []
-    while found is not None and (name := found.kvpack_level_name(len(names))) is not None:
+    while lib is not None and (name := lib.kvpack_level_name(len(names))) is not None:
         names.append(name.decode())
     return tuple(names)
 

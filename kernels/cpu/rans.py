@@ -86,11 +86,11 @@ def _tables(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers
     """Return table numbers below ``count``: per chunk, int64, or per symbol, uint8 of ``shape``; the other one is None."""
     if table.ndim == 1:
         return numpy.ascontiguousarray(table, numpy.int64), None
-    found = numpy.ascontiguousarray(table, numpy.uint8)
+    result = numpy.ascontiguousarray(table, numpy.uint8)
     # C reads where they say.
-    assert found.shape == shape
-    assert int(found.max(initial=0)) < count
-    return None, found
+    assert result.shape == shape
+    assert int(result.max(initial=0)) < count
+    return None, result
 
 
 def _address(array: Numbers | None) -> int | None:

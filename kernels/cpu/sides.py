@@ -141,10 +141,10 @@ def _packed(side: Side) -> list[SidePart] | None:
     for stretch in side.runs.stretches:
         if stretch not in _stretches:
             _stretches[stretch] = _segments(stretch, described, side.tail.shape[0], side.heads)
-        found = _stretches[stretch]
-        if found is None:
+        result = _stretches[stretch]
+        if result is None:
             return None
-        table = found[0].copy()
+        table = result[0].copy()
         table[:, 0] += first
         tables.append(table)
         first += int(stretch.ends[-1])
@@ -244,8 +244,8 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
     assert isinstance(codec, Klt)
     if "rows" not in streams:
         return codecs.basis_numbers(codec, codec.source_for(heads))[:, :, None].expand(batch, heads, runs, -1)
-    found = [codecs.basis_numbers(codec, BasisRows(streams["rows"][:, :, run])) for run in range(runs)]
-    return torch.stack(found, 2).contiguous()
+    result = [codecs.basis_numbers(codec, BasisRows(streams["rows"][:, :, run])) for run in range(runs)]
+    return torch.stack(result, 2).contiguous()
 
 
 def _chunk_places(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -43,10 +43,10 @@ def decode_into(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotat
 
     Accepted arguments and errors are those of ``prepare``; codecs whose decoder needs several launches are also supported.
     """
-    found = prepare(codec, packed, out, rotated, pages)
-    if found is None:
+    result = prepare(codec, packed, out, rotated, pages)
+    if result is None:
         return supports_output(out) and codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
-    found.run(out)
+    result.run(out)
     return True
 
 

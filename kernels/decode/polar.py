@@ -59,15 +59,15 @@ def prepare(codec: Polar, packed: Sequence[Packed], out: torch.Tensor, rotated: 
 
 def _levels(codec: Polar) -> tuple[LevelSymbols, ...] | None:
     """Return the levels, or None if some level does not pair all radii equally."""
-    found, radii = [], codec.dim
+    result, radii = [], codec.dim
     for number, run in enumerate(codec.stream_levels.values()):
         first = 0
         for level in run:
             if 2 * level.angles != radii or len(level.pairs) > 1:
                 return None
-            found.append(LevelSymbols(number, first))
+            result.append(LevelSymbols(number, first))
             first, radii = first + level.angles, level.angles
-    return tuple(found)
+    return tuple(result)
 
 
 @triton.jit

@@ -189,11 +189,11 @@ def _of_pages(
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
     """Repeat ``rows`` of a work table for every page, and append two integers to each: the page's output offset and its status index."""
     blocks, integers = rows.shape
-    found = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
-    found[:, :, :integers] = rows
-    found[:, :, _HEAD.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
-    found[:, :, integers:] = moves[:, None, 1:]
-    return found.reshape(-1, integers + 2)
+    result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
+    result[:, :, :integers] = rows
+    result[:, :, _HEAD.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
+    result[:, :, integers:] = moves[:, None, 1:]
+    return result.reshape(-1, integers + 2)
 
 
 def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:

@@ -159,12 +159,12 @@ def _current_stream(device: torch.device) -> int:
 
 
 def _parts(side: Side, start: int, stop: int) -> list[SidePart]:
-    found, first = [], 0
+    result, first = [], 0
     for page in side.runs:
         begin, end = max(0, start - first), min(page.tokens, stop - first)
         if begin < end:
-            found.append(SidePart(page, first, begin, end))
+            result.append(SidePart(page, first, begin, end))
         first += page.tokens
         if first >= stop:
             break
-    return found
+    return result

@@ -57,7 +57,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor, rotated: 
     if form is None:
         return None
     row = TABLE_CODECS[type(codec)]
-    tables = [found for found in (row.table(codec, out.device), row.norm_table(codec, out.device)) if found is not None]
+    tables = [part for part in (row.table(codec, out.device), row.norm_table(codec, out.device)) if part is not None]
     joined = 1 if form.values == 3 else form.values
     constants = TableConstants(code_streams(codec), form, tables[0].numel() // form.values, len(codec.row_layouts) - 1, joined)
     return prepare_rows(

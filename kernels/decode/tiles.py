@@ -111,13 +111,13 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
     block = span * max(1, min(MAX_TILES, spans // PROGRAMS))
     held: list[torch.Tensor] = []
-    found, blocks = [], 0
+    result, blocks = [], 0
     for part in packed:
-        found.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, held)])
+        result.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, held)])
         blocks += -(-part.tokens // block)
-    rows = numpy.array(found, dtype=numpy.int64)
+    rows = numpy.array(result, dtype=numpy.int64)
     table = torch.from_numpy(rows).to(device, non_blocking=True)
-    firsts = tuple((row[0], row[2]) for row in found)
+    firsts = tuple((row[0], row[2]) for row in result)
     end = packed[-1].first + packed[-1].tokens
     given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
     copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))

@@ -102,17 +102,17 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         decode_symbols(codec, chunks, there, 0, rows * batch * heads, heads, None, (read, states))
     if ((read != chunks.counts) | (states != MIN_STATE).any(1)).any():
-        found = Decoded(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
-        codec.check_ends(found, chunks.counts.cpu().numpy(), (batch, heads), where)
+        decoded = Decoded(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
+        codec.check_ends(decoded, chunks.counts.cpu().numpy(), (batch, heads), where)
 
 
 def _groups(chunk: int, packed: Sequence[Packed]) -> numpy.ndarray:
     """Return the first output token of each token group and its number of tokens there, int64 ``[row, 2]``."""
-    found = []
+    result = []
     for part in packed:
         done = numpy.arange(0, part.tokens, chunk, dtype=numpy.int64)
-        found.append(numpy.stack([part.first + done, numpy.minimum(part.tokens - done, chunk)], 1))
-    return numpy.concatenate(found)
+        result.append(numpy.stack([part.first + done, numpy.minimum(part.tokens - done, chunk)], 1))
+    return numpy.concatenate(result)
 
 
 @triton.jit(do_not_specialize=["first", "batch", "size"])

@@ -102,7 +102,7 @@ def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> 
     heads = parts[0]["columns"].shape[1]
     used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).repeat(1, heads).flatten()
     tokens = [_in_order(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
-    found = Chunks(
+    result = Chunks(
         words=_cat(words),
         begins=_cat(begins),
         counts=_cat(counts),
@@ -112,7 +112,7 @@ def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> 
         states=_cat([_in_order(streams["states"].view(torch.int16)) for streams in parts]),
     )
     # Some of them may still be views of the streams, and one row stands for many in an expanded one.
-    return Chunks(*(tensor.contiguous() for tensor in found))
+    return Chunks(*(tensor.contiguous() for tensor in result))
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -88,10 +88,10 @@ def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
         -1 if token_scale is None else len(stored) - 1, -1 if products is None else len(tables) - 1,
     )  # fmt: skip
     quantizer = Quantizer(_quantize, constants, _begin, None if products is None else _end)
-    for found in (Quantizer(_measure, constants, _begin_measuring), quantizer) if small else (quantizer,):
+    for result in (Quantizer(_measure, constants, _begin_measuring), quantizer) if small else (quantizer,):
         encode_rows(
-            codec, x, output, found, _terms, stored, tables, symbols=symbols, tokens=block_tokens,
-            block=min(symbols, block if along_tokens else max(block, codec.size)), rotated=rotated, packs=found is quantizer, fusion=False,
+            codec, x, output, result, _terms, stored, tables, symbols=symbols, tokens=block_tokens,
+            block=min(symbols, block if along_tokens else max(block, codec.size)), rotated=rotated, packs=result is quantizer, fusion=False,
             # With one warp, most tokens of a group are in one thread.
             warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
         )  # fmt: skip

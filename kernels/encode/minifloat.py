@@ -76,10 +76,10 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     tables = []
     if codec.run_scale is not None and origins is None:
         scale = streams[codec.run_scale]
-        found, finite = chosen_scales(codec, x, scale.clone())
+        result, finite = chosen_scales(codec, x, scale.clone())
         flag = output.flag
         flag |= (~finite).any()
-        scale.copy_(found)
+        scale.copy_(result)
     elif codec.run_scale is not None and origins is not None:
         tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
@@ -111,9 +111,9 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
-    found = run_scales(codec, largest, before)
+    result = run_scales(codec, largest, before)
     # NaN and what does not fit are infinite or NaN here, and the codec names them.
-    return found, torch.isfinite(found)
+    return result, torch.isfinite(result)
 
 
 @triton.jit

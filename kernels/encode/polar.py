@@ -111,8 +111,8 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are the bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
-    found = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
-    for row, level in zip(directions, found, strict=True):
+    result = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
+    for row, level in zip(directions, result, strict=True):
         row[: len(level)] = level
     return directions
 

@@ -116,11 +116,11 @@ def tiles(codec: Minifloat) -> Tiles | None:
         planes=len(planes),
     )
     run_product = None if codec.run_scale is None else by_run
-    found = Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
+    result = Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
     if not (in_order and packing.width == size and codec.scale_dtype == "e8m0"):
-        return found
-    keys = replace(found, constants=constants._replace(kind=PER_STEP.value), step_factor=step_factor, run_product=by_element)
-    return replace(found, keys=keys)
+        return result
+    keys = replace(result, constants=constants._replace(kind=PER_STEP.value), step_factor=step_factor, run_product=by_element)
+    return replace(result, keys=keys)
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:

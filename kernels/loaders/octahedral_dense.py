@@ -63,9 +63,9 @@ def tiles(codec: Octahedral) -> Tiles | None:
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
     registers, channels = tiles_of(f16x2_of_symbols(codec.triplets, VALUES, codec.dim), VALUES)
-    found = table(codec, whole)
+    result = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
-    norms = table_of_bytes(found[1 << index_bits :, 0]) if few_norms else None
+    norms = table_of_bytes(result[1 << index_bits :, 0]) if few_norms else None
     constants = OctahedralDenseConstants(
         rows=rows,
         indices=row_packing(both, 0),
@@ -85,7 +85,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
         len(channels),
         channels,
         (*streams, Stream("norm", norm_bits, 1)),
-        found,
+        result,
         entries=0 if norms is None else 1 << index_bits,
         tokens=TOKENS,
     )

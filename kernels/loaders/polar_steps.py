@@ -53,21 +53,21 @@ def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[in
     The count is 1 for one angle, and 2 for an angle and that of the next field, ``width`` further on.
     """
     left = list(angles)
-    found = []
+    result = []
     while left:
         angle = left.pop(0)
         together = 2 * bits <= MAX_BITS_TOGETHER and angle + width in left
         if together:
             left.remove(angle + width)
-        found.append((angle, 2 if together else 1))
-    return tuple(found)
+        result.append((angle, 2 if together else 1))
+    return tuple(result)
 
 
 @triton.constexpr_function
 def places_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
     """Return the position of each angle of a step in the results of its lookups."""
-    found = [angle + width * number for angle, count in lookups_of(angles, width, bits) for number in range(count)]
-    return tuple(map(found.index, angles))
+    result = [angle + width * number for angle, count in lookups_of(angles, width, bits) for number in range(count)]
+    return tuple(map(result.index, angles))
 
 
 @triton.constexpr_function

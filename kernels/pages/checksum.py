@@ -78,9 +78,9 @@ def _launch(
 def powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
     """Return powers of the multiplier, int64: for each lane, then for each part of a row, then for a step."""
     lanes = _descending(multiplier, LANES)
-    found = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
+    result = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
-        return torch.tensor([value - 2**64 if value >> 63 else value for value in found], dtype=torch.int64, device=device)
+        return torch.tensor([value - 2**64 if value >> 63 else value for value in result], dtype=torch.int64, device=device)
 
 
 def _descending(base: int, count: int) -> Sequence[int]:

@@ -53,12 +53,12 @@ class Layers:
         apart = addresses - addresses[0]
         if not self._alike or (apart % size).any():
             return None
-        found = numpy.empty((len(slots), len(self.tensors), 3), numpy.int64)
-        found[:, :, 0] = numpy.array(slots, numpy.int64)[:, None] * self._slot_strides + apart // size
+        result = numpy.empty((len(slots), len(self.tensors), 3), numpy.int64)
+        result[:, :, 0] = numpy.array(slots, numpy.int64)[:, None] * self._slot_strides + apart // size
         pages = numpy.arange(len(slots), dtype=numpy.int64)[:, None]
-        found[:, :, 1] = pages * page + numpy.arange(len(self.tensors), dtype=numpy.int64) * layer
-        found[:, :, 2] = pages
-        return found.reshape(-1, 3)
+        result[:, :, 1] = pages * page + numpy.arange(len(self.tensors), dtype=numpy.int64) * layer
+        result[:, :, 2] = pages
+        return result.reshape(-1, 3)
 
 
 class Lane:

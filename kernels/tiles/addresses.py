@@ -46,9 +46,9 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
 
 def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
     """Return the streams of ``tiles``, whose addresses and strides start at number ``first`` of ``rows``."""
-    found = []
+    result = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number
         aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
-        found.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
-    return tuple(found)
+        result.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))
+    return tuple(result)

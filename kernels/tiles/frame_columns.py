@@ -131,8 +131,8 @@ def _originals_of(codec: Codec) -> torch.Tensor:
         assert codec.source is not None
         source = codec.source.on(torch.device("cpu"))
         matrix = source.matrix.to(torch.float64)
-        found = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
-        return found.flatten(0, 1).to(torch.float32)
+        result = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
+        return result.flatten(0, 1).to(torch.float32)
     frame = torch.eye(codec.dim, dtype=torch.float32, device="cpu")
     if qjl := codec.side_car(Qjl):
         frame = torch.cat([frame, qjl.rotation.inverse(frame)])

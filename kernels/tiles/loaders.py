@@ -46,8 +46,8 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the loader of tiles with two tokens per row, arranged by ``dual``; None if rows have another number of words."""
     if isinstance(codec, WithSideCars):
-        found = dual_tiles_of(codec.codec, dual)
+        result = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.
         means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
-        return tiles_key_mean.with_means(found, means[0]) if found is not None and len(means) == len(codec.side_cars) == 1 else None
+        return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.side_cars) == 1 else None
     return codecs.of_codec(codec).dual_tiles(codec, dual)

@@ -28,13 +28,13 @@ def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple
 
 
 def _median(call: Callable[[], None], device: str) -> float:
-    found = []
+    result = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()
         call()
-        found.append(time.perf_counter() - begin)
+        result.append(time.perf_counter() - begin)
     free(device)
-    return statistics.median(found[1:])
+    return statistics.median(result[1:])
 
 
 def wait(device: str) -> None:

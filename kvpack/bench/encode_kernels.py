@@ -90,11 +90,11 @@ def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
     """Yield the sides and codecs of ``recipe``, which may name a synthetic basis of klt, without duplicates and raw codecs."""
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
-    found: list[Codec] = []
+    result: list[Codec] = []
     for side in "kv":
         codec = parsed.codec(0, 1, side, dim)
-        if codec.exact_dtype is None and codec not in found:
-            found.append(codec)
+        if codec.exact_dtype is None and codec not in result:
+            result.append(codec)
             yield side, codec
 
 

@@ -139,12 +139,12 @@ def evaluate(
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
     try:
-        found = _measured(model, places, sizes, parsed, progress)
+        result = _measured(model, places, sizes, parsed, progress)
     finally:
         # What it was before comes back with the last reference.
         model.set_attn_implementation("kvpack")  # type: ignore[operator]
         del switch
-    exact, forgotten, measured = found
+    exact, forgotten, measured = result
     rows = [(name, each, None) for name, each in zip(parsed, measured, strict=True)]
     report = {
         "model": model_name(str(getattr(model, "name_or_path", ""))) or type(model).__name__,

@@ -59,10 +59,10 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
 
 def along(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int, seed: int) -> Along:
     """Pack the prompt of a generated text, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at a time."""
-    found = read_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
-    losses = divergences(exact.log_probabilities, found)
+    result = read_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
+    losses = divergences(exact.log_probabilities, result)
     numbers = torch.Generator().manual_seed(seed)
-    drawn = torch.cat([_drawn(row[None], numbers) for row in found])
+    drawn = torch.cat([_drawn(row[None], numbers) for row in result])
     changed = drawn != exact.tokens[0, exact.prefix + 1 :]
     first = int(changed.int().argmax()) if bool(changed.any()) else None
     return Along([part.mean().item() for part in torch.split(losses, PART)], changed.double().mean().item(), first)

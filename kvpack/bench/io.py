@@ -186,8 +186,8 @@ def _dense(cache: Source, way: dense.Way, path: str) -> list[_Timed]:
     ways = [_Timed(way.name, WRITE, partial(way.write, tensors, path), path), _Timed(way.name, READ, partial(way.read, path))]
 
     def attend() -> list[torch.Tensor]:
-        found = load_file(path)
-        return [dense.by_products(q, found[f"{layer}.k"], found[f"{layer}.v"]) for layer, q in enumerate(queries)]
+        loaded = load_file(path)
+        return [dense.by_products(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
     # The others have read all values before they attend.
     return [*ways, _Timed(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways

@@ -240,8 +240,8 @@ def _error(q: torch.Tensor, layer: Layer) -> float:
     scores = torch.cat([rows @ part.to(torch.float64).transpose(-1, -2) for part in torch.split(k, _CHUNK_TOKENS, 2)], -1)
     weights = torch.split(torch.softmax(scores, -1), _CHUNK_TOKENS, -1)
     exact = torch.stack([w @ part.to(torch.float64) for w, part in zip(weights, torch.split(v, _CHUNK_TOKENS, 2), strict=True)]).sum(0)
-    found = kvpack.attend(q.to(torch.float32), layer).to(torch.float64).reshape(exact.shape)
-    return float((found - exact).norm() / exact.norm())
+    output = kvpack.attend(q.to(torch.float32), layer).to(torch.float64).reshape(exact.shape)
+    return float((output - exact).norm() / exact.norm())
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

@@ -317,8 +317,8 @@ class _Measurement:
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
                 self._step()
             if part is self.parts[0]:
-                for peer, found in zip(self.peers, self.of_peers, strict=True):
-                    found.append(measure_peer(self.model, exact, peer, part.sizes.step))
+                for peer, result in zip(self.peers, self.of_peers, strict=True):
+                    result.append(measure_peer(self.model, exact, peer, part.sizes.step))
                     self._step()
         return begun, exact_losses, forgotten, measured
 
@@ -337,7 +337,7 @@ class _Measurement:
 
     def _needles(self, path: str) -> tuple[list[Asked], list[list[Asked]]]:
         exact_answers: list[Asked] = []
-        found: list[list[Asked]] = [[] for _ in self.recipes]
+        result: list[list[Asked]] = [[] for _ in self.recipes]
         for prompt in self._prompts():
             tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
@@ -346,11 +346,11 @@ class _Measurement:
             # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
             exact_answers += told(needles.answers(self.model, prompt, lambda: uncompressed(self.model, _copied(pairs))))  # noqa: B023
             self._step()
-            for recipe, right in zip(self.recipes, found, strict=True):
+            for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
                 right += told(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
                 self._step()
-        return exact_answers, found
+        return exact_answers, result
 
     def _generated(self, path: str) -> list[generated.Along] | None:
         if not self.sizes.generated:

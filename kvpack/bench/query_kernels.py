@@ -73,7 +73,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
             )
         del layer
         torch.cuda.empty_cache()
-    return {**shape._asdict(), "peers": [{"queries": count, **found} for count, found in peers.items()], "rows": rows}
+    return {**shape._asdict(), "peers": [{"queries": count, **row} for count, row in peers.items()], "rows": rows}
 
 
 def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:

@@ -50,14 +50,14 @@ def place() -> Path:
 
 def folder() -> Path:
     """Return the model's folder. Raises MissingFile, with the command that downloads it."""
-    found = place()
-    if (found / "config.json").is_file():
-        return found
+    path = place()
+    if (path / "config.json").is_file():
+        return path
     named = f"{VARIABLE} names it" if os.environ.get(VARIABLE) else f"{VARIABLE} would name another folder"
     raise MissingFile(
-        f"{found}: the default language model is missing ({named}); download it (98 MB) with: {COMMAND}; "
+        f"{path}: the default language model is missing ({named}); download it (98 MB) with: {COMMAND}; "
         "or measure another with --model DIR, or the demo's small model with --model demo",
-        filename=str(found),
+        filename=str(path),
     )
 
 
@@ -65,10 +65,10 @@ def basis(on: str = "prose") -> str | None:
     """Return the basis file next to the model; None if it was not calibrated. Raises MissingFile if it was not calibrated on
     another text.
     """
-    found = place() / CALIBRATIONS[on][1]
-    if not found.is_file() and on != "prose":
-        raise MissingFile(f"{found}: the basis is missing; make it with: {COMMAND} --calibrate-on {on}", filename=str(found))
-    return str(found) if found.is_file() else None
+    path = place() / CALIBRATIONS[on][1]
+    if not path.is_file() and on != "prose":
+        raise MissingFile(f"{path}: the basis is missing; make it with: {COMMAND} --calibrate-on {on}", filename=str(path))
+    return str(path) if path.is_file() else None
 
 
 def calibrate(on: str = "prose") -> None:

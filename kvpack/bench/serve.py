@@ -229,11 +229,11 @@ def _decode_rows(
         packed = {recipe: kvpack.pack(_with_dropped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
         others = peers(model, states, tokens, room())
-        found = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
+        result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
         for _ in ("dense", *packed):
             count()
-        return [{**row, **own} for own in found]
-    rows = [{**row, **found} for found in _dense_rows(model, batch, tokens, device, compiled)]
+        return [{**row, **own} for own in result]
+    rows = [{**row, **result} for result in _dense_rows(model, batch, tokens, device, compiled)]
     free(device)
     count()
     for recipe in recipes:
@@ -422,14 +422,14 @@ def _first_token_rows(
             calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
         timed = call_seconds([*calls.values(), *loads.values()], device)
     rows = [{**row, "from": name, "seconds": own} for name, (own, _) in zip(calls, timed, strict=False)]
-    for found, (_, error) in zip(rows, timed, strict=False):
+    for result, (_, error) in zip(rows, timed, strict=False):
         if error is not None:
-            found["error"] = error
-        if found["from"] in sizes:
-            found["file_bytes"] = sizes[found["from"]]
+            result["error"] = error
+        if result["from"] in sizes:
+            result["file_bytes"] = sizes[result["from"]]
         count()
-    for found, (own, _) in zip(rows[2:], timed[len(calls) :], strict=True):
-        found["load_seconds"] = own
+    for result, (own, _) in zip(rows[2:], timed[len(calls) :], strict=True):
+        result["load_seconds"] = own
     return rows
 
 

@@ -47,11 +47,11 @@ def step_rows(
 
     made, failed = {DYNAMIC: dense}, []
     for name, make in others.items():
-        found = row_of(name, lambda make=make: {"made": make()})  # type: ignore[misc]
-        if "error" in found:
-            failed.append(found)
+        result = row_of(name, lambda make=make: {"made": make()})  # type: ignore[misc]
+        if "error" in result:
+            failed.append(result)
         else:
-            made[name] = found["made"]
+            made[name] = result["made"]
     sizes = [*(cache_bytes(past) for past in made.values()), *(cache.nbytes for cache in packed.values())]
     with ExitStack() as held:
         runs = [*((plain, past) for past in made.values())]

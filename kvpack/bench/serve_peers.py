@@ -51,8 +51,8 @@ def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the row that ``measure`` returns for the cache ``name``, or one with its ``error``, so that other caches are still measured.
     """
-    found, error = outcome(measure)
-    row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(found or {})}
+    result, error = outcome(measure)
+    row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}
 
 

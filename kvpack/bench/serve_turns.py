@@ -65,7 +65,7 @@ def without_graphs(past: Any) -> Iterator[None]:
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
     """Return the seconds of one step of each of ``runs`` by name: the median of its turns, each a mean after warm-up steps."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
-    found: dict[str, list[float]] = {run.name: [] for run in runs}
+    result: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):
         for run in runs:
             over, begin = cache_names.over(run.model, run.past), 0.0
@@ -76,5 +76,5 @@ def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[s
                         begin = time.perf_counter()
                     run.model(token, **over, use_cache=True, logits_to_keep=1)
                 wait(device)
-            found[run.name].append((time.perf_counter() - begin) / STEPS)
-    return {name: median(seconds) for name, seconds in found.items()}
+            result[run.name].append((time.perf_counter() - begin) / STEPS)
+    return {name: median(seconds) for name, seconds in result.items()}

@@ -77,10 +77,10 @@ def run(
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
     scale = _Scale(location, recipe)
     filled = scale.fill(entries, progress)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name in rows:
-        found |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
-    return {"location": location, "recipe": recipe, "entries": entries, "put": filled, "rows": found}
+        result |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
+    return {"location": location, "recipe": recipe, "entries": entries, "put": filled, "rows": result}
 
 
 class _Like:
@@ -191,8 +191,8 @@ class _Scale:
             taken, _ = self._saves(0)
         finally:
             Evictor._try_round = real  # type: ignore[method-assign]
-        found = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
-        return found | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
+        results = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
+        return results | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
 
     def processes(self) -> dict[str, float]:
         """Return the CPU time of a save at the budget with several processes and with one, and the wait for rounds of others."""
@@ -268,11 +268,11 @@ class _Scale:
         workers = [context.Process(target=work, args=(number,)) for number in range(processes)]
         for worker in workers:
             worker.start()
-        found: list[tuple[float, list[float], int]] = [results.get() for _ in workers]
+        result: list[tuple[float, list[float], int]] = [results.get() for _ in workers]
         for worker in workers:
             worker.join()
         self._new += SAVES * processes
-        cpus, waits, refused = zip(*found, strict=True)
+        cpus, waits, refused = zip(*result, strict=True)
         return 1000 * sum(cpus) / processes, [wait for one in waits for wait in one], sum(refused)
 
 

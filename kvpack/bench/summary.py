@@ -154,9 +154,7 @@ def _predicted(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_los
     }
 
 
-def _row(
-    recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], recalled: dict[str, Any] | None
-) -> dict[str, Any]:
+def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], recalled: dict[str, Any] | None) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
         for name in ("k_cosine", "v_cosine", "attention_error")
@@ -288,7 +286,9 @@ def _show_needles(report: dict[str, Any]) -> None:
     told = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
     depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in told[0][1]["by_depth"]]
     lengths = [f"{part['tokens']:,} tokens" for part in told[0][1]["by_length"]]
-    rows = [[name, *(f"{part['right']} of {part['asked']}" for part in (*found["by_depth"], *found["by_length"]))] for name, found in told]
+    rows = [
+        [name, *(f"{part['right']} of {part['asked']}" for part in (*needles["by_depth"], *needles["by_length"]))] for name, needles in told
+    ]
     print_table("needles found, by depth in the prompt and by its length", ["recipe", *depths, *lengths], rows)
     print(f"Needles: {counted(told[0][1]['asked'], 'question')}, with Wilson's interval.")
 

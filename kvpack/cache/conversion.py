@@ -40,7 +40,7 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
     """
     recipe.check_length()
     recipe.check_layers(len(layers))
-    found = []
+    result = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
         first, norms = start + layer.skipped, _norms_of_keys(layer)
@@ -59,18 +59,18 @@ def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Pro
             else:
                 packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}", first, norms(codec))
                 sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
-        found.append(replace(layer, k=sides[0], v=sides[1]))
+        result.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(layers))
-    return tuple(found), recipe.canonical
+    return tuple(result), recipe.canonical
 
 
 def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     """Return a function that computes the norms of a layer's keys once, for codecs that choose raw tokens by them."""
-    found = cache(lambda: None if layer.k is None else layer.k.norms())
+    get_norms = cache(lambda: None if layer.k is None else layer.k.norms())
 
     def norms(codec: Codec) -> torch.Tensor | None:
-        return found() if codec.side_car(RawPositions) else None
+        return get_norms() if codec.side_car(RawPositions) else None
 
     return norms
 

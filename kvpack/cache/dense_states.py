@@ -108,7 +108,7 @@ def _layer(layer: Any, where: str) -> DenseLayer:
 
 def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
     """Return the states of a recurrent or convolution layer; empty before its first token."""
-    found = {}
+    result = {}
     for name, attribute in _STATES.items():
         for number, state in getattr(layer, attribute).items():
             if state is None or not layer.has_previous_state[number]:
@@ -116,8 +116,8 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
             # A layer that records its past keeps more columns than the next token needs.
             kept = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
             check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(kept.dtype), kept.shape)
-            found[f"{name}.{number}"] = kept.clone()
-    return found
+            result[f"{name}.{number}"] = kept.clone()
+    return result
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:

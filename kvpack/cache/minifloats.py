@@ -90,9 +90,9 @@ class Minifloats:
             raise InvalidParameter(f"elements are uint8: name them with element=, one of {', '.join(ELEMENTS)}")
         if named is not None and self.element not in (None, named):
             raise InvalidParameter(f"elements are {dtype}, which is {named}, and element is {self.element!r}: leave it out")
-        found = named or self.element
-        assert found is not None
-        return found
+        name = named or self.element
+        assert name is not None
+        return name
 
     @cached_property
     def codec(self) -> Minifloat:
@@ -143,14 +143,14 @@ class Minifloats:
             "head": ((heads,), (batch, heads, 1)),
             "token": ((batch, heads, tokens),),
         }
-        found = next((name for name in (*shapes, None) if name is None or self._asks_for(name, shapes[name])), None)
-        if found is None:
+        shape = next((name for name in (*shapes, None) if name is None or self._asks_for(name, shapes[name])), None)
+        if shape is None:
             asked = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
             raise InvalidParameter(
                 f"scales: shape {list(self.scales.shape)} {asked}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
                 f"{[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
             )
-        return found, _SCALES[self.scales.dtype]
+        return shape, _SCALES[self.scales.dtype]
 
     def _asks_for(self, granularity: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
         return self.granularity in (None, granularity) and tuple(self.scales.shape) in shapes
@@ -227,9 +227,9 @@ class Minifloats:
             raise InvalidType(f"expected a layer's side, such as cache[0].k; got a {type(given).__name__}")
         codec = side.codec
         if not isinstance(codec, Minifloat):
-            found = codec.id if codec.family is codec else f"{codec.id} with side-cars"
+            result = codec.id if codec.family is codec else f"{codec.id} with side-cars"
             raise InvalidParameter(
-                f"the side uses the codec {found}, expected minifloat without side-cars, such as raw tokens: convert the cache "
+                f"the side uses the codec {result}, expected minifloat without side-cars, such as raw tokens: convert the cache "
                 "first, for example to 'fp8;raw=0'"
             )
         if side.tail.shape[2] or not side.runs:
@@ -261,6 +261,6 @@ class Minifloats:
 def _refuse(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
     if wrong.any():
         at = [int(i) for i in torch.nonzero(wrong)[0]]
-        found = values[tuple(at)].item()
-        shown = f"{found:#04x}" if isinstance(found, int) else str(found)
+        value = values[tuple(at)].item()
+        shown = f"{value:#04x}" if isinstance(value, int) else str(value)
         raise InvalidParameter(f"{what} at {at} is {shown}, which is {fault}; kvpack stores finite values")

@@ -166,8 +166,8 @@ class Stretch:
                 rows = rows.view(torch.int16) if rows.dtype == torch.uint16 else rows
                 same = (rows[:, :, 1:] == rows[:, :, :-1]).transpose(0, 2).flatten(1).all(1)
                 whole &= same.cpu()
-        found: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = whole.numpy()
-        return found
+        result: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = whole.numpy()
+        return result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -314,12 +314,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     def slice(self, start: int, stop: int) -> PackedRuns:
         """Return tokens ``[start, stop)``; streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
-        found = []
+        result = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
             if begin < end:
-                found.append(stretch.slice(begin, end))
-        return PackedRuns(found)
+                result.append(stretch.slice(begin, end))
+        return PackedRuns(result)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
         """Apply ``change`` to the streams of each stretch; the result has ``codec``."""

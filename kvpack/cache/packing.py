@@ -135,8 +135,8 @@ def pack(
             place = (number, len(states)), start + skipped, norms
             packed = _pack_side(k, recipe, "k", *place)
             layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
-            if isinstance(k, torch.Tensor) and packed is not None and (found := _outlier_channel(k, packed.codec, number)):
-                outliers.append(found)
+            if isinstance(k, torch.Tensor) and packed is not None and (channel := _outlier_channel(k, packed.codec, number)):
+                outliers.append(channel)
             if progress:
                 progress(number + 1, len(states))
     if outliers:

@@ -189,14 +189,14 @@ class Side:
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(own).norms(start) for own in rows])
-        found = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
+        result = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
                 page, begin = self.place(first, stop)
                 own = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
-                found.append(dispatch.norms(own))
-        return torch.cat(found, 2)
+                result.append(dispatch.norms(own))
+        return torch.cat(result, 2)
 
     def prefix(self, tokens: int) -> Side:
         """Return the first ``tokens`` tokens; packed bytes are shared."""
@@ -342,7 +342,7 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
     one, two = codec.params(), other.params()
     if one["id"] != two["id"]:
         return f"{one['id']} is followed by {two['id']}"
-    parts = ({name: value for name, value in found.items() if one.get(name) != two.get(name)} for found in (one, two))
+    parts = ({name: value for name, value in values.items() if one.get(name) != two.get(name)} for values in (one, two))
     shown = (", ".join(f"{name} {value.hex() if isinstance(value, bytes) else value}" for name, value in part.items()) for part in parts)
     return f"{one['id']} " + " is followed by ".join(text or "no such option" for text in shown)
 

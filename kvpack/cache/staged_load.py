@@ -61,7 +61,7 @@ def load_layers(
     """
     header = file.header
     places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
-    found: dict[int, dict[str, Side]] = {number: {} for number in places}
+    result: dict[int, dict[str, Side]] = {number: {} for number in places}
     # On the host, threads that check would wait for each other.
     ruled, chunked = (
         {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
@@ -96,14 +96,14 @@ def load_layers(
                 made += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
-                found[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
+                result[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
                 tell()
         states = {number: _states(file, number, part, bus) for number in places}
     _check(file, list(zip(groups, targets, strict=False)), made, ruled, chunked)
     for place, side in made:
-        found[place.layer][place.side] = side
+        result[place.layer][place.side] = side
     layers = {}
-    for number, sides in found.items():
+    for number, sides in result.items():
         skipped = header.starts[number] - header.start if part.has_all_tokens else 0
         layers[number] = Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(states[number]))
     return layers
@@ -195,14 +195,14 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
     """Return the states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
-    found = {}
+    result = {}
     for state in file.header.states_of(number):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
         file.read_state_into(state, memory.numpy().data)
-        found[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
-    if not found:
+        result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
+    if not result:
         return {}
-    held = Layer(None, None, states=MappingProxyType(found))
+    held = Layer(None, None, states=MappingProxyType(result))
     return dict(sliced(held, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
 

@@ -38,9 +38,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
 
 
-def side_of(
-    header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device
-) -> Side:
+def side_of(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
     """Create side ``name`` of layer ``number``, described by ``entry``, from its stored ``tensors`` on the device."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)

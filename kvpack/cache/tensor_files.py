@@ -77,8 +77,8 @@ def read(
     source = OnDisk(open_regular(path))
     try:
         entries, metadata = _front(path, source, max_header_bytes)
-        found = check(list(entries), metadata)
-        return {name: _tensor(path, source, entry) for name, entry in entries.items()}, found
+        result = check(list(entries), metadata)
+        return {name: _tensor(path, source, entry) for name, entry in entries.items()}, result
     finally:
         source.close()
 
@@ -86,14 +86,14 @@ def read(
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """Return a safetensors file of ``tensors`` on the CPU as pieces that share their memory; safetensors' own writer would copy them."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end, found = 0, []
+    end, result = 0, []
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        found.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        result.append(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return [memoryview(len(text).to_bytes(8, "little") + text), *found]
+    return [memoryview(len(text).to_bytes(8, "little") + text), *result]
 
 
 def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _Entry], dict[str, str]]:
@@ -131,10 +131,10 @@ def _header(path: str, data: memoryview) -> dict[str, Any]:
     """Return the JSON object of a header. Raises InvalidParameter, also if a name occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
             raise ValueError("a name occurs twice")
-        return found
+        return result
 
     try:
         text = str(data, "utf-8")

@@ -40,13 +40,13 @@ def attend_chunk(
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
-        found = []
+        result = []
         for first in range(0, batch, at_once):
             own = slice(first, min(first + at_once, batch))
             keys, values = (side.select(range(own.start, own.stop)) for side in (k, v))
             length, start = (given if given is None else given[own] for given in (lengths, starts))
-            found.append(attend_chunk(q[own], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
-        return torch.cat(found)
+            result.append(attend_chunk(q[own], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
+        return torch.cat(result)
     rows = q_heads // k.heads * q_len
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     if starts is not None and starts.device.type == "cpu":

@@ -145,26 +145,26 @@ class Basis:
 
     def rows(self, layer: int, side: str) -> BasisRows:
         """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
-        found = self._rows.get((layer, side))
-        if found is None:
+        cached = self._rows.get((layer, side))
+        if cached is None:
             raise OutOfBounds(f"{self.where}: the basis has no {'keys' if side == 'k' else 'values'} of layer {layer}")
-        return found
+        return cached
 
     def frames(self, layer: int, side: str) -> Frames:
         """Return the frames of ``side`` ("k" or "v") of ``layer`` for the codec transform. Raises OutOfBounds."""
-        found = self._frames.get((layer, side))
-        if found is None:
+        cached = self._frames.get((layer, side))
+        if cached is None:
             raise OutOfBounds(f"{self.where}: the basis has no frames of {'keys' if side == 'k' else 'values'} of layer {layer}")
-        return found
+        return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
         """Return the "balanced" or "centered" ``frame`` of each key head of ``layer``, for ``frame=`` in recipes. Raises OutOfBounds."""
-        found = self._balanced.get((layer, frame))
-        if found is None:
+        cached = self._balanced.get((layer, frame))
+        if cached is None:
             raise OutOfBounds(
                 f"{self.where}: the basis has no {frame} frames for the keys of layer {layer}: make them with kvpack calibrate"
             )
-        return CalibratedFrames(self.digest, layer, found)
+        return CalibratedFrames(self.digest, layer, cached)
 
     @property
     def has_balanced_frames(self) -> bool:
@@ -256,14 +256,14 @@ class Basis:
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
         """Mean squared weight of the columns of each run: of 8 columns of each head, head by head, or of 16 over all heads."""
-        found = {}
+        result = {}
         for place, rows in self._rows.items():
             squares = rows.weights[0, :, 0].to(torch.float64).square()
             for own, parts in ((True, squares), (False, squares.mean(0, keepdim=True))):
                 columns = HEAD_RUN_COLUMNS if own else RUN_COLUMNS
                 runs = [torch.stack([part.mean() for part in torch.split(head, columns)]) for head in parts]
-                found[*place, own] = torch.cat(runs).numpy()
-        return found
+                result[*place, own] = torch.cat(runs).numpy()
+        return result
 
     def widths(self, bits: float, gain: str | None = None, own: bool = False) -> Mapping[tuple[int, str], bytes]:
         """Return the widths of every run, by layer and side, that cost the model least at ``bits`` bits per value of a whole file.
@@ -290,14 +290,14 @@ class Basis:
 
     def _at_slope(self, slope: float, own: bool) -> dict[tuple[int, str], bytes]:
         """Return the widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
-        found = {}
+        result = {}
         for place in self._rows:
             weights = self._run_weights[*place, own]
             widths = (weights[:, None] * _GAINS > slope).sum(1)
             if not widths.any():
                 widths[weights.argmax()] = 1
-            found[place] = bytes(widths.tolist())
-        return found
+            result[place] = bytes(widths.tolist())
+        return result
 
     def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, own: bool = False) -> float:
         """Return the bits per value of files whose runs have ``widths``, by layer and side.
@@ -305,15 +305,15 @@ class Basis:
         ``gain`` and ``own`` are as for ``widths``.
         """
         bits, values = 0.0, 0
-        for place, found in widths.items():
+        for place, run_widths in widths.items():
             rows = self._rows[place]
             has_gain = (gain or default_gain(rows.dim, own)) != "none"
             counts, heads = (HEAD_RUN_COLUMNS, 1) if own else (RUN_COLUMNS, rows.heads)
             columns = numpy.minimum(counts, rows.dim - numpy.arange(0, rows.dim, counts))
-            taken = numpy.frombuffer(found, numpy.uint8).reshape(-1, len(columns)) * columns
+            taken = numpy.frombuffer(run_widths, numpy.uint8).reshape(-1, len(columns)) * columns
             # Codes of runs of 8 take whole bytes.
             bits += heads * int((8 * -(-taken // 8) if own else taken).sum()) + 16 * rows.heads * has_gain
-            streams = has_gain + (1 if own else len(Klt.of(rows.dim, self.digest, *place, found).layout(1, 1, 1)) - 1)
+            streams = has_gain + (1 if own else len(Klt.of(rows.dim, self.digest, *place, run_widths).layout(1, 1, 1)) - 1)
             bits += 8 * STREAM_BYTES["klt"] * streams / FILE_TOKENS
             values += rows.heads * rows.dim
         return bits / values
@@ -388,11 +388,11 @@ def basis_bytes(
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}
     for number in range(layers):
-        found = {side: rows[number, side] for side in SIDES if (number, side) in rows}
+        result = {side: rows[number, side] for side in SIDES if (number, side) in rows}
         # Both sides of a layer have the same number of rows; those of the smaller head dim are filled up.
-        count = max((values.shape[1] for values in found.values()), default=0)
+        count = max((values.shape[1] for values in result.values()), default=0)
         sides = {}
-        for side, values in found.items():
+        for side, values in result.items():
             codec = Raw(values.shape[2], dtype)
             filled = functional.pad(values.to(torch.float32), (0, 0, 0, count - values.shape[1]))
             arrays[f"{number}.{side}.values"] = codec.encode(filled)["values"].contiguous().numpy()
@@ -413,10 +413,10 @@ def basis_bytes(
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
     """Return the states that describe ``frames`` and ``balanced`` frames, with their arrays."""
-    found: dict[StateEntry, Any] = {}
+    result: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:
-        found[StateEntry(layer, name, stored, (1, *array.shape))] = numpy.ascontiguousarray(array)
+        result[StateEntry(layer, name, stored, (1, *array.shape))] = numpy.ascontiguousarray(array)
 
     def add_rows(layer: int, name: str, rows: torch.Tensor) -> None:
         stored = Raw(rows.shape[-1], dtype).encode(rows[None])["values"][0].contiguous().numpy()
@@ -441,7 +441,7 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
         tables = next(iter(frames.values())).tables
         add(0, FREQUENCIES, "U16", tables.frequencies.astype(numpy.uint16))
         add(0, VALUES, "F16", tables.values.numpy().astype(numpy.float16))
-    return found
+    return result
 
 
 def _losses(basis: Basis, side: str) -> list[float]:

@@ -48,12 +48,12 @@ class BasisFile:
 
     def digest(self) -> bytes:
         """Return the SHA-256 of all bytes, reading them piece by piece. Raises Truncated and MissingFile."""
-        found, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
+        hasher, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]
             self._read(begin, part)
-            found.update(part)
-        return found.digest()
+            hasher.update(part)
+        return hasher.digest()
 
     def _read(self, begin: int, memory: memoryview) -> None:
         try:
@@ -93,21 +93,21 @@ def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:
         return {}
     tables = Tables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
     longest = _longest(file)
-    found = {}
+    result = {}
     for layer, name in places:
         side, _, what = name.partition(".")
         if what == "frames" and side in SIDES:
             rows = torch.from_numpy(array(layer, name).astype(numpy.float32))
             turned = [(pairing, array(layer, state)) for state, pairing in ROPE.items() if side == "k" and (layer, state) in places]
             rope = next((Rope(tuple(map(float, frequencies)), pairing, longest) for pairing, frequencies in turned), None)
-            found[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
-    return found
+            result[layer, side] = Frames(rows, array(layer, f"{side}.scales"), tables, rope)
+    return result
 
 
 def balanced_of(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
     """Return the balanced and centered frames of the keys of all layers that have them."""
     named = {frame: states_named(file, name) for frame, name in KEY_FRAMES.items()}
-    return {(state.layer, frame): BalancedFrames(array) for frame, found in named.items() for state, array in found}
+    return {(state.layer, frame): BalancedFrames(array) for frame, entries in named.items() for state, array in entries}
 
 
 def states_named(file: container.File, name: str) -> Iterator[tuple[StateEntry, torch.Tensor]]:

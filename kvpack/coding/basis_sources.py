@@ -64,8 +64,8 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
         return
     for file in _files(path):
         try:
-            with opened(file) as found:
-                basis = Basis(found.whole(), file) if found.digest() == digest else None
+            with opened(file) as handle:
+                basis = Basis(handle.whole(), file) if handle.digest() == digest else None
         except KvpackError as error:
             warnings.warn(f"{file} was skipped in the search for the basis {digest.hex()}: {error}", KvpackWarning, stacklevel=2)
             continue
@@ -77,10 +77,10 @@ def _files(folder: str) -> list[str]:
     """Return the paths in a folder that have the name of a basis, smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
-            found = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
+            result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
     except OSError as error:
         raise could_not_open(folder, error, "a folder of bases") from None
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(result)]
 
 
 def _size(entry: os.DirEntry[str]) -> int:

@@ -36,11 +36,11 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
     """Return the clauses of a recipe for ``basis`` with at most ``average`` bits per value in its codes on average."""
-    found, usual = widths(basis.losses, average), int(average)
+    result, usual = widths(basis.losses, average), int(average)
     texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
-        for width in sorted(set(found.values()) - {usual}):
-            layers = [layer for (layer, of), own in sorted(found.items()) if (of, own) == (side, width)]
+        for width in sorted(set(result.values()) - {usual}):
+            layers = [layer for (layer, of), own in sorted(result.items()) if (of, own) == (side, width)]
             if layers:
                 texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
     return ";".join([*texts, RAW_CLAUSE])
@@ -56,11 +56,11 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
     Each bit goes where it lowers the loss most (Shoham and Gersho 1988); it divides the loss of a place by about 4.
     """
-    found, raised = dict.fromkeys(losses, 1), raised_losses(losses)
+    result, raised = dict.fromkeys(losses, 1), raised_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
-        place = max((place for place in losses if found[place] < MAX_WIDTH), key=lambda place: raised[place] * 4.0 ** -found[place])
-        found[place] += 1
-    return found
+        place = max((place for place in losses if result[place] < MAX_WIDTH), key=lambda place: raised[place] * 4.0 ** -result[place])
+        result[place] += 1
+    return result
 
 
 def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:

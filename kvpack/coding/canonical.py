@@ -31,8 +31,8 @@ class Range(NamedTuple):
     def of_item(cls, first: int, last: int) -> Range | None:
         """Return the range of a recipe's item; None for all layers."""
         if first >= 0 and last >= -1:
-            found = cls(FIRST, first, last if last >= 0 else math.inf)
-            return None if found.is_all else found
+            result = cls(FIRST, first, last if last >= 0 else math.inf)
+            return None if result.is_all else result
         return cls(LAST, first or -math.inf, last) if last < 0 and first <= 0 else cls(BOTH, first, last)
 
     def __str__(self) -> str:
@@ -90,8 +90,8 @@ def canonical_text(rules: Sequence[tuple[str, Items, dict[str, Spelled]]], windo
 
     Later rules take precedence.
     """
-    found = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
-    (k, k_exceptions), (v, v_exceptions) = found["k"], found["v"]
+    result = {side: _side([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
+    (k, k_exceptions), (v, v_exceptions) = result["k"], result["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
     clauses += [(f"layers={one.layers}:{sides}", one.codec) for sides, one in _merged_sides(k_exceptions, v_exceptions)]
     kept = {codec.raw for _, codec in clauses if codec.raw is not None}
@@ -166,13 +166,13 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 def _merged_sides(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tuple[str, Exceptions]]:
     """Return the exceptions of both sides, each with its sides; equal ones are combined if the order on each side allows it."""
-    found: list[tuple[str, Exceptions]] = []
+    result: list[tuple[str, Exceptions]] = []
     rest = list(v)
     for one in k:
         if one in rest:
             place = rest.index(one)
-            found += [*(("v", other) for other in rest[:place]), ("kv", one)]
+            result += [*(("v", other) for other in rest[:place]), ("kv", one)]
             rest = rest[place + 1 :]
         else:
-            found.append(("k", one))
-    return [*found, *(("v", other) for other in rest)]
+            result.append(("k", one))
+    return [*result, *(("v", other) for other in rest)]

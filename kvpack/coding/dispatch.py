@@ -162,8 +162,8 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray
     def arrays() -> list[numpy.ndarray[Any, Any]]:
         parts = memory.cpu().split([nbytes for _, _, nbytes in shapes])  # type: ignore[no-untyped-call]
         # Copies begin at multiples of their items.
-        found = [part.clone().view(dtype).view(shape).numpy() for part, (shape, dtype, _) in zip(parts, shapes, strict=True)]
-        return [array.view("<u2") if array.dtype == "<i2" else array for array in found]
+        result = [part.clone().view(dtype).view(shape).numpy() for part, (shape, dtype, _) in zip(parts, shapes, strict=True)]
+        return [array.view("<u2") if array.dtype == "<i2" else array for array in result]
 
     return arrays
 
@@ -202,13 +202,13 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
     large = [number for number, (_, begin, end) in enumerate(places) if end - begin >= digests.MIN_BYTES]
     small = [number for number, (_, begin, end) in enumerate(places) if end - begin < digests.MIN_BYTES]
-    found = digests.digests([places[number] for number in large]) if large else None
+    results = digests.digests([places[number] for number in large]) if large else None
     arrays = _to_host([memory[begin:end] for memory, begin, end in map(places.__getitem__, small)])
 
     def wait() -> list[bytes]:
         result = dict(zip(small, (xxhash.xxh3_128_digest(array.tobytes()) for array in arrays()), strict=True))
-        if found is not None:
-            result.update(zip(large, (digest.tobytes() for digest in found.cpu().numpy().astype(">i8")), strict=True))
+        if results is not None:
+            result.update(zip(large, (digest.tobytes() for digest in results.cpu().numpy().astype(">i8")), strict=True))
         return [result[number] for number in range(len(places))]
 
     return wait

@@ -72,11 +72,11 @@ def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> C
 @lru_cache(maxsize=1024)
 def _words(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
     """Return the options of the last clause about ``side`` of ``layer``; empty if it names another codec."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for sides, items, named, options in _clauses(recipe):
         if side in sides and _covers(items, layer, layers):
-            found = dict(option.partition("=")[::2] for option in options.split(",")) if named == codec_id else {}
-    return found
+            result = dict(option.partition("=")[::2] for option in options.split(",")) if named == codec_id else {}
+    return result
 
 
 @lru_cache(maxsize=16)

@@ -405,7 +405,7 @@ def _misfit_of(
     ``keeps_large``: tokens of high norm are among the ``kept`` ones. A page with many large tokens in one head causes no warning unless
     they are ``MANY_RATIO`` times as large as usual.
     """
-    found = []
+    result = []
     measured = [(HEADS, excess(norms), SHARED_RATIO)] if HEADS in shared else []
     if TOKENS in shared:
         measured.append((TOKENS, widening(norms, shared), GROUP_RATIO))
@@ -422,8 +422,8 @@ def _misfit_of(
             sequence, token = divmod(int(factors.argmax()), factors.shape[1])
             head = int(relative(norms)[sequence, :, token].nan_to_num(posinf=0.0).argmax())
             rare = not keeps_large and bool((few(lost) == lost).all())
-            found.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
-    return max(found, key=lambda one: one.factor) if found else None
+            result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
+    return max(result, key=lambda one: one.factor) if result else None
 
 
 def _report(found: Misfit | None) -> None:
@@ -440,10 +440,10 @@ def _report(found: Misfit | None) -> None:
 @contextlib.contextmanager
 def collected_misfits() -> Iterator[list[Misfit]]:
     """Collect the misfits reported inside the block, for ``warn_of_misfits``."""
-    found: list[Misfit] = []
-    before = _misfits.set(found)
+    result: list[Misfit] = []
+    before = _misfits.set(result)
     try:
-        yield found
+        yield result
     finally:
         _misfits.reset(before)
 

@@ -97,90 +97,90 @@ def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
 
 def _simple() -> dict[str, Preset]:
     """Return lossless presets, kvpack's own, and the formats of engines."""
-    found = {"raw": Preset("kv=raw", "no compression, values as they come")}
+    result = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
-        found[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
+        result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
     for name, own in OWN.items():
         codes = "paths through a trellis" if own.trellis else "codes"
         recipe = ";".join(f"{side}={own_codec(side, *own)}" for side in "kv")
-        found[name] = Preset(recipe, f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
-    found["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
-    found["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
-    found["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")
-    found["mxfp4"] = Preset("kv=minifloat:element=e2m1,scales=e8m0", "OCP MX: e2m1 in blocks of 32 channels")
-    found["nvfp4"] = Preset("kv=minifloat:element=e2m1,scales=e4m3", "NVIDIA: e2m1 in blocks of 16 channels")
-    return found
+        result[name] = Preset(recipe, f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
+    result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
+    result["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
+    result["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")
+    result["mxfp4"] = Preset("kv=minifloat:element=e2m1,scales=e8m0", "OCP MX: e2m1 in blocks of 32 channels")
+    result["nvfp4"] = Preset("kv=minifloat:element=e2m1,scales=e4m3", "NVIDIA: e2m1 in blocks of 16 channels")
+    return result
 
 
 def _rotations() -> dict[str, Preset]:
     """Return presets with rotated keys."""
-    found = {}
+    result = {}
     for b in (2, 3, 4):
-        found[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
+        result[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
     for b in (2, 3, 4):
-        found[f"turboquant-{b}"] = Preset(f"k=scalar:b={b};v=group:b={b},g=32", "TurboQuant keys, values in groups")
+        result[f"turboquant-{b}"] = Preset(f"k=scalar:b={b};v=group:b={b},g=32", "TurboQuant keys, values in groups")
     for b in (2, 3, 4):
-        found[f"octopus-qjl-{b}"] = Preset(f"k=octahedral:b={b},qjl=fp16;v=group:b={b},g=32", "OCTOPUS-QJL keys, values in groups")
+        result[f"octopus-qjl-{b}"] = Preset(f"k=octahedral:b={b},qjl=fp16;v=group:b={b},g=32", "OCTOPUS-QJL keys, values in groups")
     for b in (2, 3, 4):
         recipe = f"k=scalar:b={b - 1},qjl=fp16;v=group:b={b},g=32"
-        found[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys, one bit of them QJL's, values in groups")
-    found["turboquant-2.5"] = Preset("kv=scalar:b=2,high=3", "TurboQuant+")
+        result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys, one bit of them QJL's, values in groups")
+    result["turboquant-2.5"] = Preset("kv=scalar:b=2,high=3", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
-        found[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
+        result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
     for b in (2, 3, 4):
-        found[f"polarquant-{b}"] = Preset(f"k=polar:b={b};v=group:b={b},g=32", "PolarQuant keys, values in groups")
-    return found
+        result[f"polarquant-{b}"] = Preset(f"k=polar:b={b};v=group:b={b},g=32", "PolarQuant keys, values in groups")
+    return result
 
 
 def _groups() -> dict[str, Preset]:
     """Return presets with group codes."""
-    found, rotated = {}, "rotation=hadamard"
+    result, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
         source = "OScaR" if g == 32 else f"OScaR in groups of {g}, its residual window"
-        found[name] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}{window}", source)
+        result[name] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}{window}", source)
     words = f"b=2,g=32,{rotated},scales=u8"
-    found["oscar-2-u8"] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}", "OScaR with scales of 8 bits")
+    result["oscar-2-u8"] = Preset(f"k=group:{words},token_scale=fp16;v=group:{words}", "OScaR with scales of 8 bits")
     for b in (2, 4):
-        found[f"kivi-{b}"] = Preset(f"kv=group:b={b},g=32", "KIVI")
-    found["kivi-2-u8"] = Preset("kv=group:b=2,g=32,scales=u8", "KIVI with scales of 8 bits")
+        result[f"kivi-{b}"] = Preset(f"kv=group:b={b},g=32", "KIVI")
+    result["kivi-2-u8"] = Preset("kv=group:b=2,g=32,scales=u8", "KIVI with scales of 8 bits")
     for b in (2, 4):
-        found[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
+        result[f"kivi-{b}-g128"] = Preset(f"kv=group:b={b},g=128;tail=128", "KIVI in groups of 128, OScaR's residual window")
     for b in (2, 4):
-        found[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
+        result[f"quarot-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel,{rotated}", "QuaRot, groups of 128 channels")
     words = "b=2,g=32,axis=channel,channel_order=u8,block_rotation=32"
-    found["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, in blocks of a group's channels")
-    found["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with 5 tokens of least norm raw, OScaR's settings")
+    result["rotatekv-2"] = Preset(f"k=group:{words};v=group:b=2,g=32,{rotated}", "RotateKV after RoPE, in blocks of a group's channels")
+    result["ott-2"] = Preset("kv=group:b=2,g=32,low_norm_tokens=5;tail=128", "OTT: KIVI with 5 tokens of least norm raw, OScaR's settings")
     for b in (2, 3, 4):
-        found[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
+        result[f"int-{b}"] = Preset(f"kv=group:b={b},g=128,axis=channel", "HQMQ's naive int, groups of 128 channels")
     for b in (2, 3, 4):
-        found[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's naive int with Med3x")
-    return found
+        result[f"int-{b}-med3"] = Preset(f"kv=group:b={b},g=128,axis=channel,outliers=3", "HQMQ's naive int with Med3x")
+    return result
 
 
 def _directions() -> dict[str, Preset]:
     """Return presets of angles and of quaternions."""
-    found = {}
-    found["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
-    found["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
+    result = {}
+    result["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
+    result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
     for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
-        found[f"mixedkv-{model}"] = Preset(_mixed_kv(boosted, k_bins, v_bins), "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
+        result[f"mixedkv-{model}"] = Preset(_mixed_kv(boosted, k_bins, v_bins), "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
-            found[f"hqmq-s{s}-r{r}"] = Preset(f"kv=quaternion:s={s},r={r}", "HQMQ")
+            result[f"hqmq-s{s}-r{r}"] = Preset(f"kv=quaternion:s={s},r={r}", "HQMQ")
     for s in (24, 48, 96, 192):
         for r in (4, 6):
-            found[f"hqmq-s{s}-r{r}-med3"] = Preset(f"kv=quaternion:s={s},r={r},outliers=3", "HQMQ + Med3x")
-    return found
+            result[f"hqmq-s{s}-r{r}-med3"] = Preset(f"kv=quaternion:s={s},r={r},outliers=3", "HQMQ + Med3x")
+    return result
 
 
 def _all() -> dict[str, Preset]:
-    found = _simple() | _rotations() | _groups() | _directions()
+    result = _simple() | _rotations() | _groups() | _directions()
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
-        keys, values = found[name].recipe.split(";")
-        found[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{found[name].source}, for keys with outlier channels")
-    return {name: preset if name in EXACT else replace(preset, recipe=f"{preset.recipe};{RAW_CLAUSE}") for name, preset in found.items()}
+        keys, values = result[name].recipe.split(";")
+        result[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{result[name].source}, for keys with outlier channels")
+    return {name: preset if name in EXACT else replace(preset, recipe=f"{preset.recipe};{RAW_CLAUSE}") for name, preset in result.items()}
 
 
 PUBLISHED: dict[str, Preset] = _all()

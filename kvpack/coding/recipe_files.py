@@ -48,10 +48,10 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
     except (LimitExceeded, InvalidParameter) as error:
         raise InvalidParameter(str(error)) from None
     clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
-    found = [(number, clause) for number, clause in clauses if clause]
-    if not found:
+    result = [(number, clause) for number, clause in clauses if clause]
+    if not result:
         raise InvalidParameter(f"{path}: contains no clause of a recipe, only blank lines and comments: add one, such as k=octahedral:b=3")
-    for number, clause in found:
+    for number, clause in result:
         if clause.startswith("@"):
             raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot name another")
-    return found
+    return result

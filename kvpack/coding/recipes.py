@@ -169,7 +169,7 @@ class Recipe:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rules in the order given; the last rule that covers a layer and side applies."""
-        found: list[Rule] = []
+        result: list[Rule] = []
         words: dict[str, str] = {}
         for clause, written in self._clauses():
             if clause.startswith(raw_clause.PREFIX):
@@ -178,8 +178,8 @@ class Recipe:
                 except InvalidParameter as error:
                     refuse(self._written, clause, clause, str(error))
             elif not clause.startswith(_WINDOW):
-                found.append(rule_of(clause, written, self._written, self._named))
-        return tuple(rule.with_raw_tokens(words) for rule in found)
+                result.append(rule_of(clause, written, self._written, self._named))
+        return tuple(rule.with_raw_tokens(words) for rule in result)
 
     @property
     def needs_basis(self) -> bool:
@@ -364,14 +364,14 @@ def _check_length(text: str) -> None:
 
 def _presets_for(dim: int, dtype: str) -> str:
     """Return the end of a message: presets for any model that support head dim ``dim`` and ``dtype``, the first of each codec."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
-        if preset.layers is None and rules[0].codec_id not in found:
+        if preset.layers is None and rules[0].codec_id not in result:
             with contextlib.suppress(InvalidParameter):
                 _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
-                found[rules[0].codec_id] = name
-    return f"; presets that take head dim {dim} are {', '.join(found.values())}" if found else ""
+                result[rules[0].codec_id] = name
+    return f"; presets that take head dim {dim} are {', '.join(result.values())}" if result else ""
 
 
 def recorded_text(text: str) -> str:

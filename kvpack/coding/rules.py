@@ -138,11 +138,11 @@ class Rule:
 def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> Spelled:
     options = Options(codec_id, dict(words), None)
     create_codec(codec_id, CHECKED_DIM, side, options)
-    found = options.canonical()
-    raw = {name: found[name] for name in found.keys() & set(RawPositions.words)}
-    plain = {name: value for name, value in found.items() if name not in raw}
+    canonical = options.canonical()
+    raw = {name: canonical[name] for name in canonical.keys() & set(RawPositions.words)}
+    plain = {name: value for name, value in canonical.items() if name not in raw}
     kept = None if codec_id in _DTYPES else raw_clause.value_of(raw)
-    return Spelled(_spelled(codec_id, found), _spelled(codec_id, plain), kept)
+    return Spelled(_spelled(codec_id, canonical), _spelled(codec_id, plain), kept)
 
 
 def _spelled(codec_id: str, words: Mapping[str, str]) -> str:

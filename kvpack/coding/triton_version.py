@@ -31,8 +31,8 @@ def supported() -> bool:
 
 @cache
 def _recent(version: str | None) -> bool:
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    return found is not None and (int(found[1]), int(found[2])) >= OLDEST
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return match is not None and (int(match[1]), int(match[2])) >= OLDEST
 
 
 def shortfall() -> str:

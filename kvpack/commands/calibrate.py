@@ -82,6 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.positions,
     )
     with progress("calibrate", arguments) as callback:
-        found = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
-    print_report(found, calibrate.show, arguments)
+        report = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
+    print_report(report, calibrate.show, arguments)
     return 0

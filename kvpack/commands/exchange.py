@@ -119,7 +119,7 @@ def _add_window(parser: argparse.ArgumentParser, of: str) -> None:
 def _windows(arguments: argparse.Namespace) -> dict[int, int]:
     windows: dict[int, int] = {}
     for text in arguments.window:
-        if (found := _WINDOW.fullmatch(text)) is None:
+        if (match := _WINDOW.fullmatch(text)) is None:
             raise InvalidParameter(f"--window is {text!r:.80}, expected numbers of layers and tokens, such as 0,2,4=512")
-        windows |= dict.fromkeys(map(int, found["layers"].split(",")), int(found["tokens"]))
+        windows |= dict.fromkeys(map(int, match["layers"].split(",")), int(match["tokens"]))
     return windows

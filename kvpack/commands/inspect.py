@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-
 def add(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
     what = "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file; of several, one row each."

@@ -66,8 +66,8 @@ class Opened:
 
         digest = basis_named(Recipe.recorded(entry.recipe))
         keys = [] if digest is None else basis_keys(digest, self.cipher)
-        found = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
-        return next((basis_in(key, data, digest, self.cipher) for key, data in found if digest is not None), None)
+        result = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
+        return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
         """Return the worst of ``codes`` and the code of the store's faults, after printing the first fault."""

@@ -150,11 +150,11 @@ def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
     (shape,) = shapes
-    found = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
-    for name in found.keys() & asked.keys():
-        if asked[name] != found[name]:
-            raise InvalidParameter(f"--{name} is {asked[name]}, and {basis.where} is the basis of caches with {found[name]}: leave it out")
-    return asked | found
+    result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
+    for name in result.keys() & asked.keys():
+        if asked[name] != result[name]:
+            raise InvalidParameter(f"--{name} is {asked[name]}, and {basis.where} is the basis of caches with {result[name]}: leave it out")
+    return asked | result
 
 
 def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:

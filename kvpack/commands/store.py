@@ -298,14 +298,14 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
     store = Opened(arguments)
     digits, owner = arguments.key.lower(), checked_owner(arguments.owner)
-    found = {pin.key for pin in store.backend.pins() if pin.key.hex().startswith(digits)}
+    keys = {pin.key for pin in store.backend.pins() if pin.key.hex().startswith(digits)}
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
-        found = {bytes.fromhex(digits)}
-    if len(found) != 1 or not digits:
+        keys = {bytes.fromhex(digits)}
+    if len(keys) != 1 or not digits:
         raise InvalidParameter(
-            f"{len(found)} pinned keys start with {arguments.key!r:.100}, expected one: copy a key from kvpack store stat"
+            f"{len(keys)} pinned keys start with {arguments.key!r:.100}, expected one: copy a key from kvpack store stat"
         )
-    (key,) = found
+    (key,) = keys
     done = store.backend.unpin([key], owner)
     if not done and not store.faults:
         raise InvalidParameter(

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.tuning import report, tune
 
     with progress("tune", arguments) as callback:
-        found = tune.run(
+        result = tune.run(
             arguments.model,
             arguments.text,
             arguments.bits,
@@ -86,5 +86,5 @@ def run(arguments: argparse.Namespace) -> int:
             only_attendable=arguments.attendable,
             progress=callback,
         )
-    print_report(found, report.show, arguments)
+    print_report(result, report.show, arguments)
     return 0

@@ -45,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
         try:
             with progress(path, arguments) as callback:
-                found = verify(path, basis=arguments.basis, progress=callback)
-            results.append({"file": path, "ok": True, "bytes": found["bytes"], "needs_basis": found["needs_basis"]})
-            checked = "all checked but what needs the basis" if found["needs_basis"] else "all checked"
-            line = f"{path}: {found['bytes']:,} bytes, {found['layers']} layers, {checked}"
+                report = verify(path, basis=arguments.basis, progress=callback)
+            results.append({"file": path, "ok": True, "bytes": report["bytes"], "needs_basis": report["needs_basis"]})
+            checked = "all checked but what needs the basis" if report["needs_basis"] else "all checked"
+            line = f"{path}: {report['bytes']:,} bytes, {report['layers']} layers, {checked}"
         except KvpackError as error:
             codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})

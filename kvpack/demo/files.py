@@ -74,8 +74,8 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
             rows.append(write(pairs, recipe, folder / f"{number}-{_file_name(recipe)}.kvpack"))
             step()
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
-            for row, found in zip(rows, readers.map(_read_elsewhere, [row["file"] for row in rows]), strict=True):
-                row.update(found)
+            for row, outcome in zip(rows, readers.map(_read_elsewhere, [row["file"] for row in rows]), strict=True):
+                row.update(outcome)
                 step()
     return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
 

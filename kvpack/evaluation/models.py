@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 2**30
 """Maximum number of bytes of a text."""
 
+
 @dataclass(frozen=True)
 class Text:
     """A text as token ids: ``start`` opens every sequence, ``ids`` is the text itself.

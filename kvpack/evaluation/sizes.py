@@ -16,8 +16,8 @@ def positions(model: Any) -> int | None:
     """Return the number of positions that the model supports; None if its configuration does not say."""
     config = model.config.get_text_config()
     # MPT names them in its own way.
-    found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    return None if found is None else int(found)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return None if limit is None else int(limit)
 
 
 def window_tokens(asked: int | None, default: int, text: Text, most_positions: int | None) -> int:

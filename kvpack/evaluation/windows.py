@@ -319,8 +319,8 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
     """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at a time; they are appended and packed."""
     over = Bf16Cache.over(model, cache)
-    found = read_over(model, exact, over, step)
-    return Predicted(*compared(exact, found), found, over.packed)
+    result = read_over(model, exact, over, step)
+    return Predicted(*compared(exact, result), result, over.packed)
 
 
 def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
@@ -349,8 +349,8 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
     predicted = read_packed(model, exact, cache, step)
     whole = predicted.whole
     with torch.inference_mode():
-        found = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]
-    k_cosine, v_cosine, attention_error = ([layer[part] for layer in found] for part in range(3))
+        result = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]
+    k_cosine, v_cosine, attention_error = ([layer[part] for layer in result] for part in range(3))
     return Measured(
         log_perplexity=predicted.log_perplexity,
         kl_divergence=predicted.kl_divergence,

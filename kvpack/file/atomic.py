@@ -162,12 +162,12 @@ def remove_dead(folder: str) -> Unfinished:
     A file is kept while its writer holds its lock, if it was never locked (as in earlier versions), if it belongs to another user, and
     on file systems that may hide the locks of other hosts. Nothing is raised: a folder that cannot be listed has no files to remove.
     """
-    found = Unfinished([], [])
+    result = Unfinished([], [])
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if _is_unfinished(entry)]
     except OSError:
-        return found
+        return result
     for name in names:
         path = os.path.join(folder, name)
         try:
@@ -176,8 +176,8 @@ def remove_dead(folder: str) -> Unfinished:
             continue
         except OSError:
             gone = False
-        (found.removed if gone else found.kept).append(path)
-    return found
+        (result.removed if gone else result.kept).append(path)
+    return result
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:

@@ -80,24 +80,24 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
     """Raise InvalidHeader, naming the state, unless the states that describe a basis's frames fit each other and the sides."""
-    found = {(state.layer, state.name): state for state in states}
+    result = {(state.layer, state.name): state for state in states}
     framed = False
     for number, layer in enumerate(layers):
         sides = dict(layer.sides())
         for name in ("k", "v"):
-            frames, scales = found.get((number, f"{name}.frames")), found.get((number, f"{name}.scales"))
+            frames, scales = result.get((number, f"{name}.frames")), result.get((number, f"{name}.scales"))
             if frames is not None or scales is not None:
                 side = sides.get(name)
                 _check_frames_of(f"{number}.{name}", side, codecs[side.codec].dim if side else 0, frames, scales)
                 framed = True
-        keys = [found[number, name] for name in _KEYS if (number, name) in found]
+        keys = [result[number, name] for name in _KEYS if (number, name) in result]
         if keys:
             _check_keys(number, keys, sides.get("k"), codecs)
-        turned = [found[number, name] for name in ROPE if (number, name) in found]
+        turned = [result[number, name] for name in ROPE if (number, name) in result]
         if turned:
             _check_rope(turned, codecs[sides["k"].codec].dim if "k" in sides else keys[0].shape[-1] if keys else 0)
-    if framed or (0, FREQUENCIES) in found or (0, VALUES) in found:
-        _check_tables(found.get((0, FREQUENCIES)), found.get((0, VALUES)))
+    if framed or (0, FREQUENCIES) in result or (0, VALUES) in result:
+        _check_tables(result.get((0, FREQUENCIES)), result.get((0, VALUES)))
 
 
 def _check_frames_of(where: str, side: BasisSide | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:

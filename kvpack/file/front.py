@@ -186,9 +186,9 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         check_header(header, size, start, header_bytes, memory_limit)
     # parse_header takes no other bytes than those of the header that it returns.
     front = _front_of(header, tensor)
-    found = bytes(source.read(0, min(size, len(front.text))))
-    if found != front.text:
-        at = _first_difference(found, front.text[: len(found)])
+    data = bytes(source.read(0, min(size, len(front.text))))
+    if data != front.text:
+        at = _first_difference(data, front.text[: len(data)])
         raise InvalidHeader(f"the JSON header differs at byte {at} of the file from the one that kvpack.header gives")
     if size != front.file_bytes:
         raise Truncated(f"has {size} bytes, its header gives {front.file_bytes}")

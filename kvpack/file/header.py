@@ -201,7 +201,7 @@ class Contents:
             if layer.v is not None and self.codecs[layer.v.codec].summary.keys_only:
                 raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is for keys only")
         if (named := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
-            names, uses = (", ".join(sorted(found)) or "none" for found in (named, used))
+            names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (named, used))
             raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")
         _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
@@ -265,10 +265,10 @@ class Contents:
 
     @cached_property
     def _states_by_layer(self) -> dict[int, list[layer_states.StateEntry]]:
-        found: dict[int, list[layer_states.StateEntry]] = {}
+        result: dict[int, list[layer_states.StateEntry]] = {}
         for state in self.states:
-            found.setdefault(state.layer, []).append(state)
-        return found
+            result.setdefault(state.layer, []).append(state)
+        return result
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
@@ -296,22 +296,22 @@ class Contents:
     @cached_property
     def layouts(self) -> dict[str, Layout]:
         """Name, dtype and shape of every payload tensor, in file order."""
-        found = {}
+        result = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
                 for stream, layout in self.streams[side].items():
-                    found[f"{number}.{name}.{stream}"] = layout
+                    result[f"{number}.{name}.{stream}"] = layout
             for state in self.states_of(number):
-                found[state.where] = state.layout
-        return found
+                result[state.where] = state.layout
+        return result
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
         """The tensors of every side by stream name, in file order; equal sides share one entry."""
-        found = {}
+        result = {}
         for side in self._first_uses.values():
-            found[side] = side_tensors(self.codecs[side.codec], side)
-        return found
+            result[side] = side_tensors(self.codecs[side.codec], side)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,28 +51,28 @@ def unknown_features(data: bytes, features: Collection[str], codecs: Collection[
     The walk takes linear time.
     """
     walk = _Walk(data)
-    found: dict[str, int | str | None] = {}
+    result: dict[str, int | str | None] = {}
     try:
         kind, count = walk.value()
         for _ in range(count if kind == _MAP else 0):
             name = walk.string()
-            if name in found or name not in ("format", "required", "codecs"):
+            if name in result or name not in ("format", "required", "codecs"):
                 walk.skip(1)
                 continue
-            found[name] = None
+            result[name] = None
             kind, size = walk.value()
             if name == "format" and kind == _INTEGER:
-                found[name] = size
+                result[name] = size
             elif name != "format" and kind == _ARRAY:
                 for _ in range(size):
                     entry = walk.string() if name == "required" else walk.entry("id")
-                    if found[name] is None and entry is not None and entry not in (features if name == "required" else codecs):
-                        found[name] = entry
+                    if result[name] is None and entry is not None and entry not in (features if name == "required" else codecs):
+                        result[name] = entry
             else:
                 walk.leave(kind, size)
     except _Ended:
         pass
-    version, feature, codec = found.get("format"), found.get("required"), found.get("codecs")
+    version, feature, codec = result.get("format"), result.get("required"), result.get("codecs")
     return UnknownFeatures(
         version if isinstance(version, int) else None,
         feature if isinstance(feature, str) else None,
@@ -129,11 +129,11 @@ class _Walk:
 
     def _short(self, values: re.Pattern[bytes], end: int) -> int:
         """Skip the one-byte heads that follow, up to ``end``; return how many more values are left to skip."""
-        found = values.match(self._data, self._at, end)
-        if found is None:
+        match = values.match(self._data, self._at, end)
+        if match is None:
             return 0
-        self._at = found.end()
-        return sum(found[0].translate(_ADDED)) - len(found[0])
+        self._at = match.end()
+        return sum(match[0].translate(_ADDED)) - len(match[0])
 
     def string(self) -> str | None:
         """Skip the next value; return it if it is a string, otherwise None."""

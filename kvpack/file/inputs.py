@@ -101,10 +101,10 @@ class Inputs:
 
         ``undetermined`` has texts with the positions of their first tokens; a text about differing rows is added if it is missing.
         """
-        token_ids, known, found = _rows(rows, first)
+        token_ids, known, result = _rows(rows, first)
         items = list(undetermined)
-        if found and not any(text.endswith(ROWS_DIFFER) for text, _ in items):
-            items += found
+        if result and not any(text.endswith(ROWS_DIFFER) for text, _ in items):
+            items += result
         return _of(token_ids, items, known, hidden, first)
 
     @property
@@ -166,8 +166,8 @@ class Inputs:
             # Rows that differ before the first token have different values, whatever their ids are from there on.
             if len(set(indices)) == 1 or differ >= first:
                 items = [(text, start) for text, start in items if not text.endswith(ROWS_DIFFER)]
-                token_ids, rows, found = _rows(rows, first)
-                items += found
+                token_ids, rows, result = _rows(rows, first)
+                items += result
         by_row: dict[int, list[Hidden]] = {}
         for stretch in self.hidden:
             by_row.setdefault(stretch.row, []).append(stretch)

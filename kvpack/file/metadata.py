@@ -1,5 +1,4 @@
-"""The ignorable feature ``metadata``: short texts and numbers by name, which kvpack stores without interpreting them (spec/container.md).
-"""
+"""The ignorable feature ``metadata``: short texts and numbers which kvpack stores without interpreting them (spec/container.md)."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ def to_bytes(metadata: Any) -> bytes:
 def from_bytes(data: bytes) -> dict[str, Value]:
     """Parse the map in the feature's bytes; empty for bytes that ``to_bytes`` does not create."""
     try:
-        found = dict(_entries(data))
-        return found if to_bytes(found) == data else {}
+        result = dict(_entries(data))
+        return result if to_bytes(result) == data else {}
     except (ValueError, LookupError, struct.error, InvalidParameter, LimitExceeded):
         return {}
 

@@ -110,9 +110,9 @@ def checksum(row: memoryview) -> int:
 
 
 def _added(data: memoryview, sum_: int) -> int:
-    found = compiled(data, sum_)
-    if found is not None:
-        return found
+    result = compiled(data, sum_)
+    if result is not None:
+        return result
     words = numpy.frombuffer(data, "<u4")
     for first in range(0, len(words), _WORDS_AT_ONCE):
         part = words[first : first + _WORDS_AT_ONCE]
@@ -153,9 +153,9 @@ def check_row(data: memoryview, where: str) -> Frame:
     Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader and DigestMismatch.
     """
     frame = frame_of(data, where)
-    found = checksum(data[: frame.length])
-    if found != frame.checksum:
-        raise DigestMismatch(f"{where}: its {frame.length} bytes have the checksum {found:016x}, expected {frame.checksum:016x}")
+    actual = checksum(data[: frame.length])
+    if actual != frame.checksum:
+        raise DigestMismatch(f"{where}: its {frame.length} bytes have the checksum {actual:016x}, expected {frame.checksum:016x}")
     return frame
 
 

@@ -176,13 +176,13 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
             and value.device.type != "meta"
         ):
             alike.setdefault((value.device, value.dtype), []).append((number, value))
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for (_, dtype), tensors in alike.items():
         # Where they cannot be read together, one that cannot be read alone is named below.
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
-                found |= _digests_together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
-    return [found[number] if number in found else plain(name, value, most) for number, (name, value) in enumerate(named)]
+                result |= _digests_together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
+    return [result[number] if number in result else plain(name, value, most) for number, (name, value) in enumerate(named)]
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}

@@ -49,14 +49,14 @@ def checkpoint_digest(folder: Path) -> str:
 def _file_digest(path: str) -> str:
     with _kept(path) as kept:
         before = _status(path)
-        found = kept.read(before)
-        if found is None:
-            found = digest_of_bytes(path, before["size"])
+        digest = kept.read(before)
+        if digest is None:
+            digest = digest_of_bytes(path, before["size"])
             after = _status(path)
             if after != before:
                 raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is written, then try again")
-            kept.write(after, found)
-        return found
+            kept.write(after, digest)
+        return digest
 
 
 def digest_of_bytes(path: str, size: int) -> str:
@@ -66,12 +66,12 @@ def digest_of_bytes(path: str, size: int) -> str:
     try:
 
         def piece(begin: int) -> bytes:
-            found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size - begin)))
+            hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BUFFER_BYTES, size - begin)))
             at, stop = begin, min(begin + PIECE_BYTES, size)
             while at < stop and (count := os.preadv(descriptor, [buffer[: stop - at]], at)):
-                found.update(buffer[:count])
+                hasher.update(buffer[:count])
                 at += count
-            return found.digest()
+            return hasher.digest()
 
         for digest in in_parallel(piece, range(0, size, PIECE_BYTES), min(THREADS, usable_cores())):
             total.update(digest)
@@ -82,9 +82,9 @@ def digest_of_bytes(path: str, size: int) -> str:
 
 def _status(path: str) -> dict[str, int]:
     """Return the file attributes that change when its contents may have changed."""
-    found = os.stat(path)
+    status = os.stat(path)
     names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
-    return {name: getattr(found, attribute) for name, attribute in names.items()}
+    return {name: getattr(status, attribute) for name, attribute in names.items()}
 
 
 class _Kept:
@@ -100,12 +100,16 @@ class _Kept:
         try:
             descriptor = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, "rb") as file:
-                found: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_own(os.fstat(descriptor), stat.S_ISREG) else None
+                record: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_own(os.fstat(descriptor), stat.S_ISREG) else None
         except (OSError, ValueError, RecursionError):
             return None
-        if not isinstance(found, dict) or (found.get("format"), found.get("path"), found.get("status")) != (_FORMAT, self._path, status):
+        if not isinstance(record, dict) or (record.get("format"), record.get("path"), record.get("status")) != (
+            _FORMAT,
+            self._path,
+            status,
+        ):
             return None
-        digest = found.get("digest")
+        digest = record.get("digest")
         return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
     def write(self, status: Mapping[str, int], digest: str) -> None:

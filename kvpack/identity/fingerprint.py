@@ -168,8 +168,8 @@ def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Ten
     for one in getattr(hook, "hooks", (hook,)):
         values = getattr(one, "weights_map", None)
         if values is not None and name in values:
-            found: torch.Tensor = values[name].to(x.dtype)
-            return found
+            moved: torch.Tensor = values[name].to(x.dtype)
+            return moved
     return x
 
 
@@ -259,11 +259,11 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
     """
     if not _has_usual_state(type(module)):
         return []
-    found = vars(module)
+    attributes = vars(module)
     is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
     own = []
-    for name in _constants_among(tuple(found), is_home_made):
-        value = found[name]
+    for name in _constants_among(tuple(attributes), is_home_made):
+        value = attributes[name]
         kind = type(value)
         # Private integers often count calls; _attributes has the public scalars.
         if name.startswith("_") if kind is float else kind not in SCALARS and not _is_plain(value) and is_constant(value):

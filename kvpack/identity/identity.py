@@ -150,9 +150,9 @@ class Identity:
         from .model_layers import layers_of
         from .modules import base_model, parts
 
-        found = parts(model)
-        made = cls.of_parts(found, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
-        windows, keeps_states = layers_of(base_model(found).config)
+        model_parts = parts(model)
+        made = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+        windows, keeps_states = layers_of(base_model(model_parts).config)
         return dataclasses.replace(made, windows=windows, keeps_states=keeps_states)
 
     @classmethod

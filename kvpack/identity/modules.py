@@ -108,8 +108,8 @@ def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 def check_determined(where: str, kind: type) -> None:
     """Raise InvalidParameter for a class of adapters whose output the tokens of a prefix do not determine."""
-    found = _names(kind) & _UNDETERMINED
-    if found:
+    undetermined = _names(kind) & _UNDETERMINED
+    if undetermined:
         raise InvalidParameter(
             f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the tokens before: "
             "its keys and values cannot be stored by token ids"

@@ -61,7 +61,7 @@ def _limit(config: Any, rope: dict[str, Any]) -> int | None:
     if not isinstance(kind, str):
         return None
     if kind == "longrope":
-        found = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        return int(found or config.max_position_embeddings)
+        limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        return int(limit or config.max_position_embeddings)
     # A sequence of exactly the length that the model was made for keeps the previous sequence's frequencies.
     return config.max_position_embeddings - 1 if "dynamic" in kind else None

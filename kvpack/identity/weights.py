@@ -63,12 +63,12 @@ class Weights:
     @cached_property
     def text(self) -> str:
         """Return ``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
-        found = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
+        result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for one in self._devices:
-            found |= one.texts()
+            result |= one.texts()
         total = hashlib.sha256()
         for name, number in zip(self._names, self._numbers, strict=True):
-            total.update(f"{json_text([name, found[number]])}\n".encode())
+            total.update(f"{json_text([name, result[number]])}\n".encode())
         return f"{ALL}:{total.hexdigest()}"
 
 

@@ -39,8 +39,8 @@ def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.T
 
 def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
     """Return the sliding windows, in tokens, by layer number. Raises InvalidParameter."""
-    found = dict(windows or {})
-    for number, window in found.items():
+    result = dict(windows or {})
+    for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
             raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by the number of a layer, 0 to {layers - 1}")
-    return found
+    return result

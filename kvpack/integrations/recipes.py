@@ -20,19 +20,19 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
     for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model or one that the recipe
     does not need.
     """
-    found = parse_recipe(recipe)
+    parsed = parse_recipe(recipe)
     if basis is None:
-        if found.needs_basis:
+        if parsed.needs_basis:
             raise MissingBasis(
                 f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
             )
-        return found
-    if not found.takes_basis:
+        return parsed
+    if not parsed.takes_basis:
         raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
     loaded = Basis.load(basis)
     if model is not None:
         loaded.check_model({"name": model})
-    return Recipe(found, loaded)
+    return Recipe(parsed, loaded)
 
 
 def check_layers(recipe: str, why: str) -> None:

@@ -470,8 +470,8 @@ class LiveCache:
         flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, Steps)}
         if not flags:
             return
-        found = torch.cat(list(flags.values())).tolist()
-        lost = [number for number, flag in zip(flags, found, strict=True) if flag]
+        result = torch.cat(list(flags.values())).tolist()
+        lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 

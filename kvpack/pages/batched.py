@@ -64,9 +64,9 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
             gather(keys, chosen, k)
             misfits = misfits_of(lane.plain, x, lane.shared, f"layers[{lane.first}].{lane.side}") if lane.shared else None
-            found = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, misfits)
-            x, streams = found.rest, found.streams
-            left_out += found.left_out.sum(0)
+            result = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, misfits)
+            x, streams = result.rest, result.streams
+            left_out += result.left_out.sum(0)
         made = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
@@ -84,13 +84,13 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        found = Side(lane.plain, (PackedRun(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        result = Side(lane.plain, (PackedRun(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
         if raw:
-            found = put_slots(found, raw)
+            result = put_slots(result, raw)
         if dtype.itemsize == 1:
             most = torch.finfo(dtype).max
-            found = found.clamp(-most, most)
-        values = found.to(dtype)
+            result = result.clamp(-most, most)
+        values = result.to(dtype)
         if values[0].nbytes % ALIGNED:
             values = _pages(lane, len(chosen), dtype, rows.device).copy_(values)
         # An engine may have made its memory in inference mode, and nothing else may write there.

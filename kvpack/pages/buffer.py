@@ -62,10 +62,10 @@ class PageBuffer:
         """Describe values that share memory, as in an expanded tensor; empty if there are none."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
-        found = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
-        if found is None:
+        shared = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
+        if shared is None:
             return ""
-        one, other = found
+        one, other = shared
         shape, strides = list(tensors[one].shape), list(tensors[one].stride())
         if one == other:
             return f"{names[one]}: values of its shape {shape} share memory, by strides {strides}"
@@ -94,11 +94,11 @@ def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
     for a repeated slot.
     """
-    found = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
-    for slot in found:
+    result = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
+    for slot in result:
         if not 0 <= slot < count:
             raise OutOfBounds(f"slot {slot} was passed, but the buffer has {count} slots")
-    if written and len(set(found)) < len(found):
-        twice = next(slot for slot in found if found.count(slot) > 1)
-        raise InvalidParameter(f"slot {twice} was passed {found.count(twice)} times, but a slot holds one page: pass each slot once")
-    return found
+    if written and len(set(result)) < len(result):
+        twice = next(slot for slot in result if result.count(slot) > 1)
+        raise InvalidParameter(f"slot {twice} was passed {result.count(twice)} times, but a slot holds one page: pass each slot once")
+    return result

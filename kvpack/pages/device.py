@@ -220,8 +220,8 @@ class DevicePages:
 
     def _error_of(self, rows: torch.Tensor, number: int, digest: bytes | None) -> Outcome:
         where = f"row {number}"
-        found = self._plan.error_of(_view(rows[number].to(CPU)), digest, False, where)
-        return found or DigestMismatch(f"{where}: its bytes changed while it was decoded")
+        error = self._plan.error_of(_view(rows[number].to(CPU)), digest, False, where)
+        return error or DigestMismatch(f"{where}: its bytes changed while it was decoded")
 
     def _encode_by_host(
         self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None], numbers: Sequence[int]
@@ -249,8 +249,8 @@ class DevicePages:
         staged = [[torch.empty(count, *x.shape[1:], dtype=x.dtype, device=CPU) for x in pages.sides[side]] for side in pages.sides]
         outcomes = self._host.decode(_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, values)
         with torch.inference_mode():
-            for found, layers in zip(staged, pages.sides.values(), strict=True):
-                for source, target in zip(found, layers, strict=True):
+            for part, layers in zip(staged, pages.sides.values(), strict=True):
+                for source, target in zip(part, layers, strict=True):
                     for number, slot in enumerate(slots):
                         if outcomes[number] is None:
                             target[slot].copy_(source[number])

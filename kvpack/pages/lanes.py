@@ -164,8 +164,8 @@ class _Ready:
         """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and the counts without a slot,
         ``[2]``."""
         if self._choosers is not None:
-            found = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
-            return numpy.concatenate([chosen for chosen, _ in found]), numpy.concatenate([left_out for _, left_out in found]).sum(0)
+            result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
+            return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
         lane, codec = self._lane, self._lane.plain
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
 
@@ -230,20 +230,20 @@ class _Ready:
         for number, tensor in enumerate(self._tensors):
             target, streams = tensor[slot], self._streams(row, number)
             if isinstance(lane.codec, Opaque):
-                found, target = streams["bytes"][0], target.view(torch.uint8)
+                result, target = streams["bytes"][0], target.view(torch.uint8)
             elif isinstance(lane.codec, Raw):
-                found = streams["values"][0]
+                result = streams["values"][0]
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
                 plain = {name: streams[name] for name in lane.plain.row_layouts}
                 side = Side(lane.plain, (PackedRun(lane.plain, lane.geometry.tokens, plain),), empty, 0)
-                found = side.unpack(lane.geometry.computed_dtype)[0]
+                result = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 most = torch.finfo(target.dtype).max
-                found = found.clamp(-most, most)
+                result = result.clamp(-most, most)
             # An engine may have made its memory in inference mode, and nothing else may write there.
             with torch.inference_mode():
-                target.copy_(found)
+                target.copy_(result)
         self._put_raw(slot, row)
 
     def _put_raw(self, slot: int, row: memoryview) -> None:

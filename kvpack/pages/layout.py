@@ -59,15 +59,15 @@ class PageLayout:
         places, taken = {}, torch.zeros(flat.numel(), dtype=torch.bool, device="cpu")
         for side, shape in shapes.items():
             numbers = torch.arange(1, zeros[side].numel() + 1, device="cpu").view(shape)
-            found = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
+            result = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
             for bit in range(numbers.numel().bit_length()):
                 ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
-                found += (bits_of(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
-            at = found.nonzero().flatten()
-            order = found[at].argsort()
-            if at.numel() != numbers.numel() or not torch.equal(found[at][order], numbers.flatten()):
+                result += (bits_of(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
+            at = result.nonzero().flatten()
+            order = result[at].argsort()
+            if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
                 raise InvalidParameter(
-                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} places, {len(set(found[at].tolist()))} of them "
+                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} places, {len(set(result[at].tolist()))} of them "
                     "different: the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):

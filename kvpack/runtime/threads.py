@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
     """Yield ``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items fetched.
 
@@ -153,9 +154,9 @@ class WorkerThreads:
 
         After a fork, the parent's threads do not run in the child, which would wait for them forever.
         """
-        found = self._pools.get(os.getpid())
+        executor = self._pools.get(os.getpid())
         # An executor that two threads make at once, and one keeps, has begun no thread.
-        return found or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
+        return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
         """Wait for the threads' work and stop them; ``pool`` starts new ones."""

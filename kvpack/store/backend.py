@@ -186,8 +186,8 @@ class OneTier:
 
     def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
         """Implement ``Backend.find_each`` one key at a time."""
-        found = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
-        return [entries[0] if entries else None for entries in found]
+        result = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
+        return [entries[0] if entries else None for entries in result]
 
     def peek_each(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         """Implement ``Backend.peek_each`` one key at a time."""

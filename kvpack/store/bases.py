@@ -31,9 +31,9 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
     """
     clear = decrypted_entry(key, data, cipher)
     # Compared with what the recipe names, not with the entry's key alone.
-    found = check_basis(key, clear, cipher)
-    if found != digest:
-        raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {found.hex()}, expected {digest.hex()}")
+    result = check_basis(key, clear, cipher)
+    if result != digest:
+        raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {result.hex()}, expected {digest.hex()}")
     return Basis.of_bytes(bytes(clear), where=f"entry {key.hex()}")
 
 
@@ -70,7 +70,7 @@ class StoredBasis:
     def get(self) -> Basis | None:
         """Return the basis, read from the store at most once; None if it is neither given nor stored."""
         if self._basis is None:
-            self._basis = next((found for key in self.keys if (found := self._found(key)) is not None), None)
+            self._basis = next((result for key in self.keys if (result := self._found(key)) is not None), None)
         return self._basis
 
     def missing(self, operation: str) -> None:
@@ -112,11 +112,11 @@ class StoredBasis:
 
     def _reads(self, key: bytes, backend: Backend) -> bool:
         """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
-        for found in backend.find([key]):
+        for basis in backend.find([key]):
             try:
-                check_basis(key, decrypted_entry(key, found.data, self._cipher), self._cipher)
+                check_basis(key, decrypted_entry(key, basis.data, self._cipher), self._cipher)
             except FAULTS as error:
-                refuse(backend, self._counters, key, found, error)
+                refuse(backend, self._counters, key, basis, error)
                 return False
             return True
         return False

@@ -127,12 +127,12 @@ class Catalog:
     def prefix(self, key: bytes) -> Prefix:
         """Return the chain that ends with the entry ``key``."""
         chain: list[Entry] = []
-        found = self.entries.get(key)
-        while found is not None:
-            chain.insert(0, found)
+        entry = self.entries.get(key)
+        while entry is not None:
+            chain.insert(0, entry)
             # Positions must decrease along a chain, so a corrupt chain cannot loop forever.
-            parent = self.entries.get(found.named.parent)
-            found = parent if parent is not None and parent.start < found.start else None
+            parent = self.entries.get(entry.named.parent)
+            entry = parent if parent is not None and parent.start < entry.start else None
         return Prefix(tuple(chain))
 
     def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
@@ -319,9 +319,9 @@ def _contents(
 def _asked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, front: bool) -> Iterator[tuple[Stored, Data | None]]:
     # Checked before any byte is fetched or mapped: others may have written the entries.
     keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
-    found = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))
+    result = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))
     for stored in listed:
-        yield stored, found.pop(stored.key, None)
+        yield stored, result.pop(stored.key, None)
 
 
 class _Gone(Exception):

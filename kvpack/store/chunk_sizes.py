@@ -33,14 +33,14 @@ class OtherChunks:
             return
         self._left -= 1
         present = self._backend.present_each([chunk_key(self._root, ids[: size * ID_BYTES], inputs) for size in sizes])
-        found = [size for size, there in zip(sizes, present, strict=True) if there]
-        if found:
+        result = [size for size, there in zip(sizes, present, strict=True) if there]
+        if result:
             self._left = 0
             self._counters.add("other_chunks")
             log.warning(
                 "%s: nothing is stored for these tokens in chunks of %d, but entries in chunks of %d exist: open the store with chunk=%d",
                 self._location,
                 self._chunk,
-                found[0],
-                found[0],
+                result[0],
+                result[0],
             )

@@ -185,11 +185,11 @@ class Latency:
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
         """Return the histogram ``name`` in Prometheus' text format."""
         given = labels_text(labels)
-        found, below = [], 0
+        result, below = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
             below += count
-            found.append(f'{name}_bucket{{{given},le="{bound}"}} {below}')
-        return [*found, f"{name}_sum{{{given}}} {self._sum}", f"{name}_count{{{given}}} {below}"]
+            result.append(f'{name}_bucket{{{given},le="{bound}"}} {below}')
+        return [*result, f"{name}_sum{{{given}}} {self._sum}", f"{name}_count{{{given}}} {below}"]
 
 
 def labels_text(labels: Mapping[str, str]) -> str:

@@ -248,8 +248,8 @@ class Directory(OneTier):
 
     def undescribed(self, also: str | None = None) -> Sequence[Stored]:
         """Return the entries that the index does not describe, and those that it describes as the kind ``also``."""
-        found = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
-        return [Stored(one.key, one.size, self._used(one)) for one in found]
+        result = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
+        return [Stored(one.key, one.size, self._used(one)) for one in result]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, by key."""

@@ -182,11 +182,11 @@ class Reader:
         """Raise InvalidHeader for an entry with other layers, heads or head dims than the model, as far as these are known."""
         if self.shape is None:
             return
-        found = shape_of(file)
-        if found != self.shape:
-            numbers = range(min(len(found), len(self.shape)))
-            at = next((number for number in numbers if found[number] != self.shape[number]), len(numbers))
-            held = [f"{len(one)} layers, layer {at}: {one[at] if at < len(one) else 'none'}" for one in (found, self.shape)]
+        shape = shape_of(file)
+        if shape != self.shape:
+            numbers = range(min(len(shape), len(self.shape)))
+            at = next((number for number in numbers if shape[number] != self.shape[number]), len(numbers))
+            held = [f"{len(one)} layers, layer {at}: {one[at] if at < len(one) else 'none'}" for one in (shape, self.shape)]
             raise InvalidHeader(f"{file.where}: is of another shape, sides with heads and head dims: {held[0]}; the store's: {held[1]}")
 
     def _check_key(self, named: Named, key: bytes, where: str) -> None:

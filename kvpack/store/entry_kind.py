@@ -71,8 +71,8 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
 
 def encrypted_version(beginning: bytes | memoryview) -> int | None:
     """Return the encryption version at the beginning of an entry; None if it is not encrypted."""
-    found = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
-    return int(found[1]) if found else None
+    match = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
+    return int(match[1]) if match else None
 
 
 def key_id(beginning: bytes | memoryview) -> bytes | None:

@@ -126,10 +126,10 @@ class Evictor:
                 return count
             if time.monotonic() > deadline or self._gives_way(size):
                 raise NoRoom
-            found = self._try_round(size, kept)
-            if found is not None and found.missing and not found.unfinished:
+            result = self._try_round(size, kept)
+            if result is not None and result.missing and not result.unfinished:
                 raise NoRoom
-            if found is None or found.missing:
+            if result is None or result.missing:
                 # Other processes are making room, or are writing entries that can be removed once written.
                 time.sleep(wait)
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
@@ -149,8 +149,8 @@ class Evictor:
             return
         # The bytes are taken, so a fault must not reach the writer.
         with contextlib.suppress(OSError, KvpackError):
-            found = self._try_round(low, kept)
-            if found is not None and found.missing:
+            result = self._try_round(low, kept)
+            if result is not None and result.missing:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _gives_way(self, size: int) -> bool:
@@ -306,9 +306,9 @@ class Evictor:
     def _page(self, going: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
         """Return the next keys: enough entries to free the ``missing`` bytes, or one page."""
         page: list[bytes] = []
-        while missing > 0 and len(page) < _PAGE and (found := next(going, None)) is not None:
-            page.append(found[0])
-            missing -= self.folder.cost(found[1])
+        while missing > 0 and len(page) < _PAGE and (batch := next(going, None)) is not None:
+            page.append(batch[0])
+            missing -= self.folder.cost(batch[1])
         return page
 
     def _freed(self, keys: list[bytes], before: Count | None) -> int:

@@ -69,9 +69,7 @@ _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 class Folder:
     """The files below ``root``. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
 
-    def __init__(
-        self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
         self.durable = durable
         self.trust = Trust(self.root, trusted_group)
@@ -146,8 +144,8 @@ class Folder:
     def names(self, folder: int) -> list[bytes]:
         """Return the keys of the entries in such a folder. Raises OSError."""
         try:
-            with os.scandir(self.leaves[folder]) as found:
-                names = [entry.name for entry in found if entry.is_file(follow_symlinks=False)]
+            with os.scandir(self.leaves[folder]) as listing:
+                names = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]
         except FileNotFoundError:
             return []
         return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]

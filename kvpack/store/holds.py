@@ -33,7 +33,7 @@ def hold_of(owner: Any, seconds: Any) -> Hold:
     check_count("seconds", seconds, 1)
     name = checked_owner(owner)
     if name is None:
-        name = f"{socket.gethostname()[:MAX_OWNER // 2]}:{os.getpid()}"
+        name = f"{socket.gethostname()[: MAX_OWNER // 2]}:{os.getpid()}"
     return Hold(name, min(int(time.time()) + seconds, 2**63 - 1))
 
 

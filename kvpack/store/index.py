@@ -312,11 +312,11 @@ class Index:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        if found == _VERSION and self._note(connection, "run") != _run():
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == _VERSION and self._note(connection, "run") != _run():
             self._discard()
             return None
-        if found not in (_VERSION, 0 if new else _VERSION):
+        if version not in (_VERSION, 0 if new else _VERSION):
             self._forget()
             return None
         return connection
@@ -475,18 +475,18 @@ class Index:
         return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
     def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
-        found = connection.execute("SELECT size FROM entries WHERE id = ?", (_number(key),)).fetchone()
-        if found is not None:
+        row = connection.execute("SELECT size FROM entries WHERE id = ?", (_number(key),)).fetchone()
+        if row is not None:
             connection.execute("DELETE FROM entries WHERE id = ?", (_number(key),))
-            self._count(connection, key[0], -1, -found[0], -self._folder.cost(found[0]))
+            self._count(connection, key[0], -1, -row[0], -self._folder.cost(row[0]))
 
     def _count(self, connection: sqlite3.Connection, folder: int, *changes: int) -> None:
         asked = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
         connection.execute(asked, (*changes, folder))
 
     def _note(self, connection: sqlite3.Connection, name: str) -> int:
-        found = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return 0 if found is None else int(found[0])
+        row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+        return 0 if row is None else int(row[0])
 
     def _set_note(self, connection: sqlite3.Connection, name: str, value: int) -> None:
         connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))

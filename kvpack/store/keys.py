@@ -150,5 +150,5 @@ def check_page(name: bytes, data: Data) -> None:
     if frame.length != len(data):
         raise InvalidHeader(f"{where}: has {len(data)} bytes, its row {frame.length}")
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
-    if (found := page_key(frame.namespace, frame.key, description)) != name:
-        raise InvalidHeader(f"{where}: holds the page {found.hex()}")
+    if (actual := page_key(frame.namespace, frame.key, description)) != name:
+        raise InvalidHeader(f"{where}: holds the page {actual.hex()}")

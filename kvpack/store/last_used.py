@@ -97,9 +97,9 @@ def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
     """
     dated = []
     for put_ns, name, record in records:
-        found = _RECORD.fullmatch(name.rpartition("/")[2])
-        used_ns = min(put_ns, int(found["time"])) if found and found["merged"] else put_ns
-        dated.append((used_ns, name, record, int(found["ttl"]) if found and found["ttl"] else None))
+        match = _RECORD.fullmatch(name.rpartition("/")[2])
+        used_ns = min(put_ns, int(match["time"])) if match and match["merged"] else put_ns
+        dated.append((used_ns, name, record, int(match["ttl"]) if match and match["ttl"] else None))
     last: dict[bytes, Use] = {}
     for used_ns, _, record, ttl in sorted(dated, key=lambda one: one[:2]):
         for at in range(0, len(record) - KEY_BYTES + 1, KEY_BYTES):

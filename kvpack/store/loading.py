@@ -63,8 +63,8 @@ class Loader:
             keys = keys[: self._backend.present(keys)]
         while keys:
             first = self._windows.first_chunk(len(keys))
-            chunks, found = self._chain(keys, first)
-            cache = self._joined(chunks, keys[first:], found)
+            chunks, result = self._chain(keys, first)
+            cache = self._joined(chunks, keys[first:], result)
             count = first + len(chunks)
             if first and cache is not None and len(cache) > len(self._windows.layers):
                 # Layers that the identity does not list attend to all tokens.
@@ -75,7 +75,7 @@ class Loader:
                 continue
             if cache is not None:
                 self._know(keys[first:count])
-                chain, entries = [*self._before, *keys[:count]], found[: len(chunks)]
+                chain, entries = [*self._before, *keys[:count]], result[: len(chunks)]
                 if after is not None and count == whole:
                     chain, entries = [*chain, after[0]], [*entries, after[1]]
                 self._backend.accept(chain, entries, time.time_ns())
@@ -86,20 +86,20 @@ class Loader:
     def _chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[Found]]:
         """Return the caches and the entries of a chain from chunk ``first`` on, up to the first chunk without a valid entry."""
         chunks: list[Cache] = []
-        found: list[Found] = []
+        result: list[Found] = []
         beyond = -1
         while first + len(chunks) < len(keys):
             rest = keys[first + len(chunks) :]
             entries = self._backend.find(rest, beyond=beyond)
             good, error = self._read(entries, rest, first + len(chunks))
             chunks += good
-            found += entries[: len(good)]
+            result += entries[: len(good)]
             if error is None:
                 break
             # A bad entry must not hide a good one in a slower tier.
             self._refuse(rest[len(good)], entries[len(good)], error)
             beyond = entries[len(good)].tier
-        return chunks, found
+        return chunks, result
 
     def states(self, chunk: bytes, position: int) -> tuple[States, Found] | None:
         """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry.

@@ -103,8 +103,8 @@ class Memory(OneTier):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         with self._lock:
-            found = [name for name in self._pins if name[0] == keys[-1] and owner in (None, name[1])]
-            removed = [self._pins.pop(name) for name in found]
+            result = [name for name in self._pins if name[0] == keys[-1] and owner in (None, name[1])]
+            removed = [self._pins.pop(name) for name in result]
         return any(map(in_effect, removed))
 
     def pins(self) -> Sequence[Pin]:

@@ -273,8 +273,8 @@ class ObjectStore(OneTier):
 
     def _kind(self, name: str) -> Kind | None:
         """Return the kind of the object with an entry's name, by its beginning and size; None if there is none, or no answer."""
-        found = self._guard.ask("match", lambda: self._objects.look(name), None)
-        return None if found is None else self._form.kind(*found)
+        kind = self._guard.ask("match", lambda: self._objects.look(name), None)
+        return None if kind is None else self._form.kind(*kind)
 
     def _reserved(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
         """Make room for entries of ``sizes`` and count them; return how many of them, from the first on, fit."""

@@ -91,15 +91,15 @@ class Objects:
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
         """Return an object's bytes, or the first ``max_bytes`` + 1 of a larger one, or None."""
-        found = self._beginning(name, max_bytes + 1)
-        return None if found is None else found[0]
+        data = self._beginning(name, max_bytes + 1)
+        return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
         """Return an object's bytes like ``read``, with zeros for all bytes after the header of a kvpack file."""
-        found = self._beginning(name, _FRONT_BYTES)
-        if found is None:
+        result = self._beginning(name, _FRONT_BYTES)
+        if result is None:
             return None
-        beginning, size, tag = found
+        beginning, size, tag = result
         check_size(name, size, self._max_bytes)
         if len(beginning) != min(size, _FRONT_BYTES):
             return None
@@ -111,8 +111,8 @@ class Objects:
 
     def look(self, name: str) -> tuple[bytes, int] | None:
         """Return the first bytes of an object, which show its form, and its size; None if it does not exist."""
-        found = self._beginning(name, FRONT_BYTES)
-        return None if found is None else found[:2]
+        data = self._beginning(name, FRONT_BYTES)
+        return None if data is None else data[:2]
 
     def _beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
         """Return the first bytes of an object, its size and its tag."""

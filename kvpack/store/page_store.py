@@ -318,9 +318,9 @@ class PageStore:
         good: dict[int, Found] = {}
         while beyond:
             entries = self._backend.find_each([names[number] for number in beyond], [*beyond.values()], self._largest)
-            found = {number: entry for number, entry in zip(beyond, entries, strict=True) if entry is not None}
+            result = {number: entry for number, entry in zip(beyond, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
-            for number, entry in found.items():
+            for number, entry in result.items():
                 self._open(number, names, entry, rows)
             for pages, group in _by_memory([*rows], parts):
                 slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
@@ -328,10 +328,10 @@ class PageStore:
                 for number, refused in zip(group, outcomes, strict=True):
                     if refused is None:
                         loaded[number] = True
-                        good[number] = found[number]
+                        good[number] = result[number]
                     else:
-                        refuse(self._backend, self._counters, names[number], found[number], refused)
-            beyond = {number: entry.tier for number, entry in found.items() if not loaded[number]}
+                        refuse(self._backend, self._counters, names[number], result[number], refused)
+            beyond = {number: entry.tier for number, entry in result.items() if not loaded[number]}
         if good:
             whole = sorted(good)
             self._backend.accept([names[number] for number in whole], [good[number] for number in whole], now)

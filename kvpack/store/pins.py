@@ -49,8 +49,8 @@ class Pins:
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
         """Unpin a chain, of one owner or of all; return True if it was pinned."""
         try:
-            found = [path for pin, path in self._found(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
-            for path in found:
+            removed = [path for pin, path in self._found(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
+            for path in removed:
                 os.unlink(path)
         except FileNotFoundError:
             # Somebody else has unpinned it just now.
@@ -58,7 +58,7 @@ class Pins:
         except OSError as error:
             self._counters.fault("unpin", error)
             return False
-        return bool(found)
+        return bool(removed)
 
     def all(self) -> list[Pin]:
         """Return the pins in effect."""

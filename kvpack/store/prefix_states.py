@@ -39,9 +39,9 @@ class PrefixStates:
         """Return the keys of the longest prefix of a stored chain that has stored states."""
         for stop in range(len(keys), 0, -_AT_ONCE):
             start = max(0, stop - _AT_ONCE)
-            found = self._backend.present_each([states_key(key) for key in keys[start:stop]])
-            if any(found):
-                return keys[: start + max(at for at, there in enumerate(found, 1) if there)]
+            result = self._backend.present_each([states_key(key) for key in keys[start:stop]])
+            if any(result):
+                return keys[: start + max(at for at, there in enumerate(result, 1) if there)]
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
@@ -50,11 +50,11 @@ class PrefixStates:
 
         while keys := self.usable(keys[: self._backend.present(keys)]):
             tokens = len(keys) * self._reader.chunk
-            found = self._loader.states(keys[-1], tokens)
-            if found is None:
+            result = self._loader.states(keys[-1], tokens)
+            if result is None:
                 keys = keys[:-1]
                 continue
-            states, entry = found
+            states, entry = result
             cache = self._loader.load(keys, (states_key(keys[-1]), entry))
             if cache is None or cache.tokens < tokens:
                 keys = keys[: 0 if cache is None else cache.tokens // self._reader.chunk]

@@ -135,11 +135,11 @@ class Redis(OneTier):
             there = {number: size for number, size in zip(part, sizes, strict=False) if self._takes(keys[number], size or 0)}
             for group in _batches(there, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
-                    found = self._fetched([keys[number] for number in group], [there[number] for number in group])
-                    for number, entry in zip(group, found, strict=False):
+                    results = self._fetched([keys[number] for number in group], [there[number] for number in group])
+                    for number, entry in zip(group, results, strict=False):
                         result[number] = entry
                     # The entry after those found has changed since, or there was no answer.
-                    group = group[len(found) + 1 :]
+                    group = group[len(results) + 1 :]
         return result
 
     def _fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
@@ -218,19 +218,19 @@ class Redis(OneTier):
         if owner is not None:
             return bool(self._client.ask("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, otherwise=0))
         old, fields = self._client.ask_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (data_list, "HKEYS", HOLDS)]) or (0, ())
-        found = [field for field in fields or () if field.startswith(keys[-1])]
-        removed = self._client.ask("unpin", "HDEL", HOLDS, *found, check=integer, otherwise=0) if found else 0
+        result = [field for field in fields or () if field.startswith(keys[-1])]
+        removed = self._client.ask("unpin", "HDEL", HOLDS, *result, check=integer, otherwise=0) if result else 0
         return bool(old or removed)
 
     def pins(self) -> Sequence[Pin]:
         chains, holds = self._client.ask_all("pinned", [(data_list, "HVALS", PINS), (data_list, "HVALS", HOLDS)]) or ((), ())
-        found = [endless_pin(chain) for chain in chains or ()]
+        result = [endless_pin(chain) for chain in chains or ()]
         for hold in holds or ():
             try:
-                found.append(read_hold("on the server", hold))
+                result.append(read_hold("on the server", hold))
             except InvalidHeader as error:
                 self._counters.fault("pinned", error)
-        return [pin for pin in found if pin is not None and in_effect(pin)]
+        return [pin for pin in result if pin is not None and in_effect(pin)]
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)
@@ -370,7 +370,7 @@ class Redis(OneTier):
 
         Keys that are missing, not strings, or unanswered have size 0 and no bytes.
         """
-        found: list[tuple[int, bytes]] = []
+        result: list[tuple[int, bytes]] = []
         for part in _parts(keys, _KEYS_AT_ONCE):
             commands: list[Command] = []
             for key in part:
@@ -380,11 +380,11 @@ class Redis(OneTier):
             if not answers:
                 break
             sizes, fronts, counted = answers[::3], answers[1::3], answers[2::3]
-            found += [(size or 0, front or b"") for size, front in zip(sizes, fronts, strict=True)]
+            result += [(size or 0, front or b"") for size, front in zip(sizes, fronts, strict=True)]
             gone = [key for key, size, known in zip(part, sizes, counted, strict=True) if size == 0 and known]
             if gone:
                 self._counters.add("vanished_entries", self._client.call("forget", b"".join(gone)) or 0)
-        return [*found, *[(0, b"")] * (len(keys) - len(found))]
+        return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
         """Return the bytes of entries up to the first whose size has changed; never fetches more than ``sizes``."""

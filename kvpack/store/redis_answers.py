@@ -64,10 +64,10 @@ def member_list(answer: Any) -> list[bytes]:
 
 def sizes_and_uses(answer: Any) -> list[float]:
     """Check alternating sizes and last uses; a use is a number as text, or empty for none, which becomes 0."""
-    found = _listed(answer, "sizes and times")
-    if len(found) % 2:
+    result = _listed(answer, "sizes and times")
+    if len(result) % 2:
         raise _wrong(answer, "sizes and times in turn")
-    pairs = zip(found[::2], found[1::2], strict=True)
+    pairs = zip(result[::2], result[1::2], strict=True)
     return [number for size, used in pairs for number in (float(integer(size)), _number(used))]
 
 
@@ -85,10 +85,10 @@ def progress(answer: Any) -> int:
 
 def page(answer: Any) -> tuple[bytes, int]:
     """Check the reply of a scan; return its cursor, as text, and a number."""
-    found = _listed(answer, "a cursor and a number", 2)
-    if type(found[0]) is not bytes or not found[0].isdigit() or len(found[0]) > _CURSOR_DIGITS:
+    result = _listed(answer, "a cursor and a number", 2)
+    if type(result[0]) is not bytes or not result[0].isdigit() or len(result[0]) > _CURSOR_DIGITS:
         raise _wrong(answer, "a cursor")
-    return found[0], integer(found[1])
+    return result[0], integer(result[1])
 
 
 def taken(answer: Any) -> bool:
@@ -144,10 +144,10 @@ def _number(answer: Any) -> float:
     if type(answer) is not bytes or len(answer) > 64:
         raise _wrong(answer, "a number as text")
     try:
-        found = float(answer or 0)
+        result = float(answer or 0)
     except ValueError:
         raise _wrong(answer, "a number as text") from None
-    return found if found == found else 0.0
+    return result if result == result else 0.0
 
 
 def _wrong(answer: Any, expected: str) -> NotRedis:

@@ -160,10 +160,10 @@ class Store:
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
         readable = self._determined(ids) and (self._stored is None or self._stored.present())
         faults = self._counters.fault_count
-        found = len(self._usable(keys)) if readable else 0
-        if not found and self._counters.fault_count == faults:
+        count = len(self._usable(keys)) if readable else 0
+        if not count and self._counters.fault_count == faults:
             self._others.look(ids, inputs[0] if inputs else b"")
-        return self.chunk * found
+        return self.chunk * count
 
     def load(
         self, token_ids: Any, *, device: torch.device | str = "cpu", inputs: Sequence[bytes] | None = None
@@ -310,9 +310,7 @@ class Store:
             return None
         return pieces
 
-    def pin(
-        self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS
-    ) -> int:
+    def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS) -> int:
         """Protect the longest stored prefix from eviction, in every process; return its length in tokens.
 
         The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
@@ -320,9 +318,9 @@ class Store:
         """
         hold = hold_of(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
-        found = self._usable(keys)
+        usable = self._usable(keys)
         before = [key for key in self._before if self._backend.present([key])]
-        return len(found) * self.chunk if found and self._backend.pin([*before, *self._with_states(found)], hold) else 0
+        return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
         """Undo ``pin`` of the same prefix, by ``owner`` or by all; return True if it was pinned. Raises InvalidParameter."""
@@ -401,8 +399,8 @@ class Store:
         """Return the cache of the longest stored prefix, once no other worker is computing the missing chunks."""
 
         def load() -> Cache | None:
-            found = self._loader.load if self._states is None else self._states.load
-            return found(keys) if self._readable(keys) else None
+            result = self._loader.load if self._states is None else self._states.load
+            return result(keys) if self._readable(keys) else None
 
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 

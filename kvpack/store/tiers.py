@@ -65,14 +65,10 @@ class Tiers:
         return result
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        return [found.data for found in self.find(keys)]
+        return [entry.data for entry in self.find(keys)]
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        return [
-            Found(data, tier)
-            for tier, entries in self._in_turn(keys, self._timed_get, len, beyond)
-            for data in entries
-        ]
+        return [Found(data, tier) for tier, entries in self._in_turn(keys, self._timed_get, len, beyond) for data in entries]
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
         result: list[Found | None] = [None] * len(keys)
@@ -102,8 +98,8 @@ class Tiers:
         result: list[Data | None] = [None] * len(keys)
         for backend in self._backends:
             missing = [number for number, data in enumerate(result) if data is None]
-            found = backend.peek_each([keys[number] for number in missing], front=front) if missing else ()
-            for number, data in zip(missing, found, strict=True):
+            results = backend.peek_each([keys[number] for number in missing], front=front) if missing else ()
+            for number, data in zip(missing, results, strict=True):
                 result[number] = data
         return result
 
@@ -162,8 +158,8 @@ class Tiers:
         return _each(self._backends, lambda backend: backend.unpin(keys, owner))
 
     def pins(self) -> Sequence[Pin]:
-        found = {(pin.key, pin.owner): pin for backend in self._backends for pin in backend.pins()}
-        return [*found.values()]
+        merged = {(pin.key, pin.owner): pin for backend in self._backends for pin in backend.pins()}
+        return [*merged.values()]
 
     def pinned(self) -> set[bytes]:
         return set().union(*(backend.pinned() for backend in self._backends))

@@ -114,8 +114,8 @@ def run(
     framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     turns = _ropes(network, words, tokens, longest)
-    found = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
-    halves = found.halves()
+    report = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
+    halves = report.halves()
     for_frames, for_rows = _positions(settings, longest, positions(network))
     if turns is not None:
         places = places_of(tokens - score, for_frames)
@@ -124,16 +124,16 @@ def run(
             for (one, other), rope in zip(halves, turns, strict=True)
         ]
         # All contexts have the first positions: they count twice.
-        found = spread_keys(found, turns, [0, *places_of(tokens - score, for_rows)])
+        report = spread_keys(report, turns, [0, *places_of(tokens - score, for_rows)])
     if only and halves is None:
         raise InvalidParameter(f"{words.name}: the model computes attention itself, so kvpack cannot observe its queries")
     # Layers that share those of others have none: a cache has them without sides.
     layers = len(Model(network).layers_with_tokens())
-    total = windows + len(found.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
+    total = windows + len(report.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
     step = step_counter(progress, total, windows)
 
-    frames = None if framing is None else frames_of_all(found, framing, step)
-    rows = {} if only else rows_of_all(found, step)
+    frames = None if framing is None else frames_of_all(report, framing, step)
+    rows = {} if only else rows_of_all(report, step)
     balanced = None if halves is None else balanced_of_all([one + other for one, other in halves], turns, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
@@ -152,8 +152,8 @@ def run(
         "text": words.name,
         **sizes,
         "positions": None if turns is None else {"frames": for_frames, "rows": for_rows},
-        "raw": _raw_share(found, windows * (tokens - score), halves),
-        "raw_attention": sum(map(float, found.shares.values())) / (len(found.shares) * windows) if found.shares else None,
+        "raw": _raw_share(report, windows * (tokens - score), halves),
+        "raw_attention": sum(map(float, report.shares.values())) / (len(report.shares) * windows) if report.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits(raw=True)],
         "without_frames": reason,
         "balanced": halves is not None,
@@ -221,8 +221,8 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
     (k, _), *_ = pairs = prefill(model, sample)
     _check_pairs(pairs)
     try:
-        found = ropes(model, sample)
-        if longest is not None and tokens > longest and any(found):
+        result = ropes(model, sample)
+        if longest is not None and tokens > longest and any(result):
             raise InvalidParameter(
                 f"--tokens is {tokens}, but RoPE uses different frequencies beyond {longest} tokens: "
                 f"calibrate with --tokens {longest}, or without frames, --scope none"
@@ -231,7 +231,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
         if scope is not None:
             raise
         return None, str(error)
-    return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), found), None
+    return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), result), None
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
@@ -335,9 +335,9 @@ def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
     """Return the identity in the checkpoint's dtype, with the digests of weights in the other dtypes that users load."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
-        found = folder_identity(folder, dtype)
-        if dtype != identity.get("dtype") and "weights" in found:
-            identity[weights_key(dtype)] = found["weights"]
+        result = folder_identity(folder, dtype)
+        if dtype != identity.get("dtype") and "weights" in result:
+            identity[weights_key(dtype)] = result["weights"]
     return identity
 
 

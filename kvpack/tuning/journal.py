@@ -89,7 +89,7 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
             f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "
             "name a new file or remove it"
         )
-    made.losses = {recipe: _loss(path, recipe, found, len(exact)) for recipe, found in content["losses"].items()}
+    made.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
     return made
 
 

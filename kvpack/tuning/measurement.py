@@ -71,10 +71,10 @@ class Windows:
         """Read windows ``[1, token]`` without packing, and return all results of the first one."""
         first = None
         for tokens in windows:
-            found = read_exactly(self.model, tokens, score)
-            first = first or found
-            pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in found.first]
-            self.exact.append(replace(found, pairs=pairs, seen={}))
+            result = read_exactly(self.model, tokens, score)
+            first = first or result
+            pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.first]
+            self.exact.append(replace(result, pairs=pairs, seen={}))
             self.step()
         assert first is not None
         return first
@@ -110,6 +110,6 @@ def read_once(
     for tokens in windows:
         window = Windows(searched.model, searched.folder, searched.step, basis=searched.basis)
         exact.append(window.read([tokens], score).loss)
-        for recipe, found in losses.items():
-            found.append(window.loss(recipe))
-    return exact, {recipe: Loss.joined(found) for recipe, found in losses.items()}
+        for recipe, result in losses.items():
+            result.append(window.loss(recipe))
+    return exact, {recipe: Loss.joined(result) for recipe, result in losses.items()}

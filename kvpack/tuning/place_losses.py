@@ -38,9 +38,9 @@ def losses_of_places(model: Any, basis: Basis, layers: int, windows: Sequence[to
     with tempfile.TemporaryDirectory(prefix="kvpack-widths-") as folder:
         read = Windows(model, folder, step, basis=basis)
         read.read(windows, (windows[0].shape[1] - 1) // SCORED_PART)
-        found = {side: [read.loss(_recipe(layer, side, basis)).kl_divergence for layer in range(layers)] for side in "kv"}
-    floor = min(map(min, found.values()))
-    return {LOSSES.format(side=side): ",".join(f"{loss - floor:.3g}" for loss in losses) for side, losses in found.items()}
+        result = {side: [read.loss(_recipe(layer, side, basis)).kl_divergence for layer in range(layers)] for side in "kv"}
+    floor = min(map(min, result.values()))
+    return {LOSSES.format(side=side): ",".join(f"{loss - floor:.3g}" for loss in losses) for side, losses in result.items()}
 
 
 def _recipe(layer: int, side: str, basis: Basis) -> str:

@@ -28,11 +28,11 @@ def results(
     """
     layers = len(search.priced.places) // 2
     exact, losses = held_out
-    found, plain = (None if it is None else losses[recipe_text(it.allocation)] for it in (tuned, uniform))
+    result, plain = (None if it is None else losses[recipe_text(it.allocation)] for it in (tuned, uniform))
     return {
         "tuned": _row(tuned, search, exact, losses),
         "uniform": None if uniform is None else _row(uniform, search, exact, losses),
-        "comparison": None if found is None or plain is None else comparison(found, plain),
+        "comparison": None if result is None or plain is None else comparison(result, plain),
         "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
         "attendable": all(map(attendable, tuned.allocation.values())),
         "measured": [
@@ -70,7 +70,7 @@ def _row(found: Measurement, search: Search, exact: list[float], losses: dict[st
 
 
 def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
-    differences = [found - of for found, of in zip(loss.log_perplexities, exact, strict=True)]
+    differences = [result - of for result, of in zip(loss.log_perplexities, exact, strict=True)]
     return {
         "kl_divergence": loss.kl_divergence,
         "kl_divergences": loss.kl_divergences,
@@ -86,7 +86,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
     ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" for one recipe, else "undecided".
     """
-    differences = [found - of for found, of in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
+    differences = [loss - of for loss, of in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
     interval = student_t(differences)
     if tuned is uniform:
         verdict = "the same"
@@ -99,11 +99,11 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
     """Return the text of the recipe file: its description as comments, then one clause per line."""
-    found, uniform = report["tuned"], report["uniform"]
+    result, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
-        f"{found['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
-        f"KL divergence {found['held_out']['kl_divergence']:.3g} nats per token on held-out text",
+        f"{result['bits_per_value']:.3f} bits per value in files of {report['settings']['tokens']:,} tokens; "
+        f"KL divergence {result['held_out']['kl_divergence']:.3g} nats per token on held-out text",
     ]
     if report["basis"] is not None:
         comments.append(f"basis {report['basis']['digest']}")

@@ -38,7 +38,8 @@ def ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     longest = same_up_to(model.config.get_text_config())
     candidates = [rope._replace(longest=longest) for rope in _candidates(model)]
     return [
-        _matching(number, keys, {place: found[number] for place, found in others.items()}, candidates) for number, keys in enumerate(first)
+        _matching(number, keys, {place: result[number] for place, result in others.items()}, candidates)
+        for number, keys in enumerate(first)
     ]
 
 
@@ -49,11 +50,11 @@ def _keys(model: Any, tokens: torch.Tensor, position: int) -> list[torch.Tensor]
 
 def _candidates(model: Any) -> list[Rope]:
     """Return the RoPE variants that the rotary modules of ``model`` may apply, without duplicates."""
-    found = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
+    result = [buffer.float() for name, buffer in model.named_buffers() if name.endswith("inv_freq") and buffer.dim() == 1]
     # Older modules hold sines of positions in place of frequencies.
     if dims := getattr(model.config.get_text_config(), "rotary_dim", None):
-        found.append(10000.0 ** -(torch.arange(0, int(dims), 2, dtype=torch.float32, device="cpu") / int(dims)))
-    candidates = {tuple(float(one) for one in frequencies): None for frequencies in found}
+        result.append(10000.0 ** -(torch.arange(0, int(dims), 2, dtype=torch.float32, device="cpu") / int(dims)))
+    candidates = {tuple(float(one) for one in frequencies): None for frequencies in result}
     allowed = [one for one in candidates if all(0 <= frequency <= LARGEST_FREQUENCY for frequency in one)]
     return [Rope(frequencies, pairing) for frequencies in allowed for pairing in PAIRINGS]
 

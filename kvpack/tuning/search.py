@@ -76,9 +76,9 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
     """
     _check_budget(search)
     search.sensitivities = sensitivities(search)
-    found = within_budget(search, "greedy", search.sensitivities)
+    result = within_budget(search, "greedy", search.sensitivities)
     uniforms = [search.measure("uniform", allocation) for allocation in _promising(search)]
-    tuned = best([found, *uniforms])
+    tuned = best([result, *uniforms])
     for _ in range(ROUNDS):
         changed = _exchange(search, tuned)
         if changed is None:
@@ -122,10 +122,10 @@ def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
     """Return the allocation with the least loss whose files fit the budget in every window; some codecs need more bytes in some windows."""
     budget = search.budget
     while True:
-        found = search.measure(what, allocate(search.priced, losses, budget))
-        excess = found.loss.bytes - search.budget * len(search.windows.exact)
+        result = search.measure(what, allocate(search.priced, losses, budget))
+        excess = result.loss.bytes - search.budget * len(search.windows.exact)
         if excess <= 0:
-            return found
+            return result
         search.measured.pop()
         budget -= -(-excess // len(search.windows.exact))
 
@@ -133,12 +133,12 @@ def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
 def _promising(search: Search) -> list[Allocation]:
     """Return the uniform allocations within the budget with the least predicted loss, best first."""
     places, known = search.priced.places, search.sensitivities
-    found = []
+    result = []
     for k, v in product(search.everywhere("k"), search.everywhere("v")):
         allocation = uniform(places, k, v)
         if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
-            found.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
-    return [uniform(places, k, v) for _, k, v in sorted(found)[:UNIFORM]]
+            result.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
+    return [uniform(places, k, v) for _, k, v in sorted(result)[:UNIFORM]]
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
@@ -155,11 +155,11 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     free = set(losses)
     while True:
         kept = {place: of if place in free else {tuned.allocation[place]: 0.0} for place, of in losses.items()}
-        found = within_budget(search, "exchange", kept)
-        if found.loss.kl_divergence < tuned.loss.kl_divergence:
-            return found
-        grown = [place for place in free if _grows(search, place, tuned.allocation[place], found.allocation[place])]
-        grown.sort(key=lambda place: (losses[place][found.allocation[place]], place))
+        result = within_budget(search, "exchange", kept)
+        if result.loss.kl_divergence < tuned.loss.kl_divergence:
+            return result
+        grown = [place for place in free if _grows(search, place, tuned.allocation[place], result.allocation[place])]
+        grown.sort(key=lambda place: (losses[place][result.allocation[place]], place))
         if len(grown) < 2:
             return None
         free = {place for place in free if place not in grown} | set(grown[: len(grown) // 2])

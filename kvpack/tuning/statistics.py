@@ -124,10 +124,10 @@ class QueryMoments:
 
         Returns None for a layer without queries.
         """
-        found = self._heads.get(layer)
-        if found is None or len(found) % heads:
+        result = self._heads.get(layer)
+        if result is None or len(result) % heads:
             return None
-        return found.view(heads, -1, *found.shape[1:]).sum(1), self.rows[layer] * len(found) // heads
+        return result.view(heads, -1, *result.shape[1:]).sum(1), self.rows[layer] * len(result) // heads
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Statistics:
         for first, predicted in beginnings(count, tokens.shape[1] - count):
             known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
             gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
-            depends |= any(bool(one.any()) for found in gradients for pair in found for one in pair)
+            depends |= any(bool(one.any()) for part in gradients for pair in part for one in pair)
             for number, own in enumerate(zip(*gradients, strict=True)):
                 for side, views in self._views(number, own, framing):
                     _add(self.costs, side, torch.stack([_squares(view, ~raw[number][:first]) for view in views]))
@@ -181,11 +181,11 @@ class Statistics:
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
         """Add the keys of a window with ``pairs`` of every layer, and its ``queries``; do nothing if a layer has none of these."""
         of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
-        if any(found is None for found in of_layers):
+        if any(part is None for part in of_layers):
             return
-        for number, found in enumerate(of_layers):
-            assert found is not None
-            own = KeyMoments.of(pairs[number][0], *found, None if ropes is None else ropes[number])
+        for number, part in enumerate(of_layers):
+            assert part is not None
+            own = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
             for name in MOMENTS:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(own, name))
 
@@ -199,7 +199,7 @@ class Statistics:
     def _moments(self, layer: int, half: int) -> KeyMoments:
         first = {name: self.moments[f"{layer}.0.{name}"] for name in MOMENTS}
         own = (self.moments.get(f"{layer}.{half}.{name}") for name in MOMENTS)
-        return KeyMoments(*(torch.zeros_like(first[name]) if found is None else found for name, found in zip(MOMENTS, own, strict=True)))
+        return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, own, strict=True)))
 
     @staticmethod
     def _views(

@@ -164,7 +164,7 @@ def run(
 def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
     """Return the codecs of ``candidates`` by side. With ``only_attendable``, raises InvalidParameter for one that attention must decode."""
     codecs = parse_candidates(candidates)
-    if only_attendable and (decoded := next((codec for found in codecs.values() for codec in found if not attendable(codec)), None)):
+    if only_attendable and (decoded := next((codec for result in codecs.values() for codec in result if not attendable(codec)), None)):
         raise InvalidParameter(
             f"--candidate is {decoded!r}, which attention must decode tile by tile: leave out this candidate or --attendable"
         )

@@ -44,7 +44,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
         search.sensitivities[layer, side] = {codec: loss}
     tuned = within_budget(search, "widths", _predicted(search, measured))
     pairs = zip(*(search.everywhere(side) for side in "kv"), strict=False)
-    fitting = [found for k, v in pairs if search.fits(found := uniform(search.priced.places, k, v))]
+    fitting = [result for k, v in pairs if search.fits(result := uniform(search.priced.places, k, v))]
     plain = search.measure("uniform", fitting[-1]) if fitting else None
     if plain is not None and plain.loss.kl_divergence < tuned.loss.kl_divergence:
         tuned = plain

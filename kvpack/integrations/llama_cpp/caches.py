@@ -222,10 +222,10 @@ def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
 
 
 def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
-    found = [kv_heads] * layers if isinstance(kv_heads, int) else list(kv_heads)
-    if len(found) != layers or not all(type(heads) is int and heads > 0 for heads in found):
+    result = [kv_heads] * layers if isinstance(kv_heads, int) else list(kv_heads)
+    if len(result) != layers or not all(type(heads) is int and heads > 0 for heads in result):
         raise InvalidParameter(f"kv_heads is {kv_heads!r:.80}, expected a positive integer, or one for each of {layers} layers")
-    return found
+    return result
 
 
 def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:

@@ -64,17 +64,17 @@ def opaque_layer(
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
     """Return True if all of ``cache`` consists of ``opaque_layer``. Raises InvalidParameter for a part of one, or if ``dtype`` is given."""
-    found = [_named(layer).keys() >= {"k"} for layer in cache]
-    if any(found) and not all(found):
+    result = [_named(layer).keys() >= {"k"} for layer in cache]
+    if any(result) and not all(result):
         raise InvalidParameter(
-            f"layer {found.index(False)} has no blocks of llama.cpp among its states, but layer {found.index(True)} has: "
+            f"layer {result.index(False)} has no blocks of llama.cpp among its states, but layer {result.index(True)} has: "
             "all layers need them"
         )
-    if any(found) and dtype is not None:
+    if any(result) and dtype is not None:
         raise InvalidParameter(
             f"dtype is {dtype!r}, but the cache holds {cache.model.get('dtype', '')!r:.80}, which is written back unchanged: omit dtype"
         )
-    return any(found)
+    return any(result)
 
 
 def opaque_ids(cache: Cache) -> bytes:
@@ -95,7 +95,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
     Raises InvalidParameter, naming the layer.
     """
-    named, found = _named(layer), []
+    named, result = _named(layer), []
     if (
         layer.sides
         or named.keys() != ({"k"} if latents else {"k", "v"})
@@ -116,18 +116,18 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
         if side == "v" and transposed:
             data = data.view(data.shape[0], -1, size).transpose(0, 1)
         block = CellBlock(kind, rows.shape[2] // size * (BLOCK if kind in BLOCKS else 1), 0)
-        found.append((block, data.contiguous().flatten().numpy().data))
-    return cells.pop(), found
+        result.append((block, data.contiguous().flatten().numpy().data))
+    return cells.pop(), result
 
 
 def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
     """Return the type and the rows of keys and of values for a layer with such states."""
-    found = {}
+    result = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")
         if side in ("k", "v") and (kind in BLOCKS or kind in TYPES):
-            found[side] = kind, state
-    return dict(sorted(found.items()))
+            result[side] = kind, state
+    return dict(sorted(result.items()))
 
 
 def _rows(reader: Reader, block: CellBlock, order: torch.Tensor | None, cells: int, *, turned: bool) -> torch.Tensor:

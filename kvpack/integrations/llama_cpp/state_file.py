@@ -164,14 +164,14 @@ def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile
     """
     _check_front(reader)
     ids, form = _ids(reader)
-    found = tuple(_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
+    result = tuple(_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
     if reader.left:
         more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
         more = more if sections > 1 else f"sliding-window layers (name them with windows=, or --window), {more}"
         raise InvalidParameter(
-            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in found)} layers, perhaps of {more}"
+            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in result)} layers, perhaps of {more}"
         )
-    return StateFile(ids, form, found)
+    return StateFile(ids, form, result)
 
 
 def _check_front(reader: Reader) -> None:
@@ -280,20 +280,20 @@ def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])
-    found: list[bytes | memoryview] = [struct.pack("<III", _MAGIC, _VERSION, len(ids)), ids.astype("<u4").tobytes()]
+    result: list[bytes | memoryview] = [struct.pack("<III", _MAGIC, _VERSION, len(ids)), ids.astype("<u4").tobytes()]
     for section, blocks in zip(file.sections, data, strict=True):
         # A context with several streams has each sequence in the stream of its own number.
         stream = section.sequence if section.streams > 1 else 0
         cells = np.zeros(len(section.positions), _CELL)
         cells["position"], cells["sequences"], cells["sequence"] = section.positions, 1, section.sequence
-        found += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
-        found.append(struct.pack("<II", section.transposed, len(section.keys)))
+        result += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
+        result.append(struct.pack("<II", section.transposed, len(section.keys)))
         for number, (block, values) in enumerate(zip((*section.keys, *section.values), blocks, strict=True)):
             kind = BLOCKS[block.dtype].number if block.dtype in BLOCKS else TYPES[block.dtype][0]
             if section.transposed and number >= len(section.keys):
-                found.append(struct.pack("<iII", kind, TYPES[block.dtype][1], block.channels))
+                result.append(struct.pack("<iII", kind, TYPES[block.dtype][1], block.channels))
             else:
-                found.append(struct.pack("<iQ", kind, block.cell_bytes))
-            found.append(values)
-        found.append(bytes(4 * (section.streams - 1 - stream)))
-    return [memoryview(piece).cast("B") for piece in found if len(piece)]
+                result.append(struct.pack("<iQ", kind, block.cell_bytes))
+            result.append(values)
+        result.append(bytes(4 * (section.streams - 1 - stream)))
+    return [memoryview(piece).cast("B") for piece in result if len(piece)]

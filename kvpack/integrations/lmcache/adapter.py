@@ -240,15 +240,15 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _there(self, keys: list[Any]) -> list[bool]:
         """Return, for each object, True if it is stored in any layout, or if a store could not answer."""
-        found = [False] * len(keys)
+        result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._opened():
             before = store.counters()["faults"]
             there = store.present(names)
             if store.counters()["faults"] != before:
                 return [True] * len(keys)
-            found = [old or new for old, new in zip(found, there, strict=True)]
-        return found
+            result = [old or new for old, new in zip(result, there, strict=True)]
+        return result
 
     def _check_location(self) -> None:
         """Raise InvalidParameter, and a backend's errors, for an unusable location, before there is an object."""
@@ -304,9 +304,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
             return store.present([key_bytes(keys[number]) for number in numbers])
 
-        found = self._each("lookup", keys, store_of, find)
-        self._accounts.missed([key for key, there in zip(keys, found, strict=True) if not there])
-        return _bitmap(found)
+        result = self._each("lookup", keys, store_of, find)
+        self._accounts.missed([key for key, there in zip(keys, result, strict=True) if not there])
+        return _bitmap(result)
 
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
         def load(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:

@@ -35,10 +35,10 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
     object, because LMCache would only count misses.
     """
     check_no_layers_named(recipe, "LMCache's objects do not tell which layers of the model they hold")
-    found = recipe_with_basis(recipe, basis, None)
-    if found.basis is None and not kv_dtype:
-        PageCodec(found, PageGeometry(1, 1, _CHUNK_TOKENS, head_dim, head_dim)).close()
-    return found
+    parsed = recipe_with_basis(recipe, basis, None)
+    if parsed.basis is None and not kv_dtype:
+        PageCodec(parsed, PageGeometry(1, 1, _CHUNK_TOKENS, head_dim, head_dim)).close()
+    return parsed
 
 
 def check_model(recipe: Recipe, key: Any) -> None:

@@ -40,16 +40,16 @@ def _metrics() -> dict[str, Any]:
     except ImportError:
         return {}
     labels = ["pool", "tp_rank", "pp_rank"]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         name: Counter(PREFIX + name, meaning, [*labels, "operation", "reason"] if name == "faults" else labels)
         for name, meaning in NAMES.items()
     }
     for name, meaning in (("page_bytes", "Bytes of a page in the host pool."), ("row_bytes", "Bytes of a page as a row.")):
-        found[name] = Gauge(PREFIX + name, meaning, labels, multiprocess_mode="mostrecent")
-    found["seconds"] = Histogram(
+        result[name] = Gauge(PREFIX + name, meaning, labels, multiprocess_mode="mostrecent")
+    result["seconds"] = Histogram(
         PREFIX + "seconds", "Seconds of a load or a save of pages, by operation.", [*labels, "operation"], buckets=SECONDS
     )
-    return found
+    return result
 
 
 class StoreMetrics:
@@ -199,16 +199,16 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         """Return the pages and GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        found = StorageMetrics()
+        stats = StorageMetrics()
         for pool in self._every_pool():
             pool.metrics.tell()
             loads, saves = pool.take_calls()
             for calls, pages, speeds in (
-                (loads, found.prefetch_pgs, found.prefetch_bandwidth), (saves, found.backup_pgs, found.backup_bandwidth),
+                (loads, stats.prefetch_pgs, stats.prefetch_bandwidth), (saves, stats.backup_pgs, stats.backup_bandwidth),
             ):  # fmt: skip
                 pages += [count for count, _ in calls]
                 speeds += [speed for _, speed in calls]
-        return found
+        return stats
 
     def clear(self) -> None:
         """Remove everything that this rank has stored, for every pool. SGLang's endpoint reports success whatever a backend does.
@@ -267,10 +267,10 @@ class Pool:
 
     def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """Return the loads and the saves since the last call, at most ``MAX_RECENT`` each, as pages and GB/s of pool bytes."""
-        found = []
+        result = []
         for calls in self._calls.values():
-            found.append([calls.popleft() for _ in range(len(calls))])
-        return found[0], found[1]
+            result.append([calls.popleft() for _ in range(len(calls))])
+        return result[0], result[1]
 
     @contextmanager
     def _timed(self, kind: str, pages: int) -> Iterator[None]:

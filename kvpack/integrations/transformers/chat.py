@@ -93,13 +93,13 @@ class Chat:
         messages, or whose messages cannot be read with this tokenizer.
         """
         cache = load(path, device=execution_device(model), basis=basis)
-        found = messages_in(cache, tokenizer) if messages is None else messages
-        if found is None:
+        history = messages_in(cache, tokenizer) if messages is None else messages
+        if history is None:
             raise InvalidParameter(
                 f"{path}: contains no messages (Chat.save writes them): give messages=, which the cache was computed from, or "
                 "continue its token ids with KvpackCache.load(path, model)"
             )
-        chat = cls(model, tokenizer, messages=found, template=template)
+        chat = cls(model, tokenizer, messages=history, template=template)
         chat._cache = cache
         return chat
 
@@ -218,16 +218,16 @@ class Chat:
             raise InvalidParameter(
                 f"messages are kept as JSON, which cannot hold these ({error}): save(path, messages=False) leaves them out"
             ) from None
-        found: dict[str, Value] = {CHAT_MESSAGES: len(self.messages), _DIGEST: digest}
-        found |= {f"{CHAT}{number:03}": part for number, part in enumerate(parts)}
+        result: dict[str, Value] = {CHAT_MESSAGES: len(self.messages), _DIGEST: digest}
+        result |= {f"{CHAT}{number:03}": part for number, part in enumerate(parts)}
         try:
-            to_bytes(found)
+            to_bytes(result)
         except LimitExceeded:
             raise LimitExceeded(
                 f"the texts of the chat that are not in its token ids take {len(stored.encode()):,} bytes, more than a file can hold: keep "
                 "the messages elsewhere, call save(path, messages=False), and pass them to Chat.load(path, model, tokenizer, messages=...)"
             ) from None
-        return found
+        return result
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
@@ -260,8 +260,8 @@ class _Tokens:
         self._starts: list[int] = []
         self._ends: list[int] = []
         if getattr(tokenizer, "is_fast", False):
-            found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            for mine, theirs, (start, end) in zip(found["input_ids"], held, found["offset_mapping"], strict=False):
+            encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            for mine, theirs, (start, end) in zip(encoding["input_ids"], held, encoding["offset_mapping"], strict=False):
                 if mine != theirs:
                     break
                 self._starts.append(start)

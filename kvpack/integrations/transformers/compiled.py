@@ -139,9 +139,9 @@ def supports(arguments: dict[str, Any]) -> bool:
 
 
 def _calls(ticket: torch.Tensor) -> CompiledCalls:
-    found = operators.cache_of(ticket)
-    assert isinstance(found, CompiledCalls)
-    return found
+    cache = operators.cache_of(ticket)
+    assert isinstance(cache, CompiledCalls)
+    return cache
 
 
 # Schemas are written out: here annotations are text, which PyTorch does not read.

@@ -78,7 +78,7 @@ class Computed:
         Returns None if there is none for some row.
         """
         noted: list[list[bytes]] = []
-        found: list[list[bytes]] = []
+        result: list[list[bytes]] = []
         for place, first, x in _sides(past):
             line = self._lines.get(place)
             if line is None:
@@ -87,8 +87,8 @@ class Computed:
             if start >= stop:
                 continue
             noted.append(_by_row(line.sums[:, start - line.first : stop - line.first]))
-            found.append(_by_row(checksums(x[:, :, start - first : stop - first])))
-        before, now = list(zip(*noted, strict=True)), list(zip(*found, strict=True))
+            result.append(_by_row(checksums(x[:, :, start - first : stop - first])))
+        before, now = list(zip(*noted, strict=True)), list(zip(*result, strict=True))
         rows = []
         for number, row in enumerate(now):
             # Rows that have the same values were computed from the same inputs.
@@ -119,13 +119,13 @@ def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(given):
         alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
-    found: dict[int, torch.Tensor] = {}
+    result: dict[int, torch.Tensor] = {}
     for numbers in alike.values():
         if sum(given[number].numel() for number in numbers) > _VALUES_AT_ONCE:
-            found |= {number: checksums(given[number]) for number in numbers}
+            result |= {number: checksums(given[number]) for number in numbers}
         else:
-            found |= dict(zip(numbers, checksums(torch.cat([given[number] for number in numbers])).chunk(len(numbers)), strict=True))
-    return [found[number] for number in range(len(given))]
+            result |= dict(zip(numbers, checksums(torch.cat([given[number] for number in numbers])).chunk(len(numbers)), strict=True))
+    return [result[number] for number in range(len(given))]
 
 
 def _by_row(sums: torch.Tensor) -> list[bytes]:

@@ -227,12 +227,12 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
             raise InvalidParameter(
                 f"layers[{number}] of the cache has no {name}, but the model has: load the model that computed the cache"
             )
-        found = states.shape[0], states.shape[1], states.shape[3]
+        shape = states.shape[0], states.shape[1], states.shape[3]
         # A layer without tokens takes any batch.
-        held = shapes[side] if seen else (found[0], *shapes[side][1:])
-        if found != held:
+        held = shapes[side] if seen else (shape[0], *shapes[side][1:])
+        if shape != held:
             raise InvalidParameter(
-                f"layers[{number}]: the model's {name} have batch, heads and dim {list(found)}, the cache's {list(held)}: "
+                f"layers[{number}]: the model's {name} have batch, heads and dim {list(shape)}, the cache's {list(held)}: "
                 f"{list(states.shape)} does not continue it"
             )
     if (ahead := live.seen(following) - seen) < 0:

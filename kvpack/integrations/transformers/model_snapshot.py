@@ -32,15 +32,15 @@ class ModelSnapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
-        found = self._modules
-        self._parts: list[dict[str, Any]] = [part for one in found for part in (one._modules, one._parameters, one._buffers) if part]
-        self._hooks = [hooks for one in found for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._attributes = [vars(one) for one in found]
-        self._tensors = [x for one in found for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
+        result = self._modules
+        self._parts: list[dict[str, Any]] = [part for one in result for part in (one._modules, one._parameters, one._buffers) if part]
+        self._hooks = [hooks for one in result for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._attributes = [vars(one) for one in result]
+        self._tensors = [x for one in result for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
         configs = {id(value): value for own in self._attributes for value in own.values() if isinstance(value, PretrainedConfig)}
         self._settings = [vars(config) for config in configs.values()]
         self._own = [(itemgetter("training", "_modules", *sorted(own.keys() - _OF_EVERY_MODULE)), own) for own in self._attributes]
-        self._code = _Code(found)
+        self._code = _Code(result)
         self._held = list(self._objects())
         self._found = self._now()
 

@@ -251,10 +251,10 @@ def named(model: Any) -> Named:
     """
     weights: Weights | None = None
     try:
-        found = _parts(model)
+        model_parts = _parts(model)
         with contextlib.suppress(InvalidParameter):
-            weights = weights_of(found)
-        return Named(Identity.of_parts(found, "raw", weights="", digests=()), weights)
+            weights = weights_of(model_parts)
+        return Named(Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
     except InvalidParameter:
         return Named()
 
@@ -266,9 +266,9 @@ def identity_of(model: Any) -> dict[str, str]:
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
     """Return ``identity_of(model)``, with the weights named as in the model of ``basis``."""
-    found = identity_of(model)
+    identity = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
-    return {**found, "weights": sample_of(model)} if sampled and found else found
+    return {**identity, "weights": sample_of(model)} if sampled and identity else identity
 
 
 def sample_of(model: Any) -> str:
@@ -297,17 +297,17 @@ def check_identity(cache: Cache, model: Any) -> Named:
     if not cache.model.get("config"):
         return Named()
     this = named(model)
-    found = dict(this.fields)
-    if not found:
+    fields = dict(this.fields)
+    if not fields:
         return this
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:
-        found["weights"] = sample_of(model)
-    compared = kind in (ALL, SAMPLE) and bool(found.get("weights"))
+        fields["weights"] = sample_of(model)
+    compared = kind in (ALL, SAMPLE) and bool(fields.get("weights"))
     # What a user changed comes before the digests that change with it.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
-        mine, theirs = cache.model.get(field, ""), found.get(field, "")
+        mine, theirs = cache.model.get(field, ""), fields.get(field, "")
         if field == "name" and not (mine and theirs and basename(mine) != basename(theirs)):
             # Files of earlier versions name the whole path.
             continue
@@ -331,11 +331,11 @@ def check_identity(cache: Cache, model: Any) -> Named:
 
 def _parts(model: Any) -> list[ModelPart]:
     """Return the modules of the transformers model in ``model``."""
-    found = parts(model)
-    if not isinstance(next(part.module for part in found if not part.adapter), PreTrainedModel):
+    model_parts = parts(model)
+    if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A module of the caller's, such as one with a value head.
-        found = parts(outermost(model))
-    return found
+        model_parts = parts(outermost(model))
+    return model_parts
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:

@@ -100,16 +100,16 @@ class Pass:
 
     def undetermined(self, tokens: int) -> list[str]:
         """Return the inputs that the ids of this pass, which added ``tokens`` tokens, do not determine."""
-        found = list(self._found)
+        result = list(self._found)
         if self._embedded:
-            found.insert(0, "came from embeddings, not from token ids")
+            result.insert(0, "came from embeddings, not from token ids")
         elif self.ids is not None and self.ids.shape[1] != tokens:
-            found.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
+            result.insert(0, f"came from a forward pass over {self.ids.shape[1]} token ids, not {tokens}")
         if self._longest is not None and self.start + tokens > self._longest:
-            found.append(f"{OTHER_FREQUENCIES} {self._longest} tokens")
+            result.append(f"{OTHER_FREQUENCIES} {self._longest} tokens")
         if not all(bool(plain) or self._counts_visible(positions) for plain, positions in self._positions):
-            found.append("have other positions than those that follow the cache")
-        return list(dict.fromkeys(found))
+            result.append("have other positions than those that follow the cache")
+        return list(dict.fromkeys(result))
 
     @property
     def hides(self) -> bool:

@@ -109,16 +109,18 @@ class RotaryPositions:
             return
         self._given = True
         plain = torch.arange(start, start + positions.shape[-1], dtype=torch.int64, device="cpu")
-        found = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
+        cpu_positions = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
         # The first of four is the number of the token, for masks.
-        rotary = found[1:] if len(found) == 4 else found
+        rotary = cpu_positions[1:] if len(cpu_positions) == 4 else cpu_positions
         if not start:
             self._largest = rotary.amax(0).cummax(1).values
             self._deltas = self._largest[:, -1:] + 1 - positions.shape[-1]
-            self._hidden = found[0].amax(1)[:, None] + 1 - positions.shape[-1]
+            self._hidden = cpu_positions[0].amax(1)[:, None] + 1 - positions.shape[-1]
             self._end, self._cut = positions.shape[-1], None
             return
-        if not bool((rotary == plain + self._deltas).all()) or (len(found) == 4 and not bool((found[0] == plain + self._hidden).all())):
+        if not bool((rotary == plain + self._deltas).all()) or (
+            len(cpu_positions) == 4 and not bool((cpu_positions[0] == plain + self._hidden).all())
+        ):
             other = (rotary != plain + self._deltas).flatten(0, -2).any(0).nonzero()
             token = int(other[0]) if len(other) else 0
             self._refuse(sorted(set(rotary[..., token].flatten().tolist())), start + token)

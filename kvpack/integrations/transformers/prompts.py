@@ -96,8 +96,8 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
             return f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
     inputs = cache.inputs or Inputs()
     # The first tokens of a long sequence, of which the others were dropped.
-    found = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)
-    return next(found, "")
+    texts = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)
+    return next(texts, "")
 
 
 def token_ids_of(prompt: Any) -> torch.Tensor:

@@ -41,12 +41,12 @@ def reads_states(model: torch.nn.Module) -> bool:
 
     Passing that attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
     """
-    return any(found.states for found in _found(model))
+    return any(read.states for read in _found(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
     """Return True if a module of ``model`` calls the set attention without the option ``sliding_window``, so that only its mask has one."""
-    return any(found.no_window for found in _found(model))
+    return any(read.no_window for read in _found(model))
 
 
 class _Reading(NamedTuple):

@@ -110,7 +110,9 @@ class Record:
         if self._unknown_mask is not None and self._unknown_mask[1] >= tokens:
             self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
-        self._findings = [_Finding(found.start, min(found.stop, tokens), found.what) for found in self._findings if found.start < tokens]
+        self._findings = [
+            _Finding(finding.start, min(finding.stop, tokens), finding.what) for finding in self._findings if finding.start < tokens
+        ]
 
     def forget(self, tokens: int) -> None:
         """Forget everything about a cache that now has ``tokens`` tokens with values that no pass computed."""
@@ -123,7 +125,7 @@ class Record:
     def hides(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
         self._settle()
-        told = [*(text for text, _ in self._older), *(found.what for found in self._findings)]
+        told = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in told)
 
     def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
@@ -155,7 +157,7 @@ class Record:
             return None
         different = (self._ids != self._ids[:1]).any(0)
         same = int(different.nonzero()[0]) if bool(different.any()) else self._ids.shape[1]
-        texts = [*self._older, *((str(found), found.start) for found in self._findings)]
+        texts = [*self._older, *((str(finding), finding.start) for finding in self._findings)]
         rows: list[bytes] = []
         if same < self._ids.shape[1]:
             texts.append((rows_differ(same, self._ids.shape[1]), same))
@@ -189,10 +191,10 @@ class Record:
             seen = (columns[:, :held] != 0).cpu().expand(rows, -1)
         else:
             return None
-        found = (seen & ~self._visible[:, : seen.shape[1]]).nonzero()
-        if not len(found):
+        hidden = (seen & ~self._visible[:, : seen.shape[1]]).nonzero()
+        if not len(hidden):
             return None
-        row, token = found[0].tolist()
+        row, token = hidden[0].tolist()
         stretches = self._hidden()
         zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
         more = f", and 0 for the others of the {len(stretches)} stretches in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
@@ -217,7 +219,7 @@ class Record:
         """Treat a mask that hid padding as no mask once no token is hidden."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
-            self._findings = [found for found in self._findings if found.what != PADDED]
+            self._findings = [finding for finding in self._findings if finding.what != PADDED]
 
     def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
         """Record which of the tokens ``[start, stop)`` the mask of their pass hid, and return the clauses about them."""
@@ -243,14 +245,14 @@ class Record:
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
-            found = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._see(start, stop, seen)]
+            result = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._see(start, stop, seen)]
             if self._visible is not None and self._visible.shape[1] < stop:
                 self._visible = torch.nn.functional.pad(self._visible, (0, stop - self._visible.shape[1]), value=True)
             if seen is not None and (not start or self._adapters is None):
                 self._adapters = seen.adapters
             elif seen is not None and seen.adapters != self._adapters:
-                found = [*found, _OTHER_ADAPTERS]
-            for what in found:
+                result = [*result, _OTHER_ADAPTERS]
+            for what in result:
                 last = next((finding for finding in self._findings if finding.stop == start and finding.what == what), None)
                 if last is not None:
                     last.stop = stop

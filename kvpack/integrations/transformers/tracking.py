@@ -217,8 +217,8 @@ class Tracking:
         if model is None or seen is None or self._state is None or self._first is None:
             return
         few = seen.ids is not None and seen.ids.shape[1] == 1
-        if self._state.has_other_weights(few=few) and self._first.weights and (found := named(model)).fields:
-            self._state, self._latest = ModelState(outermost(model)), found
+        if self._state.has_other_weights(few=few) and self._first.weights and (current := named(model)).fields:
+            self._state, self._latest = ModelState(outermost(model)), current
             self._changed = self._differing()
             self.changes += 1
         if self._changed:

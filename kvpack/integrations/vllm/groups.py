@@ -127,13 +127,13 @@ def _group(vllm_config: Any, group: Any) -> Group:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         # Blocks of as many bytes may hold other heads: of all layers the values are packed as those of one.
         shape = ("page_size_bytes", "num_kv_heads", "head_size", "head_size_v", "dtype")
-        found = {(type(one), *(getattr(one, name, None) for name in shape)): one for one in spec.kv_cache_specs.values()}
-        if len(found) != 1:
+        result = {(type(one), *(getattr(one, name, None) for name in shape)): one for one in spec.kv_cache_specs.values()}
+        if len(result) != 1:
             raise InvalidParameter(
-                f"the layers {', '.join(group.layer_names)} are one group with {len(found)} shapes of blocks, but rows have one: "
+                f"the layers {', '.join(group.layer_names)} are one group with {len(result)} shapes of blocks, but rows have one: "
                 "use vLLM's TieringOffloadingSpec"
             )
-        (spec,) = found.values()
+        (spec,) = result.values()
     if isinstance(spec, MambaSpec):
         return Group(layers, spec.block_size, spec.real_page_size_bytes)
     if not isinstance(spec, AttentionSpec):

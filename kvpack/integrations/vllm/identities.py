@@ -54,8 +54,8 @@ def settings_of(vllm_config: Any) -> str:
         "load_config": (vllm_config.load_config, _LOAD), "attention_config": (vllm_config.attention_config, _ATTENTION),
         "multimodal_config": (model.multimodal_config, _MEDIA), "speculative_config": (vllm_config.speculative_config, _DRAFT),
     }  # fmt: skip
-    found = {name: _fields(name, part, fields) for name, (part, fields) in parts.items()}
-    return hashlib.sha256(json.dumps([settings, longest, found], sort_keys=True, default=_plain).encode()).hexdigest()
+    result = {name: _fields(name, part, fields) for name, (part, fields) in parts.items()}
+    return hashlib.sha256(json.dumps([settings, longest, result], sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | None:

@@ -37,33 +37,33 @@ def tier_definitions() -> dict[str, Any]:
     """Return vLLM's definitions of a tier's metrics: the counters of a store, its sizes, and the times of its loads and saves."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, meaning in NAMES.items():
         labels = ("tier", "operation", "reason") if name == "faults" else ("tier",)
-        found[TIER + name] = OffloadingCounterMetadata(documentation=meaning, labelnames=labels)
+        result[TIER + name] = OffloadingCounterMetadata(documentation=meaning, labelnames=labels)
     for name, meaning in GAUGES.items():
-        found[TIER + name] = OffloadingGaugeMetadata(documentation=meaning, labelnames=("tier",))
-    found[TIER + "seconds"] = OffloadingHistogramMetadata(
+        result[TIER + name] = OffloadingGaugeMetadata(documentation=meaning, labelnames=("tier",))
+    result[TIER + "seconds"] = OffloadingHistogramMetadata(
         documentation="Seconds of a load or a save of chunks, by operation.", labelnames=("tier", "operation"), buckets=SECONDS
     )
-    return found
+    return result
 
 
 def packed_definitions() -> dict[str, Any]:
     """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's for rows loaded from tiers."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         f"{PACKED}{name}_blocks": OffloadingCounterMetadata(
             documentation=meaning, labelnames=("reason",) if name in ("refused", "damaged") else ()
         )
         for name, meaning in BLOCKS.items()
     }
     damaged = "Chunks that a tier brought back and that were damaged or of another key: each is a miss."
-    found[PACKED + "damaged_chunks"] = OffloadingCounterMetadata(documentation=damaged, labelnames=("tier",))
+    result[PACKED + "damaged_chunks"] = OffloadingCounterMetadata(documentation=damaged, labelnames=("tier",))
     ratio = "Bytes of a chunk on the device, by those of its rows."
-    found[PACKED + "ratio"] = OffloadingGaugeMetadata(documentation=ratio)
-    return found
+    result[PACKED + "ratio"] = OffloadingGaugeMetadata(documentation=ratio)
+    return result
 
 
 def _empty_stats() -> Any:
@@ -122,12 +122,12 @@ def add_scheduler_stats(stats: Any, manager: Any) -> Any:
 
     ``stats`` may be None.
     """
-    found = _empty_stats()
+    result = _empty_stats()
     for tier in manager.secondary_tiers:
         added, tier.damaged_told = tier.damaged_chunks - getattr(tier, "damaged_told", 0), tier.damaged_chunks
         if added:
-            found.increase_counter(PACKED + "damaged_chunks", added, (str(tier.tier_type),))
-    if stats is None and found.is_empty():
+            result.increase_counter(PACKED + "damaged_chunks", added, (str(tier.tier_type),))
+    if stats is None and result.is_empty():
         return None
-    found.set_gauge(PACKED + "ratio", manager.kvpack_ratio)
-    return found if stats is None else stats.aggregate(found)
+    result.set_gauge(PACKED + "ratio", manager.kvpack_ratio)
+    return result if stats is None else stats.aggregate(result)

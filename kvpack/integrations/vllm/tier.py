@@ -105,8 +105,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return True if a chunk is stored, or RETRY until the querying thread has an answer."""
-        found = self._lookups.lookup(key, req_context)
-        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+        result = self._lookups.lookup(key, req_context)
+        return LookupResult.RETRY if result is None else LookupResult.HIT if result else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
@@ -130,7 +130,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(job_metadata, self.store.submit_get)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        found = []
+        result = []
         for job in self.store.finished():
             metadata = self._running.pop(job.number)
             results = _results(job)
@@ -138,10 +138,10 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             if metadata.is_promotion and len(good) < len(results):
                 # Otherwise vLLM would ask for what the lookup said, again and again.
                 self._lookups.mark_miss([key for key, loaded in zip(metadata.keys, results, strict=True) if not loaded])
-            found.append(
+            result.append(
                 JobResult(metadata.job_id, len(good) == len(results), good or None, transfer_bytes=len(good) * self.store.codec.nbytes)
             )
-        return found
+        return result
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Do nothing: loading a chunk records its use, and a request to a server here would block the scheduler."""

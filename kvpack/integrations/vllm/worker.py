@@ -122,10 +122,10 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[Any]:
-        found = []
+        result = []
         while self._running and self._running[0].done():
-            found.append(self._running.popleft().result)
-        return found
+            result.append(self._running.popleft().result)
+        return result
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait for transfers; vLLM requests their results by ``get_finished``."""
@@ -187,7 +187,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         """Return the blocks of each group with their rows; a transfer may start in the middle of a chunk and end within one."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()
-        found, chunk, block = [], 0, 0
+        result, chunk, block = [], 0, 0
         for group, (count, index) in enumerate(zip(on_device.group_sizes, on_device.block_indices, strict=True)):
             if not count:
                 continue
@@ -198,6 +198,6 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             names = [row_key(on_host.keys[number], at) for number, at in places]
             taken = slice(skipped, skipped + count)
             absent = rows[:skipped] + rows[skipped + count :]
-            found.append(GroupPart(group, blocks[block : block + count], rows[taken], names[taken], absent))
+            result.append(GroupPart(group, blocks[block : block + count], rows[taken], names[taken], absent))
             chunk, block = chunk + used, block + count
-        return found
+        return result

@@ -104,6 +104,11 @@ def _run(parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | No
     except MemoryError:
         _complain("there is not enough memory")
         return SYSTEM_REFUSED
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _complain("this needs PyTorch, which is not installed: pip install torch")
+        return SYSTEM_REFUSED
     return code
 
 

@@ -228,7 +228,9 @@ def _model() -> str:
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
     """Return advice on missing packages and features, most important first."""
-    advice = [f"{check['name']} failed: report it with the output of kvpack doctor --json" for check in checks if not check["ok"]]
+    missing = any(package["name"] == "torch" and package["version"] is None for package in packages)
+    failed = [check["name"] for check in checks if not check["ok"] and not missing]
+    advice = [f"{name} failed: report it with the output of kvpack doctor --json" for name in failed]
     if "not built" in kernels.get("cpu", ""):
         advice.append(
             "the C kernels are not built, and PyTorch operations take their place, many times slower: install a C compiler, then "

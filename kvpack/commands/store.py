@@ -433,6 +433,9 @@ def run_import(arguments: argparse.Namespace) -> int:
         print_json({"store": arguments.store, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]})
     else:
         print(f"{arguments.store}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
+    if len(exported.ids) < chunk:
+        whole = f"a store keeps whole chunks, here of {chunk:,} tokens (--chunk)"
+        print(f"kvpack: note: {arguments.input} holds {len(exported.ids):,} tokens: {whole}", file=sys.stderr)
     for fault, count in counts["faults"].items():
         print(f"kvpack: {fault}: {counted(count, 'time')}", file=sys.stderr)
     return 3 if counts["faults"] else 0

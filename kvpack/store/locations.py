@@ -70,8 +70,9 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 
 def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
-    if _kind(location) is FOLDER and not os.path.isdir(os.path.expanduser(_folder(location))):
-        raise MissingFile(f"{location}: is not a folder")
+    if _kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
+        why = "is not a folder" if os.path.lexists(path) else "does not exist; a store makes its folder with the first chunk that it stores"
+        raise MissingFile(f"{location}: {why}")
     return open_backend(location, counters, form, options, looking=looking)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +65,34 @@ def test_what_is_missing_or_old_is_named_with_its_remedy(capsys: pytest.CaptureF
     assert "pip install -U 'kvpack[transformers]'" in advice
     assert "redis is 4.9, older than 5, needed for stores on Redis and Valkey: pip install -U 'kvpack[redis]'" in advice
     assert "install a C compiler" in advice
+
+
+WITHOUT_TORCH = """
+import sys
+from importlib import metadata
+real = metadata.version
+def version(name):
+    if name == "torch":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+sys.modules["torch"] = None
+from kvpack.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_without_torch_commands_and_doctor_say_what_to_install() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], check=False, capture_output=True, text=True)
+
+    refused = run("recipes")
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert refused.stderr == "kvpack: this needs PyTorch, which is not installed: pip install torch\n"
+    found = run("doctor", "--json")
+    assert (found.returncode, found.stderr) == (1, "")
+    advice = json.loads(found.stdout)["advice"]
+    assert advice[0].startswith("torch is not installed, needed for everything but inspect and verify: pip install -U 'torch>=")
 
 
 def test_a_wrong_result_is_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

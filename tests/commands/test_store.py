@@ -154,6 +154,15 @@ def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytes
     assert "token 0 of the cache was computed from the id" in capsys.readouterr().err
 
 
+def test_import_of_less_than_a_chunk_says_why_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ids = tmp_path / "short.kvpack", prompt(1)[: CHUNK - 1]
+    kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids))), path)
+    run("import", tmp_path / "store", path, "--chunk", CHUNK, "--trust-names")
+    printed = capsys.readouterr()
+    assert f"0 of {len(ids)} tokens stored" in printed.out
+    assert f"note: {path} holds {len(ids)} tokens: a store keeps whole chunks, here of {CHUNK} tokens (--chunk)" in printed.err
+
+
 def test_token_ids_that_need_several_features_are_read(tmp_path: Path) -> None:
     path, ids = tmp_path / "long.kvpack", list(range(MAX_BINARY_BYTES // ID_BYTES + 5))
     x = torch.zeros(1, 1, len(ids), 2)
@@ -186,6 +195,9 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in (["ls"], ["stat"], ["verify"], ["gc"]):
         run(*action, tmp_path / "nothing", code=3)
+        assert "does not exist; a store makes its folder with the first chunk that it stores" in capsys.readouterr().err
+        (tmp_path / "file").touch()
+        run(*action, tmp_path / "file", code=3)
         assert "is not a folder" in capsys.readouterr().err
     for key in ("", "xyz", "0123456789abcdef0"):
         run("export", folder, key, tmp_path / "out", code=2)

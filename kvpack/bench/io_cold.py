@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RECIPES = ("bf16",)
 FIO = ("--rw=read", "--bs=1M", "--direct=1", "--ioengine=libaio", "--iodepth=16", "--readonly")
-DISK, LOAD, RING, AGAIN = "fio --direct=1", "load, mapped", "read as for a device", "load, from the page cache"
+DISK, LOAD, COPY, RING, AGAIN = "fio --direct=1", "load, mapped", "load, copy=True", "read as for a device", "load, from the page cache"
 
 
 def run(
@@ -56,7 +56,11 @@ def run(
         for number, recipe in enumerate(recipes):
             kvpack.save(kvpack.pack(cache.pairs, recipe), path)
             size = os.path.getsize(path)
-            ways: dict[str, Callable[[], float]] = {LOAD: _timed(lambda: kvpack.load(path)), RING: _timed(lambda: _read_by_ring(path))}
+            ways: dict[str, Callable[[], float]] = {
+                LOAD: _timed(lambda: kvpack.load(path)),
+                COPY: _timed(lambda: kvpack.load(path, copy=True)),
+                RING: _timed(lambda: _read_by_ring(path)),
+            }
             if target.type != "cpu":
                 ways[f"load to {target}"] = _timed(lambda: _load_to(path, target))
             if shutil.which("fio") is not None:
@@ -141,4 +145,5 @@ def show(report: dict[str, Any]) -> None:
     if not any(row["way"] == DISK for row in report["cold_rows"]):
         print("\nfio is not installed: install it (such as by apt install fio) to see the speed of the disk.")
     print("\nGB/s count the file's bytes, and before each timing but the last the file is dropped from the page cache.")
-    print("load, mapped: kvpack.load, which checks every byte. read as for a device: by direct I/O into the memory that copies begin in.")
+    print("load, mapped: kvpack.load, which checks every byte. load, copy=True: the same by direct I/O, into private memory.")
+    print("read as for a device: by direct I/O into the memory that copies begin in.")

@@ -97,13 +97,13 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
     Raises MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
     where = path_text(path)
-    source: Source = OnDisk(open_regular(where))
+    source: Source = (disk := OnDisk(open_regular(where)))
     try:
         with located(where):
             if memory_limit is not None:
                 check_size(source.size, memory_limit)
             if copy:
-                disk, source = source, InMemory(source.read(0, source.size))
+                source = InMemory(disk.read_whole())
                 disk.close()
     except BaseException:
         source.close()

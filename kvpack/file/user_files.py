@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile, Truncated
 from kvpack.runtime.mapping import populate
+from kvpack.runtime.reader import read_cold
 from kvpack.runtime.threads import in_parallel
 
 if TYPE_CHECKING:
@@ -236,6 +237,11 @@ class OnDisk:
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
         self.read_into(begin, data)
         return data
+
+    def read_whole(self) -> memoryview:
+        """Return a copy of the whole file, which is read past the page cache if it is not in it."""
+        data = read_cold(self.descriptor, self.size)
+        return self.read(0, self.size) if data is None else data
 
     def read_into(self, begin: int, memory: memoryview) -> None:
         """Copy the bytes."""

@@ -1,16 +1,24 @@
-"""Read a file with C threads, which do not hold the interpreter lock."""
+"""Reads of a file by threads, and past the page cache."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING, Self
 
+from .mapping import is_cold
+from .threads import in_parallel
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+DIRECT_BYTES = 2**24
+"""A smaller file is read through the page cache, as fast."""
+_PIECE_BYTES, _THREADS = 2**21, 8
+"""Bytes of a direct read, and the number of threads that read: they wait for the disk, and not for a core."""
 _MILLISECONDS = 100
 """The longest wait without a look for signals, whose handlers Python calls between two waits."""
 
@@ -36,6 +44,33 @@ def open_direct(descriptor: int) -> int | None:
         os.close(direct)
         return None
     return direct
+
+
+def read_cold(descriptor: int, size: int) -> memoryview | None:
+    """Read the first ``size`` bytes of an open file past the page cache into new memory, if the page cache has less than half of them.
+
+    Returns None if they are to be read through the page cache: because they are in it, the file is small or shorter, or direct reads fail.
+    """
+    if size < DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
+        return None
+
+    def read(begin: int) -> bool:
+        end = min(begin + _PIECE_BYTES, len(memory))
+        while begin < min(end, size):
+            count = os.preadv(direct, [memory[begin:end]], begin)
+            if not count:
+                return False
+            begin += count
+        return True
+
+    try:
+        memory = memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
+        with contextlib.closing(in_parallel(read, range(0, len(memory), _PIECE_BYTES), _THREADS)) as done:
+            return memory[:size] if all(done) else None
+    except OSError:
+        return None
+    finally:
+        os.close(direct)
 
 
 class Read(Structure):

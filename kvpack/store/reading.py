@@ -8,14 +8,19 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from kvpack.runtime.reader import read_cold
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .counters import Counters
 
 
-def read_whole(descriptor: int, size: int) -> bytearray:
+def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
     """Return the ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
+    cold = read_cold(descriptor, size)
+    if cold is not None:
+        return cold
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:

@@ -37,10 +37,10 @@ def test_rows_are_beside_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     fio.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     rows = measured(tmp_path, capsys)
-    assert [row["way"] for row in rows] == [io_cold.DISK, io_cold.LOAD, io_cold.RING, io_cold.AGAIN]
+    assert [row["way"] for row in rows] == [io_cold.DISK, io_cold.LOAD, io_cold.COPY, io_cold.RING, io_cold.AGAIN]
     assert rows[0]["seconds"] == 4.0
     assert all(row["of_fio"] == pytest.approx(4.0 / row["seconds"]) for row in rows)
-    assert len(dropped) == 3
+    assert len(dropped) == 4
     (call,) = (tmp_path / "fio.calls").read_text().splitlines()
     assert "--direct=1" in call.split()
     assert f"--filename={dropped[0]}" in call.split()
@@ -53,7 +53,7 @@ def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(io_cold, "drop", lambda _: None)
     monkeypatch.setattr(io_cold.shutil, "which", lambda _: None)
     rows = measured(tmp_path, capsys)
-    assert [row["of_fio"] for row in rows] == [None] * 3
+    assert [row["of_fio"] for row in rows] == [None] * 4
     io_cold.show({"source": "values", "repeats": 1, "cold_rows": rows})
     assert "fio is not installed" in capsys.readouterr().out
 

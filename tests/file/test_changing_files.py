@@ -18,6 +18,7 @@ import torch
 import kvpack
 from kvpack.file import container, payload, user_files
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
+from kvpack.store import reading
 from support import warm_python
 from support.file_parts import file_of, random_side
 from support.strategies import create
@@ -56,6 +57,23 @@ def test_only_tensors_are_mapped(path: Path) -> None:
     kept = kvpack.load(path, copy=True)
     assert not mapped(path)
     assert kept.tokens == 69
+
+
+def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def read_cold(descriptor: int, size: int) -> memoryview:
+        asked.append(size)
+        return memoryview(bytearray(os.pread(descriptor, size, 0)))
+
+    monkeypatch.setattr(user_files, "read_cold", read_cold)
+    for copied, own in zip(kvpack.load(path, copy=True).unpack()[0], kvpack.load(path).unpack()[0], strict=True):
+        assert torch.equal(copied, own)
+    monkeypatch.setattr(reading, "read_cold", read_cold)
+    descriptor = os.open(path, os.O_RDONLY)
+    assert reading.read_whole(descriptor, 100) == path.read_bytes()[:100]
+    os.close(descriptor)
+    assert asked == [path.stat().st_size, 100]
 
 
 @pytest.mark.usefixtures("small_pieces")

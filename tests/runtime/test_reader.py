@@ -13,7 +13,8 @@ import numpy
 import pytest
 
 from kvpack.kernels.cpu.library import library
-from kvpack.runtime.reader import BLOCK, Reader, open_direct
+from kvpack.runtime import reader as reader_module
+from kvpack.runtime.reader import BLOCK, Reader, open_direct, read_cold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,6 +156,32 @@ def test_direct_reads_have_the_bytes_of_any_place(data: bytes, descriptor: int) 
         assert all(running.wait(number) for number in range(len(reads)))
     for start, nbytes, place in reads:
         assert memory[place : place + nbytes].tobytes() == data[start : start + nbytes]
+    assert opened() == before
+
+
+def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, the last of which is no whole block; what direct reads cannot give is left to others."""
+    before, cold = opened(), [True]
+    monkeypatch.setattr(reader_module, "_PIECE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(reader_module, "is_cold", lambda *_: cold[0])
+    assert read_cold(descriptor, SIZE) is None
+    monkeypatch.setattr(reader_module, "DIRECT_BYTES", SIZE)
+    direct = open_direct(descriptor)
+    if direct is None:
+        assert read_cold(descriptor, SIZE) is None
+        pytest.skip("the file system of the tests refuses direct reads")
+    os.close(direct)
+    found = read_cold(descriptor, SIZE)
+    assert found is not None
+    assert found == data
+    found[:4] = b"mine"
+    assert os.pread(descriptor, 4, 0) == data[:4]
+    assert read_cold(descriptor, SIZE + 3 * BLOCK) is None
+    cold[0] = False
+    assert read_cold(descriptor, SIZE) is None
+    cold[0] = True
+    monkeypatch.setattr(reader_module, "open_direct", lambda _: os.open(tmp_path, os.O_RDONLY))
+    assert read_cold(descriptor, SIZE) is None
     assert opened() == before
 
 

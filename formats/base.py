@@ -142,6 +142,7 @@ class CodecSummary(NamedTuple):
     exact_dtype: str | None
     shared_scales: frozenset[str]
     changes_norms: bool
+    error_spread: float
 
 
 class Codec(ABC):
@@ -182,6 +183,25 @@ class Codec(ABC):
         """
         none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
         return torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
+
+    @property
+    def error_spread(self) -> float:
+        """The largest ratio of ``error_sizes`` to the usual one in ordinary tokens; 0 if the norm of what is encoded is such a size."""
+        return 0.0
+
+    def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a size in proportion to each token's error, by what is stored of it: float32 ``[batch, kv_head, token]``.
+
+        Only codecs with an ``error_spread`` have it.
+        """
+        raise NotImplementedError(self.id)
+
+    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the root mean square that values must have for a scale that their run shares: float32 ``[batch, kv_head or 1, 1]``.
+
+        Tokens of smaller values have over twice the usual relative error. None: nothing depends on the largest value of a run.
+        """
+        return None
 
     @property
     def features(self) -> frozenset[str]:
@@ -350,6 +370,7 @@ class Codec(ABC):
             self.exact_dtype,
             self.shared_scales,
             self.changes_norms,
+            self.error_spread,
         )
 
     @cached_property

@@ -42,6 +42,11 @@ SMALLEST_HALF = 2.0**-24
 """The smallest positive binary16."""
 
 
+_SPREAD, _WIDE = 2.0, 64
+"""Scales of groups of ordinary channels are less than ``_SPREAD`` times the usual ones. An outlier costs groups of ``_WIDE`` channels and
+more twice the usual error."""
+
+
 @dataclass(frozen=True)
 class Group(CodecFamily):
     """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
@@ -208,6 +213,23 @@ class Group(CodecFamily):
             return self, dict(streams)
         pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
         return replace(self, scale_dtype="fp16"), {name: streams[name] for name in streams if name != "scale_range"} | {"scales": pairs}
+
+    @property
+    def error_spread(self) -> float:
+        # A rotation spreads a large channel over all groups of its token, and a group of few channels widens it too little.
+        wide = self.axis == "channel" and min(self.size, self.dim) >= _WIDE
+        return _SPREAD if wide and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
+
+    def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The root mean square of the scales of a token's groups."""
+        scales = self.with_pairs(streams)[1]["scales"][..., 0]
+        return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
+
+    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        # Values that are divided by token scales are alike.
+        if self.scale_dtype == "fp16" or self.token_scale != "none":
+            return None
+        return scale_range.least_sizes(streams["scale_range"], (1 << self.bits) - 1)
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
         return (scale_range.check,) if self.scale_dtype == "u8" else ()

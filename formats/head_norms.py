@@ -8,7 +8,7 @@ from .lazy import functional, torch
 from .value_blocks import BLOCK_VALUES, caches_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 PAGE = 128
 """Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
@@ -29,6 +29,10 @@ OWN_RATIO = 1.75
 
 FEW = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
+
+
+compiled: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
+"""Returns what ``has_large`` does, in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
 
 
 def norms_of(x: torch.Tensor) -> torch.Tensor:
@@ -57,10 +61,19 @@ def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
     A head with a usual norm of 0 is skipped: among zero tokens, such as padding, every other token is far from the median.
     """
-    if not _has_large(norms, ratio):
+    large = above_usual(norms, ratio)
+    return None if large is None else large.any(1)
+
+
+def above_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0; None if there are none.
+
+    Sizes that are NaN do not count, and are not above it.
+    """
+    if not has_large(sizes, ratio):
         return None
-    medians = usual(norms)
-    return ((norms > ratio * medians) & (medians > 0)).any(1)
+    medians = usual(sizes)
+    return (sizes > ratio * medians) & (medians > 0)
 
 
 def misfit(
@@ -84,7 +97,7 @@ def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """
     none = torch.zeros_like(norms[:, 0])
     # One of two tokens is not an outlier.
-    if norms.shape[2] < 3 or (HEADS not in shared and not _has_large(norms, GROUP_RATIO)):
+    if norms.shape[2] < 3 or (HEADS not in shared and not has_large(norms, GROUP_RATIO)):
         return none
     medians = usual(norms)
     largest = torch.where(medians > 0, norms / medians, 0.0).amax(1)
@@ -150,11 +163,21 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
         yield norms[..., max(0, tokens - PAGE) :].unsqueeze(-2), tokens - whole
 
 
-def _has_large(norms: torch.Tensor, ratio: float) -> bool:
-    """Return True if any norm is above ``ratio`` times its page median; checked before computing all medians, which are expensive."""
-    for pages, count in _pages(norms):
-        largest = pages[..., -count:].amax(-1)
-        wide = largest > ratio * pages.amin(-1)
-        if wide.any() and (largest[wide] > ratio * pages[wide].median(-1).values).any():
-            return True
+def has_large(sizes: torch.Tensor, ratio: float) -> bool:
+    """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page; NaN sizes do not count.
+
+    No median is needed: a size is above ``ratio`` times it if it is above ``ratio`` times more than half of the others.
+    """
+    answer = compiled(sizes, ratio)
+    if answer is not None:
+        return answer
+    for pages, count in _pages(sizes):
+        # Of a page with NaN this is true, too.
+        wide = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
+        if wide.any():
+            some = pages[wide]
+            largest = some[..., -count:].nan_to_num(-torch.inf, posinf=torch.inf).amax(-1, keepdim=True)
+            half = ((~some.isnan()).sum(-1) - 1 >> 1).clamp_min(0)
+            if ((some * ratio < largest).sum(-1) > half).any():
+                return True
     return False

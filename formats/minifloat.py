@@ -65,6 +65,12 @@ E8M0_BIAS = 127
 _CONVERTING = ("cpu", "cuda")
 """Devices on which torch converts float32 to floats of 8 bits."""
 
+_SPREAD_OF_POWERS = 3.0
+_LEAST = 0.35
+"""Root mean square of normal values, relative to the smallest normal element, at which subnormal elements double their error."""
+_LEAST_IN_BLOCKS = 0.009
+"""The same relative to the scale of a run, where scales of blocks are e4m3: below it these are subnormal."""
+
 _MAX_HEADROOM = 16.0
 _GROWTH = 2.0
 _LARGEST_SCALED = 3.4e38
@@ -215,6 +221,24 @@ class Minifloat(CodecFamily):
         half = scales >> 1
         first, second = (half + 64 << 23).view(torch.float32), (scales - half + 63 << 23).view(torch.float32)
         return self._of_channels(grouped.mul_(first[..., None]).mul_(second[..., None]))
+
+    @property
+    def error_spread(self) -> float:
+        # Scales are powers of two.
+        return _SPREAD_OF_POWERS if self.scale_dtype == "e8m0" else 0.0
+
+    def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The largest scale of a token's blocks."""
+        return (streams["block_scales"].amax(3).to(torch.int32) << 23).view(torch.float32)
+
+    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        if self.run_scale is None:
+            return None
+        scale = streams[self.run_scale].to(torch.float32)
+        if self.granularity == "block":
+            return scale * _LEAST_IN_BLOCKS
+        # Below normal numbers, an element is off by a fraction of the smallest one.
+        return scale * (_LEAST * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
         """Return a codec whose scales per run are float32, and streams for it that decode to the same bits."""

@@ -26,6 +26,8 @@ _STEPS = 255
 _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
+_LEAST = 0.13
+"""Measured: with this factor the error of normal values is twice the usual one."""
 
 
 def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
@@ -96,6 +98,15 @@ def chosen(
     off = (high - low)[..., CENTRE] / (2 * _STEPS) + root * 2.0**-10
     high[..., SCALE] = (high[..., SCALE].square() + (2 * root + off) * off / middle).sqrt().clamp_max(limit)
     return torch.stack([(high - low) / _STEPS, low], -1).flatten(-2).to(torch.float16)
+
+
+def least_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return the root mean square of values, float32 ``[batch, kv_head, 1]``, whose centers and scales of ``steps`` a range codes well.
+
+    A center is off by its root times the step of roots; that, and not the scale of its group, is the error of smaller values.
+    """
+    step = scale_range[..., 0::2].to(torch.float32).amax(-1)
+    return (step * steps).square() * _LEAST
 
 
 def _check_size(values: torch.Tensor, what: str) -> None:

@@ -126,6 +126,17 @@ class WithSideCars(Codec):
         return self.codec.coded_norms(steps.run(), before)
 
     @property
+    def error_spread(self) -> float:
+        # Chunks that are stored apart leave ordinary sizes.
+        return 0.0 if self.frame_parts else self.codec.error_spread
+
+    def error_sizes(self, streams: Streams) -> torch.Tensor:
+        return self.codec.error_sizes(streams)
+
+    def least_sizes(self, streams: Streams) -> torch.Tensor | None:
+        return None if self.changes_norms else self.codec.least_sizes(streams)
+
+    @property
     def family(self) -> Codec:
         return self.codec
 

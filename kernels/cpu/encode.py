@@ -295,6 +295,16 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
+    """Return ``formats.head_norms.has_large``; None for sizes that are not contiguous float32."""
+    if sizes.dtype != torch.float32 or not sizes.is_contiguous() or not sizes.numel():
+        return None
+    tokens = sizes.shape[-1]
+    compiled = library.library()
+    assert compiled is not None
+    return bool(compiled.kvpack_has_large(sizes.data_ptr(), sizes.numel() // tokens, tokens, PAGE, ratio))
+
+
 def run_raw_slots(call: library.RawSlots) -> None:
     """Measure norms and choose raw tokens by them. Raises MemoryError."""
     compiled = library.library()

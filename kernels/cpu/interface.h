@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 29
+#define KVPACK_INTERFACE 30
 
 enum { HEAD_RUN = 5 };
 enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
@@ -264,6 +264,11 @@ int64_t kvpack_unpack(const Unpack *call);
 int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
+
+/* Returns 1 if one of sizes [row][token] is above `ratio` times the lower median of its page, NaN apart (formats/head_norms.py, has_large),
+   else 0. */
+int64_t kvpack_has_large(const float *sizes, int64_t rows, int64_t tokens, int64_t page, float ratio);
+
 int64_t kvpack_join(const Join *call);
 int64_t kvpack_split(const Split *call);
 

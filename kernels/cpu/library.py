@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
-INTERFACE = 29
+INTERFACE = 30
 """The number of interface.h that the structures below mirror."""
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
@@ -199,6 +199,8 @@ def library() -> ctypes.CDLL | None:
         result.kvpack_measure.restype, result.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
         result.kvpack_unpack.restype, result.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         result.kvpack_raw_slots.restype, result.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
+        result.kvpack_has_large.restype = c_int64
+        result.kvpack_has_large.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_float)
         result.kvpack_join.restype, result.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         result.kvpack_split.restype, result.kvpack_split.argtypes = c_int64, (POINTER(Split),)
         result.kvpack_checksum.restype, result.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)

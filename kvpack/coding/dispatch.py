@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from kvpack.file import row
-from kvpack.formats import rans
+from kvpack.formats import head_norms, rans
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_of
@@ -284,6 +284,18 @@ def _add_words(data: memoryview, sum_: int) -> int | None:
 
 
 row.compiled = _add_words
+
+
+def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
+    """Run ``head_norms.has_large`` in C, None if C does not run."""
+    if sizes.device.type != "cpu" or os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
+        return None
+    from kvpack.kernels.cpu import encode as c_encode
+
+    return c_encode.has_large(sizes, ratio)
+
+
+head_norms.compiled = _has_large
 
 
 def uses_triton(device: torch.device) -> bool:

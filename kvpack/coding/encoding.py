@@ -10,8 +10,8 @@ import math
 import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,13 +22,13 @@ from kvpack.formats.group import PER_HEAD
 from kvpack.formats.head_norms import (
     GROUP_RATIO,
     HEADS,
+    OWN_RATIO,
     SHARED_RATIO,
     TOKENS,
     excess,
     few,
     have_large_head,
     misfit,
-    own_excess,
     relative,
     widening,
 )
@@ -41,9 +41,10 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch
 from .blocks import for_each_block
+from .token_errors import crowding, own_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -71,8 +72,8 @@ MANY_RATIO = 4.0
 OWN_WARNING_RATIO = 2.0
 """A token is warned of if its own error is more than this many times the usual one; it is raw from ``head_norms.OWN_RATIO`` on."""
 
-_OWN = "own"
-"""The kind of misfit of tokens that share no scale, and lose precision themselves."""
+_OWN, _RUN = "own", "run"
+"""Kinds of misfit: tokens may lose precision themselves, or make a scale of their run too large for others."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,30 @@ class Misfit:
     rare: bool
 
 
+class _Loss(NamedTuple):
+    """A ``kind`` of misfit by ``factors`` ``[batch, token]``: tokens are raw above ``ratio``, and named above ``warned``.
+
+    ``sizes`` ``[batch, kv_head, token]`` tell which head of a token it is.
+    """
+
+    kind: str
+    factors: torch.Tensor
+    ratio: float
+    warned: float
+    sizes: torch.Tensor
+
+
 _EFFECTS = {
     HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
     TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
-    _OWN: ("its own values, which channel scales and means do not fit", "is {:.3g} times as large as usual once these are applied"),
+    _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
+    _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
 """Tokens that lose precision, and the sentence about the worst token, by the kind of sharing."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
-    _OWN: "leave mean=, channel_scale= and frame= out of the recipe"
+    _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
+    _RUN: "give tokens scales of their own (of minifloat per=token, of group scales=fp16)",
 }
 """What to do about it, whether tokens can be raw or not."""
 
@@ -134,13 +150,11 @@ def encode(
     raw = codec.side_car(RawPositions)
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
-    shared, changes = codec.summary.shared_scales, codec.changes_norms
     with float32_no_grad(x.device):
-        norms = dispatch.norms(x) if shared or changes else None
-        coded = torch.empty_like(norms) if changes and norms is not None else norms
-        streams = encode_all(codec, x, where, before, position, coded if changes else None)
-        if coded is not None:
-            _report(_misfit_of(coded, shared, where, given=norms if changes else None))
+        coded = _room_for_norms(codec, x)
+        streams = encode_all(codec, x, where, before, position, coded)
+        given = cache(partial(dispatch.norms, x))
+        _report(_misfit_of(_losses(codec, x, streams, coded, None, given), where))
     return streams
 
 
@@ -192,29 +206,27 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, including kernels, gets a whole run."""
     with float32_no_grad(x.device):
-        shared, changes = codec.summary.shared_scales, codec.without_raw.summary.changes_norms
-        own = dispatch.norms(x) if shared or changes or norms is None else norms
-        chosen = raw.choose((own if norms is None else norms).to(x.device), position, before is not None)
-        if shared and not changes:
-            if raw.high_norm:
-                chosen = with_misfits(chosen, misfit(own, shared))
-            _report(_misfit_of(own, shared, where, chosen, keeps_large=raw.high_norm > 0))
-        coded = torch.empty_like(own) if changes else None
+        plain, given = codec.without_raw, cache(partial(dispatch.norms, x))
+        shared = plain.summary.shared_scales
+        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+        if shared and raw.high_norm and not plain.summary.changes_norms:
+            chosen = with_misfits(chosen, misfit(given(), shared))
+        coded = _room_for_norms(plain, x)
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
             # The keys choose, and a token of large values is refused by a norm that cannot hold it.
-            large = have_large_head(dispatch.norms(x), raw.high_norm) if raw.high_norm else None
+            large = have_large_head(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else few(large & ~chosen)
             if more is None or not more.any():
                 raise
             chosen = chosen | more
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
-        misfits = None if coded is None else misfit(coded, shared, own, chosen)
-        if coded is None or misfits is None or not (misfits > 1).any():
-            return streams
-        kept = with_misfits(chosen, misfits) if raw.high_norm else chosen
-        _report(_misfit_of(coded, shared, where, kept, raw.high_norm > 0, own))
+        losses = _losses(plain, x, streams, coded, chosen, given)
+        kept = chosen
+        if losses and raw.high_norm:
+            kept = with_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
+        _report(_misfit_of(losses, where, kept, raw.high_norm > 0))
         # Few runs have such tokens: to measure all before they are encoded would take longer.
         return streams if torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
@@ -262,8 +274,7 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
     coded: torch.Tensor | None,
 ) -> None:
-    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, into their rows of ``streams`` and ``coded``.
-    """
+    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams`` and ``coded``."""
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -391,27 +402,45 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     )
 
 
-def _misfit_of(
-    norms: torch.Tensor,
-    shared: Collection[str],
-    where: str,
-    kept: torch.Tensor | None = None,
-    keeps_large: bool = False,
-    given: torch.Tensor | None = None,
-) -> Misfit | None:
-    """Return the error that ``shared`` scales cause in tokens that are not ``kept``, bool ``[batch, token]``; None if they fit all.
+def _room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
+    """Return memory for the norms of what ``codec``, without raw tokens, encodes of ``x``, if its errors are measured by them."""
+    summary = codec.summary
+    if not summary.changes_norms or (summary.error_spread and not summary.shared_scales):
+        return None
+    return torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
 
-    ``norms`` ``[batch, kv_head, token]`` are those of the coded values, and ``given`` those of the given values if they differ.
+
+def _losses(
+    codec: Codec,
+    x: torch.Tensor,
+    streams: Mapping[str, torch.Tensor],
+    coded: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    norms: Callable[[], torch.Tensor],
+) -> list[_Loss]:
+    """Return what tokens of ``x`` lose, or cost others, in ``streams``; the arguments are those of ``token_errors.own_errors``."""
+    shared, losses = codec.summary.shared_scales, []
+    if shared:
+        measured = norms() if coded is None else coded
+        if HEADS in shared:
+            losses.append(_Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
+        if TOKENS in shared:
+            losses.append(_Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
+    for kind, measure, ratios in ((_OWN, own_errors, (OWN_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
+        factors = measure(codec, x, streams, kept, coded, norms)
+        if factors is not None:
+            losses.append(_Loss(kind, factors.amax(1), *ratios, factors))
+    return losses
+
+
+def _misfit_of(losses: Sequence[_Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:
+    """Return the largest of ``losses`` in tokens that are not ``kept``, bool ``[batch, token]``; None if nothing is lost.
+
     ``keeps_large``: tokens of high norm are among the ``kept`` ones. A page with many large tokens in one head causes no warning unless
     they are ``MANY_RATIO`` times as large as usual.
     """
     result = []
-    measured = [(HEADS, excess(norms), SHARED_RATIO)] if HEADS in shared else []
-    if TOKENS in shared:
-        measured.append((TOKENS, widening(norms, shared), GROUP_RATIO))
-    if given is not None:
-        measured.append((_OWN, own_excess(norms, given, kept), OWN_WARNING_RATIO))
-    for name, factors, ratio in measured:
+    for name, factors, _, ratio, sizes in losses:
         if kept is not None:
             factors = factors.masked_fill(kept, 0.0)
         lost = factors > ratio
@@ -420,7 +449,8 @@ def _misfit_of(
         if lost.any():
             factors = factors.masked_fill(~lost, 0.0)
             sequence, token = divmod(int(factors.argmax()), factors.shape[1])
-            head = int(relative(norms)[sequence, :, token].nan_to_num(posinf=0.0).argmax())
+            of_heads = relative(sizes) if name in (HEADS, TOKENS) else sizes
+            head = int(of_heads[sequence, :, token].nan_to_num(posinf=0.0).argmax())
             rare = not keeps_large and bool((few(lost) == lost).all())
             result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
     return max(result, key=lambda one: one.factor) if result else None

@@ -1,0 +1,136 @@
+"""Tokens that lose precision, or cost others precision, by what was stored of them.
+
+What was stored tells cheaply which tokens may: only their pages are decoded, and their errors decide.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpack.formats.head_norms import PAGE, above_usual, has_large, usual
+
+from . import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from kvpack.formats.base import Codec
+
+    Streams = Mapping[str, torch.Tensor]
+
+CODED_SPREAD = 1.4
+"""Norms of what maps and means leave of ordinary tokens are less than this many times the usual ones."""
+
+_SAMPLED = 32
+"""One of this many tokens is enough to find the usual size of values."""
+
+
+def own_errors(
+    codec: Codec,
+    x: torch.Tensor,
+    streams: Streams,
+    kept: torch.Tensor | None,
+    coded: torch.Tensor | None,
+    norms: Callable[[], torch.Tensor],
+) -> torch.Tensor | None:
+    """Return the factor by which each token's own error exceeds the usual one, float32 ``[batch, kv_head, token]``; None if none may.
+
+    Args:
+        codec: Encoder of ``x``, without raw tokens.
+        x: Values ``[batch, kv_head, token, dim]``.
+        streams: What was stored of them.
+        kept: Tokens that are raw, bool ``[batch, token]``. They do not count.
+        coded: Norms ``[batch, kv_head, token]`` of what was encoded, for codecs that change norms and have no ``error_sizes``.
+        norms: Returns the norms of ``x`` ``[batch, kv_head, token]``.
+
+    The factor is that of the error, or that of its share of the token's norm if that is smaller: neither tokens that are large as a whole
+    nor small ones count.
+    """
+    spread = codec.summary.error_spread
+    if x.shape[2] < 3 or (not spread and coded is None):
+        # One of two tokens is not an outlier.
+        return None
+    sizes = codec.error_sizes(streams) if spread else coded
+    assert sizes is not None
+    # Raw tokens were replaced by small values, and cannot hide others.
+    if not has_large(sizes, spread or CODED_SPREAD):
+        return None
+    left_out = None if kept is None or not kept.any() else kept[:, None]
+    suspects = above_usual(_without(sizes, left_out), spread or CODED_SPREAD)
+    if suspects is None:
+        return None
+    given = norms()
+    left_out = given <= 0 if left_out is None else (given <= 0) | left_out
+    # Sizes that are powers of two say little about shares.
+    larger = above_usual(_without(sizes / given, left_out), 1.0 if spread else CODED_SPREAD)
+    if larger is None or not (suspects := suspects & larger).any():
+        return None
+    result = torch.zeros_like(given)
+    for start, stop in _stretches(codec, suspects):
+        decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
+        error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
+        part = slice(start, stop)
+        errors = (_without(size, left_out[:, :, part]) for size in (error, error / given[:, :, part]))
+        factors = torch.minimum(*(size / usual(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
+        result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
+    return result
+
+
+def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor | None, *_: object) -> torch.Tensor | None:
+    """Return the factor by which each token makes a scale of its run too large for others: float32 ``[batch, kv_head, token]``.
+
+    None: the scales fit. The arguments are those of ``own_errors``.
+    """
+    least = codec.least_sizes(streams)
+    tokens = x.shape[2]
+    if least is None or tokens < 3:
+        return None
+    step = _SAMPLED if tokens >= PAGE else 1
+    sizes = dispatch.norms(x[:, :, ::step]) / codec.dim**0.5
+    if not (sizes.amin() < least.amax()):
+        return None
+    sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
+    # A rest that fills no page may have one token.
+    page = min(sizes.shape[2], PAGE // step)
+    pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
+    smallest = pages.nanmedian(3).values.nan_to_num(torch.inf).amin(2, keepdim=True)
+    lost = least / smallest
+    if not (lost > 1).any():
+        return None
+    largest = x.abs().amax(3).to(torch.float32)
+    if kept is not None:
+        largest = largest.masked_fill(kept[:, None], 0.0)
+    if least.shape[1] == 1:
+        lost, top = lost.amax(1, keepdim=True), largest.amax((1, 2), keepdim=True)
+    else:
+        top = largest.amax(2, keepdim=True)
+    factors: torch.Tensor = largest / top * lost
+    return factors.nan_to_num(0.0)
+
+
+def _without(sizes: torch.Tensor, left_out: torch.Tensor | None) -> torch.Tensor:
+    return sizes if left_out is None else sizes.masked_fill(left_out, torch.nan)
+
+
+def _stretches(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """The tokens ``[start, stop)`` that the usual errors of pages with ``suspects`` are measured by."""
+    tokens = suspects.shape[2]
+    if codec.summary.entries:
+        yield 0, tokens
+        return
+    unit = math.lcm(PAGE, *(layout.tokens_per_row for layout in codec.row_layouts.values()))
+    for number in torch.unique(suspects.any(0).any(0).nonzero()[:, 0] // unit).tolist():
+        start, stop = number * unit, min(number * unit + unit, tokens)
+        # Last tokens that fill no page are measured by the last ones that do.
+        yield (max(0, start - unit) if stop - start < PAGE else start), stop
+
+
+def _slice(codec: Codec, streams: Streams, start: int, stop: int) -> dict[str, torch.Tensor]:
+    result = {}
+    for name, layout in codec.row_layouts.items():
+        rows = layout.tokens_per_row
+        result[name] = streams[name][:, :, start // rows : -(-stop // rows)] if layout.per == "token" else streams[name]
+    return result

@@ -149,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
             return False
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
         return True
 
     def do_GET(self) -> None:

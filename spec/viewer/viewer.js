@@ -1,17 +1,32 @@
 // The page: what a file holds, as text and pictures. Everything that comes from a file is set as text, never
 // as HTML.
 
-import { readTokenizer } from "./tokens.js";
-
 const MAX_ROWS = 500;
 const MAX_TOKENS = 2000;
 const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en-US");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-const waiting = new Map();
+let worker = null;
+let waiting = new Map();
 let last = 0;
+
+// Each file has a worker of its own: what another one is busy with ends at once, and its memory is free.
+function startWorker() {
+  worker?.terminate();
+  for (const { reject } of waiting.values()) reject(Object.assign(new Error("replaced"), { replaced: true }));
+  waiting = new Map();
+  worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
+  worker.onmessage = ({ data }) => {
+    const { resolve, reject, progress } = waiting.get(data.id);
+    if ("done" in data) return progress(data.done, data.total, data.name);
+    waiting.delete(data.id);
+    if ("error" in data) reject(Object.assign(new Error(data.error), { missing: data.missing }));
+    else resolve(data.result);
+  };
+  worker.onerror = (event) =>
+    fail(new Error(event.message || "the worker could not start; serve the page over HTTP"));
+}
 
 function ask(action, details = {}, progress = () => {}) {
   return new Promise((resolve, reject) => {
@@ -21,19 +36,9 @@ function ask(action, details = {}, progress = () => {}) {
   });
 }
 
-worker.onmessage = ({ data }) => {
-  const { resolve, reject, progress } = waiting.get(data.id);
-  if ("done" in data) return progress(data.done, data.total, data.name);
-  waiting.delete(data.id);
-  if ("error" in data) reject(Object.assign(new Error(data.error), { missing: data.missing }));
-  else resolve(data.result);
-};
-worker.onerror = (event) =>
-  fail(new Error(event.message || "the worker could not start; serve the page over HTTP"));
-
 let summary = null;
 let picture = null;
-let tokenTexts = null;
+let tokenizer = null;
 let tokensShown = 0;
 
 // Control characters and those that turn the direction of text show as escapes.
@@ -62,6 +67,7 @@ const kindOf = (which) => (which === "k" ? "keys" : "values");
 const counted = (count, noun) => `${number.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function fail(error) {
+  if (error.replaced) return;
   byId("error").textContent = visible(error.message);
   byId("error").hidden = false;
 }
@@ -164,9 +170,12 @@ async function openFile(details) {
   for (const id of ["verify-status", "values-status"]) byId(id).textContent = "";
   picture = null;
   byId("status").textContent = "Opening the file.";
+  for (const id of ["basis", "tokenizer"]) byId(id).disabled = true;
+  startWorker();
   try {
     summary = await ask("open", details);
   } catch (error) {
+    if (error.replaced) return;
     byId("status").textContent = "The file is refused.";
     return fail(error);
   }
@@ -179,7 +188,8 @@ async function openFile(details) {
   byId("layer").max = Math.max(0, summary.layers.length - 1);
   for (const id of ["basis", "tokenizer"]) byId(id).disabled = false;
   byId("contents").hidden = false;
-  showTokens();
+  if (tokenizer) useTokenizer();
+  else showTokens();
 }
 
 async function verify() {
@@ -204,7 +214,7 @@ async function verify() {
       : `${counted(result.checked, "tensor")} checked: the file is intact.${missing}${large}`;
     byId("verify-status").className = result.refused ? "bad" : "good";
   } catch (error) {
-    byId("verify-status").textContent = visible(error.message);
+    byId("verify-status").textContent = error.replaced ? "" : visible(error.message);
     byId("verify-status").className = "bad";
   }
   progress.hidden = true;
@@ -233,7 +243,7 @@ async function showValues() {
   } catch (error) {
     byId("values").hidden = true;
     const hint = error.missing ? " Choose the basis file above." : "";
-    byId("values-status").textContent = visible(error.message) + hint;
+    byId("values-status").textContent = error.replaced ? "" : visible(error.message) + hint;
   }
   byId("values-progress").hidden = true;
   byId("show").disabled = false;
@@ -335,15 +345,10 @@ function showStatistics() {
 async function showCell() {
   const [token, head, channel] = ["token", "head", "channel"].map((id) => Number(byId(id).value));
   byId("value").textContent = "";
-  const value = await ask("value", { token, head, channel });
-  const { ids } = summary;
-  // Ids count from the start of the file; the tokens before may hold the first bytes of a character.
-  const named = tokenTexts && picture.start === summary.start && token < ids.length;
-  const text = named
-    ? ` (${JSON.stringify(visible(tokenTexts([...ids.subarray(Math.max(0, token - 8), token + 1)]).at(-1)))})`
-    : "";
+  const { value, text } = await ask("value", { token, head, channel });
+  const named = text === null ? "" : ` (${JSON.stringify(visible(text))})`;
   const found = value === null ? "no value" : Number(value.toPrecision(8));
-  byId("value").textContent = `Token ${token}${text}, head ${head}, channel ${channel}: ${found}`;
+  byId("value").textContent = `Token ${token}${named}, head ${head}, channel ${channel}: ${found}`;
 }
 
 // A point of the picture chooses the value below it.
@@ -359,30 +364,44 @@ function choosePoint(event) {
   showCell();
 }
 
+async function useTokenizer() {
+  try {
+    await ask("tokenizer", { blob: tokenizer });
+  } catch (error) {
+    const { name } = tokenizer;
+    tokenizer = null;
+    if (!error.replaced) fail(new Error(`${name}: ${error.message}`));
+  }
+  showTokens();
+}
+
 function showTokens() {
-  const { ids } = summary;
   byId("tokens").replaceChildren();
-  byId("tokens").hidden = ids.length === 0;
+  byId("tokens").hidden = summary.ids === 0;
   tokensShown = 0;
-  byId("tokens-status").textContent = ids.length
-    ? counted(ids.length, "token id") +
-      (tokenTexts ? "." : ". Choose a tokenizer.json above to see them as text.")
+  byId("tokens-status").textContent = summary.ids
+    ? counted(summary.ids, "token id") +
+      (tokenizer ? "." : ". Choose a tokenizer.json above to see them as text.")
     : "The file has no token ids.";
-  moreTokens();
+  return moreTokens();
 }
 
-function moreTokens() {
-  const ids = [...summary.ids.subarray(tokensShown, tokensShown + MAX_TOKENS)];
-  const texts = tokenTexts ? tokenTexts(ids) : ids.map((id) => `${id} `);
+async function moreTokens() {
+  const from = tokensShown;
+  tokensShown = Math.min(summary.ids, from + MAX_TOKENS);
+  const { ids, texts } = await ask("tokens", { from, count: tokensShown - from });
   byId("tokens").append(
-    ...texts.map((text, i) =>
-      element("span", visible(text).replaceAll("\\u000a", "⏎\n"), { title: `${tokensShown + i}: ${ids[i]}` }),
-    ),
+    ...ids.map((id, i) => {
+      const text = texts ? visible(texts[i]).replaceAll("\\u000a", "⏎\n") : `${id} `;
+      return element("span", text, { title: `${from + i}: ${id}` });
+    }),
   );
-  tokensShown += ids.length;
-  byId("more-tokens").hidden = tokensShown >= summary.ids.length;
+  byId("more-tokens").hidden = tokensShown >= summary.ids;
 }
 
+// A file that has changed can be chosen again only if the input has none.
+for (const id of ["file", "basis", "tokenizer"])
+  byId(id).addEventListener("click", ({ target }) => (target.value = ""));
 byId("file").addEventListener("change", ({ target }) => {
   if (target.files[0]) openFile({ blob: target.files[0], name: target.files[0].name });
 });
@@ -396,14 +415,12 @@ byId("basis").addEventListener("change", async ({ target }) => {
     fail(error);
   }
 });
-byId("tokenizer").addEventListener("change", async ({ target }) => {
+byId("tokenizer").addEventListener("change", ({ target }) => {
   if (!target.files[0]) return;
-  try {
-    tokenTexts = readTokenizer(await target.files[0].text());
-    showTokens();
-  } catch (error) {
-    fail(new Error(`${target.files[0].name}: ${error.message}`));
-  }
+  byId("error").hidden = true;
+  byId("tokens-status").textContent = "Reading the tokenizer.";
+  tokenizer = target.files[0];
+  useTokenizer();
 });
 byId("verify").addEventListener("click", verify);
 byId("pick").addEventListener("submit", (event) => {
@@ -424,8 +441,20 @@ addEventListener("drop", (event) => {
   if (dropped) openFile({ blob: dropped, name: dropped.name });
 });
 
+// Promises that nobody waits for end here: those of a worker that another file has replaced, and faults.
+addEventListener("unhandledrejection", (event) => {
+  event.preventDefault();
+  fail(event.reason);
+});
+
 // `kvpack view` names the file that it serves in the fragment.
 if (location.hash.startsWith("#file=")) {
-  const name = decodeURIComponent(location.hash.slice("#file=".length));
+  const name = location.hash.slice("#file=".length).replace(/(%[0-9A-F]{2})+/gi, (part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  });
   openFile({ url: new URL("../file", location.href).href.split("#")[0], name });
 }

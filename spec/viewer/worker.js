@@ -2,15 +2,24 @@
 // id, result } or { id, error }; { id, done, total } may come before.
 
 import { KvpackError, fromBlob, fromUrl, loadBasis, open } from "../readers/javascript/kvpack.js";
+import { readTokenizer } from "./tokens.js";
 
 const MAX_ROWS = 512;
 const MAX_COLUMNS = 2048;
 const BINS = 101;
 const MAX_LISTED = 4096;
 const MAX_VALUES = 2 ** 27;
+// Bytes of a tensor, and of all tensors of a side, that are held in memory at once.
+const MAX_TENSOR_BYTES = 2 ** 30;
+const MAX_SIDE_BYTES = 2 ** 31;
+// As many earlier tokens as may hold the first bytes of a character.
+const CONTEXT = 8;
 
 let file = null;
 let bases = new Map();
+let ids = new Uint32Array(0);
+// A function from token ids to their texts, once a tokenizer is given.
+let textsOf = null;
 // The values that are shown: { side, sequence, values }.
 let shown = null;
 
@@ -41,7 +50,6 @@ function streamTotals() {
 
 function summary(name) {
   const { header } = file;
-  const ids = file.tokenIds();
   return {
     name,
     size: file.source.size,
@@ -61,7 +69,7 @@ function summary(name) {
     bases: file.basisDigests,
     layers: file.layers.map(({ k, v }) => ({ k: sideSummary(k), v: sideSummary(v) })),
     streams: streamTotals(),
-    ids: ids?.sequences ? ids.row(0) : new Uint32Array(0),
+    ids: ids.length,
   };
 }
 
@@ -69,13 +77,27 @@ async function openFile({ blob, url, name }) {
   file = null;
   shown = null;
   bases = new Map();
-  file = await open(blob ? fromBlob(blob) : await fromUrl(url));
+  file = await open(blob ? fromBlob(blob) : await fromUrl(url), { limit: MAX_TENSOR_BYTES });
+  const known = file.tokenIds();
+  ids = known?.sequences ? known.row(0) : new Uint32Array(0);
   return summary(name);
+}
+
+async function useTokenizer({ blob }) {
+  textsOf = await readTokenizer(blob);
+}
+
+// The ids of tokens and, by the tokenizer, their texts.
+function tokens({ from, count }) {
+  const first = Math.max(0, from - CONTEXT);
+  const all = [...ids.subarray(first, from + count)];
+  const texts = textsOf?.(all).slice(from - first) ?? null;
+  return { ids: all.slice(from - first), texts };
 }
 
 async function addBases({ blobs }) {
   for (const blob of blobs) {
-    const other = await open(fromBlob(blob));
+    const other = await open(fromBlob(blob), { limit: MAX_TENSOR_BYTES });
     if (!other.isBasis) throw new KvpackError("InvalidHeader", "basis-18", "the file is not a basis");
     const basis = await loadBasis(other);
     bases.set(basis.digest, basis);
@@ -127,6 +149,9 @@ async function verifyFile(message, progress) {
 // parts.
 async function eachPart(layer, which, sequence, visit) {
   const side = file.layers[layer][which];
+  const bytes = side.streams.reduce((sum, stream) => sum + Number(stream.size), 0);
+  if (bytes > MAX_SIDE_BYTES)
+    throw new KvpackError("LimitExceeded", "container-29", `the side takes ${bytes} bytes in memory`);
   const streams = await file.streams(layer, which);
   const { heads, length, dim } = side;
   const [first, last] = sequence === null ? [0, side.batch] : [sequence, sequence + 1];
@@ -156,9 +181,11 @@ async function eachPart(layer, which, sequence, visit) {
 async function showSide({ layer, which, sequence }) {
   const side = file.layers[layer]?.[which];
   if (!side) throw new Error(`layer ${layer} has no ${which === "k" ? "keys" : "values"}`);
-  if (!(sequence < side.batch)) throw new Error(`there are ${side.batch} sequences, counted from 0`);
+  if (!(Number.isInteger(sequence) && sequence >= 0 && sequence < side.batch))
+    throw new Error(`there are ${side.batch} sequences, counted from 0`);
   shown = null;
   const { heads, length, dim } = side;
+  const start = file.header.starts[layer];
   const width = heads * dim;
   const rows = Math.min(length, MAX_ROWS);
   const columns = Math.min(width, MAX_COLUMNS);
@@ -176,7 +203,7 @@ async function showSide({ layer, which, sequence }) {
   if (parts === 1) {
     count(only, reach, counts);
     // One part has the values in the order [head, token, channel].
-    shown = { heads, length, dim, values: only };
+    shown = { heads, length, dim, values: only, start };
   } else if (parts > 1) {
     // All values together may not fit in memory, so they are decoded again.
     only = null;
@@ -184,7 +211,6 @@ async function showSide({ layer, which, sequence }) {
   }
   const { bins } = counts;
   const quantiles = quantilesOf(counts.fine, reach, stats.count);
-  const start = file.header.starts[layer];
   return {
     layer,
     which,
@@ -253,20 +279,35 @@ function quantilesOf(fine, reach, total) {
   });
 }
 
+// A value of the side that is shown, null without it, and the text of its token.
 function valueAt({ head, token, channel }) {
-  if (!shown) return null;
-  const { heads, length, dim, values } = shown;
-  return head < heads && token < length && channel < dim
-    ? values[(head * length + token) * dim + channel]
-    : null;
+  if (!shown) return { value: null, text: null };
+  const { heads, length, dim, values, start } = shown;
+  const inside = (index, count) => Number.isInteger(index) && index >= 0 && index < count;
+  if (!inside(head, heads) || !inside(token, length) || !inside(channel, dim))
+    return { value: null, text: null };
+  // Ids count from the start of the file.
+  const text = start === file.header.start ? (tokens({ from: token, count: 1 }).texts?.[0] ?? null) : null;
+  return { value: values[(head * length + token) * dim + channel], text };
 }
 
 function refusal(error) {
   if (error instanceof KvpackError) return `${error.kind}: ${short(error.message)}`;
+  if (error.name === "NotReadableError" || error.name === "NotFoundError")
+    return "The file has changed since it was chosen, or cannot be read: choose it again.";
+  if (error instanceof RangeError) return `This browser has too little memory: ${short(error.message)}`;
   return short(`${error.name}: ${error.message}`);
 }
 
-const ACTIONS = { open: openFile, bases: addBases, verify: verifyFile, show: showSide, value: valueAt };
+const ACTIONS = {
+  open: openFile,
+  bases: addBases,
+  tokenizer: useTokenizer,
+  tokens,
+  verify: verifyFile,
+  show: showSide,
+  value: valueAt,
+};
 
 // One action at a time: each uses what the one before it has left.
 let queue = Promise.resolve();

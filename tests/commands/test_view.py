@@ -14,6 +14,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def test_only_requests_by_the_servers_own_names_are_answered(viewer: Viewer) -> 
     port = viewer.server_port
     for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
         assert ask(viewer, "file", Host=host)[0].status == 200
-    for host in ("127.0.0.1", f"example.com:{port}", f"127.0.0.1:{port + 1}", f"127.0.0.1:{port}.example.com", ""):
+    others = (f"example.com:{port}", f"127.0.0.1:{port}.example.com", f"[::1]:{port}", f"localhost.:{port}", "")
+    for host in ("127.0.0.1", f"127.0.0.1:{port + 1}", *others):
         assert ask(viewer, "file", Host=host)[0].status == 403
     path = f"/{viewer.token}/file"
     assert raw(viewer, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 403")
@@ -122,6 +124,14 @@ def test_only_requests_by_the_servers_own_names_are_answered(viewer: Viewer) -> 
     assert raw(viewer, f"GET {path} HTTP/1.1\r\n{twice}Connection: close\r\n\r\n".encode()).startswith(b"HTTP/1.1 403")
     absolute = f"GET http://127.0.0.1:{port}{path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n"
     assert raw(viewer, absolute.encode()).startswith(b"HTTP/1.1 404")
+
+
+def test_the_body_of_a_request_is_not_read_as_another_one(viewer: Viewer) -> None:
+    line = f"GET /{viewer.token}/file HTTP/1.1\r\nHost: 127.0.0.1:{viewer.server_port}\r\n"
+    for head in (f"Content-Length: {len(line) + 2}", "Transfer-Encoding: chunked"):
+        answer = raw(viewer, f"{line}{head}\r\n\r\n{line}\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND"])
@@ -326,6 +336,121 @@ def test_the_page_stays_usable_with_huge_tables(page: chromium.Page, tmp_path: P
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.call("Emulation.clearDeviceMetricsOverride")
     assert page.evaluate("document.title") != "taken"
+
+
+def with_ids(path: Path, count: int, **options: Any) -> None:
+    """Write a file with the token ids 0 to ``count`` - 1."""
+    inputs = kvpack.Inputs(struct.pack(f"<{count}I", *range(count)))
+    kvpack.save(kvpack.pack(random_pairs(1, count), "raw", inputs=inputs), path, **options)
+
+
+@pytest.mark.scenario
+@browser_tests
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "not valid JSON"),
+        ("[1]", "no model.vocab"),
+        ('{"model": {"vocab": "x"}}', "no model.vocab"),
+        ('{"model": {"vocab": {"x": "y"}}}', "not a text with an id"),
+        ('{"model": {"vocab": {"x": -1}}}', "not a text with an id"),
+        ('{"model": {"vocab": [1, null]}}', "not a text with an id"),
+        ('{"model": {"vocab": {}}, "added_tokens": {"id": 1}}', "not an array"),
+        ('{"model": {"vocab": {}}, "added_tokens": [null]}', "not a text with an id"),
+        (None, "has at most"),
+    ],
+)
+def test_a_tokenizer_of_another_form_is_refused(page: chromium.Page, tmp_path: Path, content: str | None, reason: str) -> None:
+    path, tokenizer = tmp_path / "x.kvpack", tmp_path / f"{MARKUP.replace('/', '')}.json"
+    with_ids(path, 4)
+    with tokenizer.open("w") as opened:
+        opened.write(content or "")
+        if content is None:
+            opened.truncate(300 << 20)
+    for server in served(path):
+        page.errors.clear()
+        page.open(server.url)
+        page.wait("document.getElementById('contents')?.hidden === false")
+        page.choose("#tokenizer", tokenizer)
+        page.wait("!document.getElementById('error').hidden")
+        assert reason in text(page, "error")
+        assert text(page, "tokens").split() == ["0", "1", "2", "3"]
+        assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        assert page.errors == []
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_long_texts_of_tokens_are_cut_and_markup_is_text(page: chromium.Page, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "x.kvpack", tmp_path / "tokenizer.json"
+    with_ids(path, 3)
+    tokenizer.write_text(json.dumps({"model": {"vocab": {MARKUP: 0, "x" * 10_000_000: 1, "\u202e\n": 2}}}), encoding="utf-8")
+    for server in served(path):
+        page.open(server.url)
+        page.wait("document.getElementById('contents')?.hidden === false")
+        page.choose("#tokenizer", tokenizer)
+        page.wait("document.getElementById('tokens').innerText.includes('<img')")
+        texts = page.evaluate("[...document.querySelectorAll('#tokens span')].map((one) => one.textContent)")
+        assert texts == [MARKUP, "x" * 200, "\\u202e⏎\n"]
+        assert page.evaluate("document.title") != "taken"
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_a_file_that_changes_while_it_is_open(page: chromium.Page, tmp_path: Path) -> None:
+    path = tmp_path / "x.kvpack"
+    with_ids(path, 40)
+    for server in served(path):
+        page.open(server.url)
+        page.wait("document.getElementById('contents')?.hidden === false")
+        with path.open("r+b") as opened:
+            opened.truncate(5000)
+        page.evaluate("document.getElementById('show').click()")
+        page.wait("document.getElementById('values-status').innerText.includes('cut short')")
+        page.choose("#file", path)
+        page.wait("!document.getElementById('error').hidden")
+        assert text(page, "error").startswith("Truncated: ")
+    with_ids(path, 40)
+    page.evaluate("document.getElementById('file').dispatchEvent(new Event('click'))")
+    page.choose("#file", path)
+    page.wait("document.getElementById('contents').hidden === false")
+    path.write_bytes(b"another file")
+    page.evaluate("document.getElementById('show').click()")
+    page.wait("document.getElementById('values-status').innerText.includes('choose it again')")
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_another_file_replaces_one_that_is_busy(page: chromium.Page, viewer: Viewer, tmp_path: Path) -> None:
+    path = tmp_path / "next.kvpack"
+    with_ids(path, 4)
+    page.errors.clear()
+    page.open(viewer.url)
+    page.wait("document.getElementById('contents')?.hidden === false")
+    page.evaluate("(document.getElementById('verify').click(), document.getElementById('show').click())")
+    page.choose("#file", path)
+    page.wait("document.getElementById('status').innerText.startsWith('next.kvpack')")
+    page.wait("!document.getElementById('show').disabled && !document.getElementById('verify').disabled")
+    assert text(page, "error") == text(page, "verify-status") == ""
+    assert page.errors == []
+
+
+@pytest.mark.scenario
+@browser_tests
+def test_places_that_the_side_does_not_have(page: chromium.Page, viewer: Viewer) -> None:
+    page.open(viewer.url)
+    page.wait("document.getElementById('contents')?.hidden === false")
+    # The browser already refuses most of these before it submits the form.
+    page.evaluate("(document.getElementById('pick').noValidate = true)")
+    for field, value in (("layer", -1), ("layer", 2), ("layer", 0.5), ("sequence", -1), ("sequence", 1)):
+        page.evaluate(f"(layer.value = 0, sequence.value = 0, {field}.value = {value}, show.click())")
+        page.wait("document.getElementById('show').disabled === false")
+        assert re.search("has no keys|sequences, counted from 0", text(page, "values-status")), (field, value)
+    page.evaluate("(layer.value = 0, sequence.value = 0, show.click())")
+    page.wait("document.getElementById('values-status').innerText.startsWith('Layer 0')")
+    for field, value in (("token", -1), ("token", 40), ("head", -1), ("channel", 0.5)):
+        page.evaluate(f"(token.value = head.value = channel.value = 0, {field}.value = {value}, cell.dispatchEvent(new Event('input')))")
+        page.wait("document.getElementById('value').innerText.endsWith('no value')")
 
 
 @pytest.mark.scenario

@@ -46,19 +46,20 @@ export async function fromHandle(handle) {
   return { size: (await handle.stat()).size, read };
 }
 
-// A file behind a URL whose server knows ranges.
+// A file behind a URL whose server knows ranges. Errors do not name the URL, which may be secret.
 export async function fromUrl(url) {
   const ask = async (status, options) => {
-    const response = await fetch(url, { ...options, cache: "no-store" });
-    if (response.status !== status) throw new Error(`${url}: ${response.status}`);
-    return response;
+    const lost = () => Promise.reject(new Error("the server has ended, or the file was cut short meanwhile"));
+    const response = await fetch(url, { ...options, cache: "no-store" }).catch(lost);
+    if (response.status !== status) throw new Error(`the server answers ${response.status}, not ${status}`);
+    const bytes = new Uint8Array(await response.arrayBuffer().catch(lost));
+    return { bytes, size: Number(response.headers.get("Content-Length")) };
   };
   const read = async (from, to) => {
     if (from === to) return new Uint8Array(0);
-    const part = await ask(206, { headers: { Range: `bytes=${from}-${to - 1}` } });
-    return new Uint8Array(await part.arrayBuffer());
+    return (await ask(206, { headers: { Range: `bytes=${from}-${to - 1}` } })).bytes;
   };
-  return { size: Number((await ask(200, { method: "HEAD" })).headers.get("Content-Length")), read };
+  return { size: (await ask(200, { method: "HEAD" })).size, read };
 }
 
 async function readExactly(source, from, to, rule = "container-4") {

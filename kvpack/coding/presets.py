@@ -1,7 +1,8 @@
 """kvpack's own recipes and the papers' published configurations, by name.
 
 A preset covers both sides of every layer. An addition changes a part, and follows the changed part in a recipe. Every lossy preset keeps a
-few tokens raw (``RAW_CLAUSE``), whatever its paper does with them.
+few tokens raw (``RAW_CLAUSE``), whatever its paper does with them. Presets of rotated keys with one norm per token, and those of HQMQ, also
+store the means of keys apart; the former store the norms of keys of up to 3 bits in 8 bits. Their methods are the papers'.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ Such a norm is off by 1.3 % on average, which scales all scores of the key. An e
 at head dim 64.
 """
 
+_MEANS = "mean=32,mean_bits=4"
+"""The means of keys in presets of papers: 0.07 bits per value at head dim 64."""
+
 _MIXED_KV = {
     # model: (layers, head dim, boosted layers, bins of K, bins of V)
     "tinyllama-1.1b": (22, 64, "0-3", 128, 256),
@@ -82,6 +86,11 @@ def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
     """Return the codec of ``side`` in kvpack's own presets if a basis has frames for keys, without its raw tokens."""
     family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
     return f"{family}:b={bits}{_norm(side, bits)}{',mean=128,frame=centered' if side == 'k' else ''}"
+
+
+def _paper_keys(codec: str, bits: int) -> str:
+    """Return ``codec`` of a paper's keys with their means apart, and norms in 8 bits where these cost less precision than the codes do."""
+    return f"{codec}{_norm('k', bits)},{_MEANS}"
 
 
 def _norm(side: str, bits: int) -> str:
@@ -116,20 +125,22 @@ def _rotations() -> dict[str, Preset]:
     """Return presets with rotated keys."""
     result = {}
     for b in (2, 3, 4):
-        result[f"octopus-{b}"] = Preset(f"k=octahedral:b={b};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
+        result[f"octopus-{b}"] = Preset(f"k={_paper_keys(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
     for b in (2, 3, 4):
-        result[f"turboquant-{b}"] = Preset(f"k=scalar:b={b};v=group:b={b},g=32", "TurboQuant keys, values in groups")
+        result[f"turboquant-{b}"] = Preset(f"k={_paper_keys(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, values in groups")
     for b in (2, 3, 4):
-        result[f"octopus-qjl-{b}"] = Preset(f"k=octahedral:b={b},qjl=fp16;v=group:b={b},g=32", "OCTOPUS-QJL keys, values in groups")
+        recipe = f"k={_paper_keys(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
+        result[f"octopus-qjl-{b}"] = Preset(recipe, "OCTOPUS-QJL keys, values in groups")
     for b in (2, 3, 4):
-        recipe = f"k=scalar:b={b - 1},qjl=fp16;v=group:b={b},g=32"
+        recipe = f"k={_paper_keys(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
         result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys, one bit of them QJL's, values in groups")
-    result["turboquant-2.5"] = Preset("kv=scalar:b=2,high=3", "TurboQuant+")
+    words = "scalar:b=2,high=3"
+    result["turboquant-2.5"] = Preset(f"k={_paper_keys(words, 3)};v={words}{_norm('v', 3)}", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
         result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline, symmetric groups of 4")
     for b in (2, 3, 4):
-        result[f"polarquant-{b}"] = Preset(f"k=polar:b={b};v=group:b={b},g=32", "PolarQuant keys, values in groups")
+        result[f"polarquant-{b}"] = Preset(f"k=polar:b={b},{_MEANS};v=group:b={b},g=32", "PolarQuant keys, values in groups")
     return result
 
 
@@ -168,11 +179,16 @@ def _directions() -> dict[str, Preset]:
         result[f"mixedkv-{model}"] = Preset(_mixed_kv(boosted, k_bins, v_bins), "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
-            result[f"hqmq-s{s}-r{r}"] = Preset(f"kv=quaternion:s={s},r={r}", "HQMQ")
+            result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq(f"s={s},r={r}"), "HQMQ")
     for s in (24, 48, 96, 192):
         for r in (4, 6):
-            result[f"hqmq-s{s}-r{r}-med3"] = Preset(f"kv=quaternion:s={s},r={r},outliers=3", "HQMQ + Med3x")
+            result[f"hqmq-s{s}-r{r}-med3"] = Preset(_hqmq(f"s={s},r={r},outliers=3"), "HQMQ + Med3x")
     return result
+
+
+def _hqmq(words: str) -> str:
+    """Return the clauses of HQMQ's codec with the means of keys apart; its norms are those of quadruples, not of tokens."""
+    return f"k=quaternion:{words},mean=64,mean_bits=4;v=quaternion:{words}"
 
 
 def _all() -> dict[str, Preset]:

@@ -103,7 +103,7 @@ def test_append_grows_the_tail_raw_until_the_window() -> None:
     assert cache[0].k.packed_tokens == 128
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "bf16"])
+@pytest.mark.parametrize("recipe", ["kivi-2", "k=octahedral:b=3;v=group:b=3", "bf16"])
 def test_concat_of_consecutive_pages(recipe: str) -> None:
     pairs = random_pairs(2, 160)
     parts = [kvpack.pack([(k[:, :, a:b], v[:, :, a:b]) for k, v in pairs], recipe, start=a) for a, b in ((0, 64), (64, 101), (101, 160))]
@@ -336,7 +336,8 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
 
 def test_objects_describe_themselves_in_a_line() -> None:
     cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
-    assert repr(cache) == "Cache('k=octahedral:b=3;v=group:b=3;raw=4,0.6,4;tail=64', 2 layers, tokens 3 to 73, model {'name': 'm'})"
+    recipe = "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4;tail=64"
+    assert repr(cache) == f"Cache('{recipe}', 2 layers, tokens 3 to 73, model {{'name': 'm'}})"
     side = "Side(octahedral, 1 x 2 x 70 x 64, 1 runs and a raw tail of 6 tokens)"
     assert repr(cache[0].k) == side
     assert side in repr(cache[0])
@@ -346,7 +347,7 @@ def test_objects_describe_themselves_in_a_line() -> None:
 def test_a_norm_beyond_its_width_is_refused() -> None:
     k, v = random_pairs(1, 40)[0]
     with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 40: .*65504"):
-        kvpack.pack([(k * 1e6, v)], "octopus-3")
+        kvpack.pack([(k * 1e6, v)], "k=octahedral:b=3;v=group:b=3")
 
 
 @pytest.mark.parametrize(

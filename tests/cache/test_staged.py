@@ -319,7 +319,7 @@ def test_a_part_that_the_file_lacks_is_refused(part: dict[str, Any], error: type
 
 def test_layers_that_have_dropped_tokens(tmp_path: Path) -> None:
     pairs = random_pairs(2, 40)
-    cache = kvpack.pack([pairs[0], (*(x[:, :, 24:] for x in pairs[1]), 24)], "octopus-3")
+    cache = kvpack.pack([pairs[0], (*(x[:, :, 24:] for x in pairs[1]), 24)], "k=octahedral:b=3;v=group:b=3,g=32")
     kvpack.save(cache, tmp_path / "a")
     for part in ({}, {"layers": 1}, {"layers": 0, "tokens": 8}, {"tokens": (24, 32)}):
         found = kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]

@@ -55,8 +55,14 @@ DIGEST = "ab" * 32
                 "klt-2;layers=3:v=klt:bits=2,widths=heads",
             ],
         ),
-        ("k=octahedral:b=3;v=group:b=3;raw=4,0.6,4", ["octopus-3", "octopus-3;raw=9;raw=4,0.6,4,bf16", "octopus-3;kivi-2;octopus-3"]),
-        ("k=octahedral:b=3;v=group:b=3", ["octopus-3;raw=0", "octopus-3;raw=0,0,0,0", "raw=0;kv=octahedral:b=3;v=group:b=3"]),
+        (
+            "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4",
+            ["octopus-3", "octopus-3;raw=9;raw=4,0.6,4,bf16", "octopus-3;kivi-2;octopus-3"],
+        ),
+        (
+            "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3",
+            ["octopus-3;raw=0", "octopus-3;raw=0,0,0,0", "raw=0;k=octahedral:norm=log8,b=3,mean_bits=4,mean=32;v=group:b=3"],
+        ),
         (
             "k=octahedral:b=3,raw_first=2;v=group:b=3,raw_first=4",
             ["octopus-3;raw=4;k=octahedral:b=3,raw_first=2", "k=octahedral:b=3,raw_first=2;v=group:b=3;raw=4"],
@@ -71,7 +77,10 @@ DIGEST = "ab" * 32
             f"kv=klt:basis={DIGEST},bits=1.75",
             [f"kv=klt:bits=1.750,basis={DIGEST}", f"k=klt:basis={DIGEST},bits=1.75;v=klt:basis={DIGEST},bits=1.75"],
         ),
-        ("k=scalar:b=2,qjl=fp16;v=group:b=3", ["turboquant-qjl-3;raw=0", "v=group:b=3;k=scalar:qjl_seed=1,qjl=fp16,b=2,norm_rule=norm"]),
+        (
+            "k=scalar:b=2,mean=32,mean_bits=4,norm=log8,qjl=fp16;v=group:b=3",
+            ["turboquant-qjl-3;raw=0", "v=group:b=3;k=scalar:qjl_seed=1,qjl=fp16,mean_bits=4,mean=32,norm=log8,b=2,norm_rule=norm"],
+        ),
         ("kv=scalar:b=2,sinks=4", ["kv=scalar:b=2,raw_tokens=bf16,sinks=4"]),
         ("kv=lossless:chunk=256,dtype=bf16", ["kv=lossless:dtype=bf16,chunk=256"]),
         ("kv=octahedral:b_dir=4,b_norm=1", ["kv=octahedral:b=3,b_norm=1", "kv=octahedral:b_norm=1,b_dir=4,b=7"]),

@@ -14,6 +14,7 @@ import kvpack
 from kvpack import cli
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recipes import PRESETS, Recipe
+from kvpack.coding.recorded_presets import RECORDED
 from kvpack.commands.recipes import rates
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from support.caches import random_pairs
@@ -77,6 +78,27 @@ def test_keys_of_group_presets(name: str, params: dict[str, Any], window: int) -
     recipe = Recipe(name)
     assert recipe.codec(0, 1, "k", 128).params().items() >= params.items()
     assert recipe.window == window
+
+
+WITH_MEANS = ("octopus-", "turboquant-2", "turboquant-3", "turboquant-4", "turboquant-qjl-", "polarquant-", "hqmq-")
+
+
+def test_presets_add_means_norms_and_raw_tokens_to_the_methods_of_papers() -> None:
+    added = {"key_mean": {"tokens": 32, "bits": 4}, "norm": "log8"}
+    names = [name for name in RECORDED if name.startswith(WITH_MEANS)]
+    assert len(names) >= 40
+    for name in names:
+        for side in "kv":
+            own, paper = (recipe.codec(0, 1, side, 64).params() for recipe in (Recipe(name), Recipe.recorded(name)))
+            changed = {key: value for key, value in own.items() if paper.get(key) != value}
+            assert changed.pop("raw_positions")
+            if name.startswith("hqmq-"):
+                assert changed == ({"key_mean": {"tokens": 64, "bits": 4}} if side == "k" else {}), name
+            elif side == "k":
+                fine = paper["norm"] if (name.endswith(("-4", "-4-scaled")) and name != "turboquant-qjl-4") or "polar" in name else "log8"
+                assert changed == {key: value for key, value in (added | {"norm": fine}).items() if paper.get(key) != value}, name
+            else:
+                assert changed.keys() <= {"norm"}, name
 
 
 def test_symmetric_presets_have_centres_of_zero() -> None:

@@ -382,7 +382,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
     assert store.load(ids[: longest - 1])[0] == store.match(ids[: longest - 1]) == (longest - 1) // 16 * 16
     assert store.load(ids[:longest]) == (0, None), "with the token that follows, the model takes other frequencies"
     assert store.match(ids[:80]) == 0
-    plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=16)
+    plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=32)
     assert plain._longest is None
 
 
@@ -464,7 +464,7 @@ def test_a_cache_of_other_weights_is_not_stored(weights: str | None, tmp_path: A
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(2 if changed else 1)
         one = kvpack.Identity.of(model, "octopus-3", weights=weights)
-        with kvpack.Store(str(tmp_path / "store"), one, chunk=16) as store:
+        with kvpack.Store(str(tmp_path / "store"), one, chunk=32) as store:
             if changed:
                 with pytest.raises(InvalidParameter, match=r"the cache's model has weights 'sha256:.*but .* identity has 'sha256:"):
                     store.save(ids, cache)

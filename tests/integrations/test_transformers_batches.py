@@ -212,7 +212,7 @@ def test_decoding_steps_of_sliding_layers_run_kernels_alone(monkeypatch: pytest.
     assert by_steps == [True] * 3 * layers
 
 
-@pytest.mark.parametrize("recipe", ["raw", "octopus-2"])
+@pytest.mark.parametrize("recipe", ["raw", "k=octahedral:b=2;v=group:b=2,g=32"])
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
 def test_layers_that_share_keys_and_values_attend_a_long_prompt_as_it_was_given(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch

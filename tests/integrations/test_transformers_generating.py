@@ -97,7 +97,7 @@ def test_a_batch_generates_with_its_mask(model: Any) -> None:
 
 
 def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
-    with KvpackCache(model, "octopus-4") as cache:
+    with KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32;raw=4,0.6,4") as cache:
         found = model.generate(ids(3, 100), past_key_values=cache, max_new_tokens=170, **OPTIONS)
     assert found.shape == (3, 270)
     live, file = cache.live.freeze()[2].k, cache.packed[2].k
@@ -226,8 +226,8 @@ def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
 def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path) -> None:
     """Every file holds whole tokens and their ids, and what is generated does not change."""
     prompt, options = torch.arange(1, 21)[None], {**OPTIONS, "max_new_tokens": 200}
-    expected = model.generate(prompt, past_key_values=KvpackCache(model, "octopus-4"), **options)
-    cache, ended, saved = KvpackCache(model, "octopus-4"), threading.Event(), []
+    expected = model.generate(prompt, past_key_values=KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), **options)
+    cache, ended, saved = KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), threading.Event(), []
 
     def save() -> None:
         while not ended.is_set():

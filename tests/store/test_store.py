@@ -32,7 +32,7 @@ from support.caches import dense, random_pairs
 from support.engine_stubs import parsed
 from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
 
-RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "hqmq-s24-r3", "kivi-4;tail=32"]
+RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "kv=quaternion:s=24,r=3", "kivi-4;tail=32"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

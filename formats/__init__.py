@@ -69,23 +69,23 @@ def side_car_words() -> tuple[str, ...]:
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     """Create the codec, with any side-cars, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
-    made: list[SideCar | None] = []
+    side_cars: list[SideCar | None] = []
     if options.mention(side_car_words()):
-        made = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
-        options.sketched = any(isinstance(side_car, ResidualSketch) for side_car in made)
-    return _with_side_cars(codec_class(codec_id).create(dim, side, options), made)
+        side_cars = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
+        options.sketched = any(isinstance(side_car, ResidualSketch) for side_car in side_cars)
+    return _with_side_cars(codec_class(codec_id).create(dim, side, options), side_cars)
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """Create the codec from a header's map: ``id``, parameters, then side-cars. Raises UnknownCodec and InvalidParameter."""
-    own = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
-    codec = codec_class(params["id"]).from_params(own)
-    made = [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
-    if hasattr(codec, "norm_rule") and any(isinstance(side_car, ResidualSketch) for side_car in made):
+    codec_params = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
+    codec = codec_class(params["id"]).from_params(codec_params)
+    side_cars = [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
+    if hasattr(codec, "norm_rule") and any(isinstance(side_car, ResidualSketch) for side_car in side_cars):
         codec = dataclasses.replace(codec, norm_rule=SKETCHED)  # type: ignore[type-var]
-    return _with_side_cars(codec, made)
+    return _with_side_cars(codec, side_cars)
 
 
-def _with_side_cars(codec: Codec, made: list[SideCar | None] | list[SideCar]) -> Codec:
-    side_cars = tuple(side_car for side_car in made if side_car is not None)
+def _with_side_cars(codec: Codec, created: list[SideCar | None] | list[SideCar]) -> Codec:
+    side_cars = tuple(side_car for side_car in created if side_car is not None)
     return WithSideCars(codec, side_cars) if side_cars else codec

@@ -424,8 +424,8 @@ class Codec(ABC):
 
     def same_codes(self, other: Codec) -> bool:
         """Return True if ``other`` stores the same codes, whatever their packing."""
-        mine, others = self.params(), other.params()
-        return mine.keys() == others.keys() and all(mine[name] == others[name] for name in mine.keys() - _PACKING)
+        params, others = self.params(), other.params()
+        return params.keys() == others.keys() and all(params[name] == others[name] for name in params.keys() - _PACKING)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
         """Repack the streams for ``other``, which has the ``same_codes``; no value is decoded or lost."""

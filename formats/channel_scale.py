@@ -175,8 +175,8 @@ def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(f"the basis has queries of {len(queries)} heads, but the keys have {keys.shape[1]}")
-    asked = queries.to(keys.device, keys.dtype)[None, :, None]
-    parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, asked) for total in (x.mean(3, keepdim=True),)]
+    query = queries.to(keys.device, keys.dtype)[None, :, None]
+    parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]
     scale = (parts[0].log2() - parts[1].log2()) / 4
     return torch.exp2(scale - scale.mean(3, keepdim=True))
 

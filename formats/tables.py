@@ -41,9 +41,9 @@ def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.
                 return cached
         # A tensor made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
-            made = compute(*arguments[:-1]).to(device)
-        _keep(key, made)
-        return made
+            computed = compute(*arguments[:-1]).to(device)
+        _keep(key, computed)
+        return computed
 
     return table
 

@@ -63,10 +63,12 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
             raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
         symbols[number, :size] = result
         escapes.append(own[result == 0].astype("<i4").view("<u2"))
-    made = rans.encode(symbols, columns * sizes, tables.frequencies, table)
-    ends = numpy.cumsum(made.counts)
-    words = [part for end, count, own in zip(ends, made.counts, escapes, strict=True) for part in (made.words[end - count : end], own)]
-    counts = made.counts + numpy.array([len(own) for own in escapes], numpy.int64)
+    encoded = rans.encode(symbols, columns * sizes, tables.frequencies, table)
+    ends = numpy.cumsum(encoded.counts)
+    words = [
+        part for end, count, own in zip(ends, encoded.counts, escapes, strict=True) for part in (encoded.words[end - count : end], own)
+    ]
+    counts = encoded.counts + numpy.array([len(own) for own in escapes], numpy.int64)
 
     def arranged(values: Numbers) -> Numbers:
         """Arrange rows of chunks, in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
@@ -75,7 +77,7 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
     return {
         "tokens": arranged(sizes)[:, :1],
         "columns": arranged(columns),
-        "states": arranged(made.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
+        "states": arranged(encoded.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
         "word_counts": arranged(halves(counts)),
         "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
     }

@@ -93,19 +93,19 @@ def attend(
     if sliding_window is not None and type(sliding_window) is not int:
         sliding_window = integer(sliding_window, "sliding_window")
     # What the checks have let through once is launched without them: they take longer than the kernels.
-    asked: Any = None
+    request: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
-        asked = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.choice())
-        if (prepared := _launched.get(layer, {}).get(asked) or _prepared_call(q, layer, asked)) is not None:
+        request = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.choice())
+        if (prepared := _launched.get(layer, {}).get(request) or _prepared_call(q, layer, request)) is not None:
             return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)
     held = k.batch, layer.skipped, k.tokens
     lengths, starts = checked_tokens("lengths", lengths, *held), checked_tokens("starts", starts, *held)
     scale = k.dim**-0.5 if scale is None else scale
     if (on_cpu := cpu_attention(q, layer)) is not None:
-        if asked is not None:
+        if request is not None:
             prepared = partial(on_cpu, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
-            _launched.setdefault(layer, {})[asked] = prepared
+            _launched.setdefault(layer, {})[request] = prepared
         return on_cpu(q, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)
     with without_autocast(q.device):
         if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
@@ -113,9 +113,9 @@ def attend(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
             prepared = kernels.prepare(q, layer, options)
-            if prepared.plain and asked is not None:
-                _launched.setdefault(layer, {})[asked] = prepared
-                _note_kind(layer, asked, options, kernels)
+            if prepared.plain and request is not None:
+                _launched.setdefault(layer, {})[request] = prepared
+                _note_kind(layer, request, options, kernels)
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
         out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
@@ -127,18 +127,18 @@ def attend(
     return out
 
 
-def _prepared_call(q: torch.Tensor, layer: Layer, asked: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the prepared call over a layer, or None if no layer of the same kind has been checked and prepared yet."""
     if not _kinds or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     kind = layer_sharing.kind_of(layer)
-    options = None if kind is None else _kinds.get((asked, layer.skipped, kind))
+    options = None if kind is None else _kinds.get((request, layer.skipped, kind))
     if options is None:
         return None
     prepared: Callable[[torch.Tensor], torch.Tensor] = many_queries.call_of(q, layer, options, kind)
-    _launched.setdefault(layer, {})[asked] = prepared
+    _launched.setdefault(layer, {})[request] = prepared
     return prepared
 
 
@@ -150,14 +150,14 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], d
         layer_sharing.warm_up(layers)
 
 
-def _note_kind(layer: Layer, asked: Any, options: Any, kernels: ModuleType) -> None:
+def _note_kind(layer: Layer, request: Any, options: Any, kernels: ModuleType) -> None:
     """Let layers of the same kind as ``layer`` skip its checks in calls with many queries; with few, each layer has its own launches."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
         if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
-        _kinds[asked, layer.skipped, kind] = options
+        _kinds[request, layer.skipped, kind] = options
 
 
 def check_call(

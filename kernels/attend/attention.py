@@ -70,10 +70,10 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     contain the call.
     """
     kept = _prepared.setdefault(layer, {})
-    asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
-    if asked not in kept:
-        kept[asked] = _prepare(q, layer, options)
-    return kept[asked]
+    request = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
+    if request not in kept:
+        kept[request] = _prepare(q, layer, options)
+    return kept[request]
 
 
 def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:

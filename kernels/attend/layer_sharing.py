@@ -87,12 +87,12 @@ def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
             address = x.data_ptr()
             kind += [name, x.dtype, x.shape, x.stride(), address % ALIGNED]
             addresses.append(address)
-    asked = tuple(kind)
-    if asked not in _kinds:
+    key = tuple(kind)
+    if key not in _kinds:
         if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
-        _kinds[asked] = next(_numbers)
-    return _Pages(_kinds[asked], tuple(addresses))
+        _kinds[key] = next(_numbers)
+    return _Pages(_kinds[key], tuple(addresses))
 
 
 def kind_of(layer: Layer) -> Hashable | None:

@@ -98,26 +98,26 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Call:
     layer. Memory beyond the output is bounded: ``SCRATCH_BYTES``, and sums of ``MAX_QUERIES`` queries.
     """
     kept = _calls.setdefault(layer, {})
-    asked = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
-    if asked not in kept:
+    request = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
+    if request not in kept:
         if len(kept) >= MAX_CALLS:
             kept.clear()
-        kept[asked] = call_of(q, layer, options, layer_sharing.kind_of(layer))
-    return kept[asked]
+        kept[request] = call_of(q, layer, options, layer_sharing.kind_of(layer))
+    return kept[request]
 
 
 def call_of(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> Call:
     """Create a call over a layer, from that of another layer of its ``kind`` (``layer_sharing.kind_of``) if there is one."""
     if kind is None:
         return Call(q, layer, options)
-    asked = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
-    if (result := _alike.get(asked)) is not None:
+    key = (kind, q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
+    if (result := _alike.get(key)) is not None:
         return result.over(layer)
     call = Call(q, layer, options)
-    if asked not in _alike:
+    if key not in _alike:
         if len(_alike) >= MAX_CALLS:
             _alike.clear()
-        _alike[asked] = call.alike(layer)
+        _alike[key] = call.alike(layer)
     return call
 
 
@@ -181,24 +181,24 @@ class Call:
                     return None
                 parts.append(part._replace(keys=keys, values=values))
             passes.append(one._replace(parts=parts))
-        made = self._like()
-        made._sides, made._passes, made._tables = (), passes, tables
-        return made
+        call = self._like()
+        call._sides, call._passes, call._tables = (), passes, tables
+        return call
 
     def over(self, layer: Layer) -> Call:
         """Return the call over ``layer`` that ``alike`` prepared."""
         assert layer.k is not None
         assert layer.v is not None
         assert self._tables is not None
-        made = self._like()
-        made._sides, made._table = (layer.k, layer.v), self._tables.of(layer, self._device)
-        return made
+        call = self._like()
+        call._sides, call._table = (layer.k, layer.v), self._tables.of(layer, self._device)
+        return call
 
     def _like(self) -> Call:
         """Return a shallow copy, faster than ``copy.copy``."""
-        made = object.__new__(Call)
-        made.__dict__.update(self.__dict__)
-        return made
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__)
+        return call
 
     @property
     def plain(self) -> bool:
@@ -393,12 +393,12 @@ def _peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> st
         return None
     switches: Any = torch.backends.cuda
     allowed = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled()
-    asked = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device, causal, allowed)
-    if asked not in _peers:
+    key = (*((x.shape, x.stride()) for x in (q, k, v)), q.dtype, q.device, causal, allowed)
+    if key not in _peers:
         if len(_peers) >= MAX_PEERS:
             _peers.clear()
-        _peers[asked] = _found_peer(q, k, v, causal)
-    return _peers[asked]
+        _peers[key] = _found_peer(q, k, v, causal)
+    return _peers[key]
 
 
 def _found_peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:

@@ -119,10 +119,10 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
     ``dual``: query rows are few enough for tiles of two tokens per row.
     """
     kept = _plans.setdefault(layer, {})
-    asked = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
-    if asked not in kept:
-        kept[asked] = planned(k, v, begin, end, whole, row_blocks, dual)
-    return kept[asked]
+    key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
+    if key not in kept:
+        kept[key] = planned(k, v, begin, end, whole, row_blocks, dual)
+    return kept[key]
 
 
 def planned(

@@ -197,15 +197,15 @@ class DecodedBlock:
 
         Its work is added to ``tables``.
         """
-        made = object.__new__(DecodedBlock)
-        made.__dict__.update(self.__dict__)
+        block = object.__new__(DecodedBlock)
+        block.__dict__.update(self.__dict__)
         if self._decoding is not None:
             work = self._decoding.work
             if work.copied or not layer_sharing.is_plain(side):
                 return None
-            made._table_at = tables.add(values, work.rows, self._first + work.rows[:, 2])
-            made._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), held=()))
-        return made
+            block._table_at = tables.add(values, work.rows, self._first + work.rows[:, 2])
+            block._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), held=()))
+        return block
 
     def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, at: int) -> None:
         """Decode ``side`` to ``scratch`` ``[element]`` from element ``at`` on; ``tables`` are its layer's tables, None for its own."""

@@ -100,7 +100,7 @@ def prepare_rows(
     return rows.prepared(
         _decode, work, out, matrix, *tables, *[work.table] * (2 - len(tables)),
         DECODER=decoder, ROTATED=rotated, SHAPE=TileShape(codec.dim, tile, channels), threads=threads,
-        lasting=all(mine.data_ptr() == theirs.data_ptr() for mine, theirs in zip(given, read, strict=True)),
+        lasting=all(tensor.data_ptr() == source.data_ptr() for tensor, source in zip(given, read, strict=True)),
     )  # fmt: skip
 
 

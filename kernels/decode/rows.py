@@ -167,7 +167,7 @@ def work_of(
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
     table = to_device(rows, device)
     given = [stream for streams, _, _ in packed for stream in streams]
-    copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
+    copied = any(one is not source for one, source in zip(held, given, strict=True))
     return Work(table, tuple(kinds), block, tuple(held), copied, None if pages is None else pages.status, out_aligned)
 
 
@@ -178,10 +178,10 @@ def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
 
 def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
     """Copy a host table to ``device`` without blocking the host; the driver would block for large tables in pageable memory."""
-    made = torch.from_numpy(table)
+    tensor = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED:
-        made = made.pin_memory()
-    return made.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _of_pages(

@@ -84,9 +84,9 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
     begin within a token group, and the raw tail. A launch that decodes all tokens is cached with the side. Raises InvalidParameter unless
     streams have the layout of their codec.
     """
-    asked = out.dtype, out.stride(), uses_assembly(out.device)
+    key = out.dtype, out.stride(), uses_assembly(out.device)
     whole = start == 0 and stop == side.tokens
-    if whole and (kept := _kept.get(side, {}).get(asked)) is not None:
+    if whole and (kept := _kept.get(side, {}).get(key)) is not None:
         kept(out)
         return list(kept.left)
     left: list[tuple[int, int]] = []
@@ -103,7 +103,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
     if stop > max(start, tail):
         left.append((max(start, tail), stop))
     if whole and prepared is not None and prepared.lasting:
-        _kept.setdefault(side, {})[asked] = Kept(prepared, raw, tuple(left), out.device)
+        _kept.setdefault(side, {})[key] = Kept(prepared, raw, tuple(left), out.device)
     return left
 
 

@@ -120,7 +120,7 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     firsts = tuple((row[0], row[2]) for row in result)
     end = packed[-1].first + packed[-1].tokens
     given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
-    copied = any(mine is not theirs for mine, theirs in zip(held, given, strict=True))
+    copied = any(tensor is not source for tensor, source in zip(held, given, strict=True))
     return Work(table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied, rows)
 
 

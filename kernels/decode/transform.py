@@ -49,7 +49,7 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
         return False
     batch, heads = out.shape[:2]
     source = codec.source_for(heads)
-    if (there := on_device(codec, source, heads, out.device)) is None:
+    if (tables := on_device(codec, source, heads, out.device)) is None:
         return False
     packed = [part for part in packed if part.tokens]
     if not packed or not out.numel():
@@ -60,28 +60,28 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
                 check_shape(name, part.streams[name], layout.shape)
     groups = torch.from_numpy(_groups(codec.chunk, packed)).to(out.device, non_blocking=True)
     chunks = chunks_of(codec, [part.streams for part in packed])
-    shift_cos, shift_sin = there.cos, there.sin
-    pairs = there.frequencies.numel()
+    shift_cos, shift_sin = tables.cos, tables.sin
+    pairs = tables.frequencies.numel()
     if pairs:
         positions = torch.cat([joined(part.streams["positions"])[:, 0].T.reshape(-1) for part in packed])
         # Angles of far positions need binary64.
-        angles = positions.to(torch.float64)[:, None] * there.frequencies
+        angles = positions.to(torch.float64)[:, None] * tables.frequencies
         shift_cos, shift_sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
     tokens, channels = min(MAX_TOKENS, codec.chunk), tile_of(codec.dim)
     of_group = codec.dim * codec.chunk * batch * heads
-    at_once = max(1, PART_BYTES // (there.values.element_size() * of_group))
-    factors = factors_for(chunks, there, min(at_once, len(groups)) * of_group)
+    at_once = max(1, PART_BYTES // (tables.values.element_size() * of_group))
+    factors = factors_for(chunks, tables, min(at_once, len(groups)) * of_group)
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         for first in range(0, len(groups), at_once):
             count = min(at_once, len(groups) - first)
-            decode_symbols(codec, chunks, there, first * batch * heads, count * batch * heads, heads, factors, None)
+            decode_symbols(codec, chunks, tables, first * batch * heads, count * batch * heads, heads, factors, None)
             tiles = triton.cdiv(codec.dim, channels)
             _multiply[count * batch * (codec.chunk // tokens) * heads, tiles](
-                out, *out.stride()[:3], *factors, chunks.begins, groups, chunks.used, there.means, there.rows, shift_cos,
-                shift_sin, there.cos, there.sin, codec.step_size, first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk,
+                out, *out.stride()[:3], *factors, chunks.begins, groups, chunks.used, tables.means, tables.rows, shift_cos,
+                shift_sin, tables.cos, tables.sin, codec.step_size, first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk,
                 TOKENS=tokens, CHANNELS=channels, TILES=tiles, COLUMNS=COLUMNS, TURNED=pairs,
                 HALVES=pairs > 0 and source.rope is not None and source.rope.pairing == "halves", OF_LAYER=codec.scope == "layer",
-                PADDED_HEADS=next_power_of_two(heads), PRECISION=None if there.rows.dtype == torch.float16 else "tf32x3", num_warps=WARPS,
+                PADDED_HEADS=next_power_of_two(heads), PRECISION=None if tables.rows.dtype == torch.float16 else "tf32x3", num_warps=WARPS,
                 num_stages=STAGES,
             )  # fmt: skip
     return True
@@ -93,14 +93,14 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
     device = streams["columns"].device
     if codec.source is None or not rows:
         return
-    if (there := on_device(codec, codec.source_for(heads), heads, device)) is None:
+    if (tables := on_device(codec, codec.source_for(heads), heads, device)) is None:
         codec.check_chunks({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
         return
     chunks = chunks_of(codec, [streams])
     read = torch.empty(rows * batch * heads, dtype=torch.int32, device=device)
     states = torch.empty(rows * batch * heads, LANES, dtype=torch.int32, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        decode_symbols(codec, chunks, there, 0, rows * batch * heads, heads, None, (read, states))
+        decode_symbols(codec, chunks, tables, 0, rows * batch * heads, heads, None, (read, states))
     if ((read != chunks.counts) | (states != MIN_STATE).any(1)).any():
         decoded = Decoded(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
         codec.check_ends(decoded, chunks.counts.cpu().numpy(), (batch, heads), where)

@@ -78,11 +78,11 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     if codec.rows != "basis":
         return False
     source = codec.source_for(x.shape[1])
-    there = kept_rows(codec, source, x, _made)
-    if there is None:
+    resident = kept_rows(codec, source, x, _made)
+    if resident is None:
         return False
     batch, heads, tokens, _ = x.shape
-    levels, origins = levels_of(x, output, there), output.origins
+    levels, origins = levels_of(x, output, resident), output.origins
     columns = levels.shape[3]
     first_plane = first_column = 0
     for width, packing in zip(used_widths(codec.widths), codec.packings().values(), strict=True):
@@ -121,8 +121,10 @@ def kept_rows(codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Kl
     if key not in kept:
         # Tensors made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
-            made = make(codec, source, padded_dim)
-            kept[key] = made and made._replace(**{name: part.to(x.device) for name, part in made._asdict().items() if part is not None})
+            created = make(codec, source, padded_dim)
+            kept[key] = created and created._replace(
+                **{name: part.to(x.device) for name, part in created._asdict().items() if part is not None}
+            )
     return kept[key]
 
 

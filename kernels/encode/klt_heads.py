@@ -43,14 +43,14 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     if codec.rows != "basis" or x.shape[1] != codec.fixed_heads:
         return False
     source = codec.source_for(x.shape[1])
-    there = kept_rows(codec, source, x, _made)
-    if there is None:
+    resident = kept_rows(codec, source, x, _made)
+    if resident is None:
         return False
     batch, heads, tokens, _ = x.shape
-    levels, origins = levels_of(x, output, there), output.origins
+    levels, origins = levels_of(x, output, resident), output.origins
     launch(
         _pack, batch * -(-tokens * codec.row_bytes // BLOCK_BYTES), x.device,
-        levels, output.streams[CODES], there.places, None if origins is None else origins.table, tokens, heads, levels.shape[3],
+        levels, output.streams[CODES], resident.places, None if origins is None else origins.table, tokens, heads, levels.shape[3],
         codec.row_bytes, BLOCK_BYTES=BLOCK_BYTES, warps=_PACKING_WARPS,
     )  # fmt: skip
     return True

@@ -97,7 +97,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
         size = sum(stream.nbytes for stream in streams) + tails
         ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_attention(q, layer) is not None))
         errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
-    times = [own.process for own in interleaved([way.call for way in ways], repeats, _CALLS)]
+    times = [measured.process for measured in interleaved([way.call for way in ways], repeats, _CALLS)]
     rows: list[dict[str, Any]] = [
         {
             "name": way.name, "bytes": way.bytes, "kernels": way.kernels, "seconds": seconds, "gb_per_s": way.bytes / seconds / 1e9,

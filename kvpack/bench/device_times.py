@@ -23,7 +23,7 @@ REPEATS = 3
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
     """Return the seconds of each call, or the error that it raises."""
     if device == "cpu":
-        return [(own.process, None) for own in interleaved(calls, REPEATS)]
+        return [(measured.process, None) for measured in interleaved(calls, REPEATS)]
     return [outcome(partial(_median, call, device)) for call in calls]
 
 

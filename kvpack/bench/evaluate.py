@@ -132,8 +132,8 @@ def evaluate(
     given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not given or not all(isinstance(text, str) for text in given):
         raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
-    asked = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
-    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one)) for one in asked]}
+    requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
+    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one)) for one in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)

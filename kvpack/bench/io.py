@@ -159,9 +159,9 @@ def run(
         seconds = interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
     copied = seconds[0].process
-    by_safetensors = {way.operation: own for way, own in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
+    by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
     rows = []
-    for way, own in zip(ways, seconds, strict=True):
+    for way, taken in zip(ways, seconds, strict=True):
         stored = sizes.get(way.name, cache.nbytes)
         rows.append(
             {
@@ -169,12 +169,12 @@ def run(
                 "operation": way.operation,
                 "bytes": stored,
                 "bits_per_value": 16 * stored / cache.nbytes,
-                "seconds": own.process,
-                "wall_seconds": own.wall,
-                "gb_per_s": cache.nbytes / own.process / 1e9,
-                "of_copy": copied / own.process,
-                "of_safetensors": own.process / other.process if (other := by_safetensors.get(way.operation)) else None,
-                "wall_of_safetensors": own.wall / other.wall if other else None,
+                "seconds": taken.process,
+                "wall_seconds": taken.wall,
+                "gb_per_s": cache.nbytes / taken.process / 1e9,
+                "of_copy": copied / taken.process,
+                "of_safetensors": taken.process / other.process if (other := by_safetensors.get(way.operation)) else None,
+                "wall_of_safetensors": taken.wall / other.wall if other else None,
             }
         )
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}

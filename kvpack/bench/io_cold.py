@@ -72,7 +72,7 @@ def run(
                     seconds[name].append(way())
                 kvpack.load(path)
                 seconds[AGAIN].append(_timed(lambda: kvpack.load(path))())
-            medians = {name: statistics.median(own) for name, own in seconds.items()}
+            medians = {name: statistics.median(values) for name, values in seconds.items()}
             for name, median in medians.items():
                 of_fio = medians[DISK] / median if DISK in medians else None
                 rows.append({"recipe": recipe, "way": name, "bytes": size, "seconds": median, "gb_per_s": size / median / 1e9,

@@ -40,7 +40,7 @@ def interleaved(
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]
     for number in range(repeats + 1):
-        for place, (call, first, own) in enumerate(zip(calls, before or [None] * len(calls), times, strict=True), 1):
+        for place, (call, first, samples) in enumerate(zip(calls, before or [None] * len(calls), times, strict=True), 1):
             if first is not None:
                 first()
             if give_back is not None:
@@ -51,7 +51,7 @@ def interleaved(
             seconds = Seconds((time.process_time() - started.process) / at_once, (time.perf_counter() - started.wall) / at_once)
             del result
             if number:
-                own.append(seconds)
+                samples.append(seconds)
             if progress:
                 progress(number * len(calls) + place, (repeats + 1) * len(calls))
-    return [Seconds(*(average(part) for part in zip(*own, strict=True))) for own in times]
+    return [Seconds(*(average(part) for part in zip(*samples, strict=True))) for samples in times]

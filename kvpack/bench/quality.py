@@ -149,13 +149,13 @@ def run(
         if settings.device == "cuda":
             network = network.to("cuda", torch.bfloat16)
         ids_below = vocabulary(network)
-        own = text is None and model is not None
-        words = own_text(TEXT, folder, ids_below) if own else read_text(text, folder, ids_below)
-        others = [own_text(name, folder, ids_below) for name in settings.others] if own else []
+        is_own = text is None and model is not None
+        words = own_text(TEXT, folder, ids_below) if is_own else read_text(text, folder, ids_below)
+        others = [own_text(name, folder, ids_below) for name in settings.others] if is_own else []
         name = model_name(str(folder.resolve()))
     inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
     most = positions(network)
-    long = others[-1] if own else words
+    long = others[-1] if is_own else words
     sizes = _sizes(settings, words, long, most)
     parts = [_Part(words, sizes)]
     for other in others:
@@ -223,16 +223,16 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
     lengths = _lengths(tokens, long, most_positions)
     prompts = min((len(long.ids) // length for length in lengths), default=0)
-    asked = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
+    count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
     check_size("step", settings.step, 1, tokens, f"of a window of {tokens} tokens")
     sized = f"with windows of {_MIN_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
-    check_size("needles", asked, 0, prompts, f"prompts in {long.name}, {sized}")
+    check_size("needles", count, 0, prompts, f"prompts in {long.name}, {sized}")
     most = (most_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
     check_size("generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
-    return _Sizes(tokens, score, windows, asked, settings.step, written)
+    return _Sizes(tokens, score, windows, count, settings.step, written)
 
 
 def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
@@ -342,13 +342,13 @@ class _Measurement:
             tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
-            told = partial(Asked.of, length, prompt.depths)
+            make_asked = partial(Asked.of, length, prompt.depths)
             # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
-            exact_answers += told(needles.answers(self.model, prompt, lambda: uncompressed(self.model, _copied(pairs))))  # noqa: B023
+            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed(self.model, _copied(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
-                right += told(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
+                right += make_asked(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
                 self._step()
         return exact_answers, result
 

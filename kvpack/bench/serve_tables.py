@@ -22,8 +22,8 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
-def _ratio(mine: float | None, *peers: float | None) -> str:
-    return " / ".join(f"{mine / peer:.2f}" for peer in peers if mine is not None and peer is not None)
+def _ratio(value: float | None, *peers: float | None) -> str:
+    return " / ".join(f"{value / peer:.2f}" for peer in peers if value is not None and peer is not None)
 
 
 def _show_decode(report: dict[str, Any]) -> None:
@@ -85,8 +85,8 @@ def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_byte
 def _show_first_tokens(report: dict[str, Any]) -> None:
     rows = []
     for row in report["first_token"]:
-        own = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]
-        seconds = {other["from"]: other["seconds"] for other in own}
+        same_length = [other for other in report["first_token"] if other["tokens"] == row["tokens"]]
+        seconds = {other["from"]: other["seconds"] for other in same_length}
         rows.append([
             f"{row['tokens']:,} + {row['suffix']}", row["from"], "" if "file_bytes" not in row else bytes_text(row["file_bytes"]),
             _milliseconds(row.get("load_seconds")), _milliseconds(row["seconds"]), _ratio(row["seconds"], seconds["recompute"]),

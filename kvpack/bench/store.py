@@ -281,9 +281,9 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     """Return the cost of a chunk among ``count`` entries: the existing ones, plus small ones added up to that number."""
     backend = Directory(folder, Counters())
-    there = backend.size()[0]
+    present = backend.size()[0]
     now = time.time_ns()
-    for number in range(there, count):
+    for number in range(present, count):
         key = xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
         backend.put([key + key], [memoryview(_FILLER)], now)
     cache = _prefix(identity.recipe, 1, 1, 64, 1)

@@ -111,9 +111,9 @@ class _Scale:
     def fill(self, entries: int, progress: Progress | None) -> int:
         """Put the entries missing from ``entries``, and return their number."""
         backend = open_backend(self._location, Counters(), PLAIN, LocationOptions())
-        there, put = backend.size()[0], 0
+        existing, put = backend.size()[0], 0
         like = [_Like(self._named(number)) for number in range(CHUNKS)]
-        numbers = range(there // CHUNKS, -(-entries // CHUNKS))
+        numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
         # The first ones as a store does, which counts the folder before it counts on.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
             keys: list[bytes] = []
@@ -121,7 +121,7 @@ class _Scale:
                 keys.append(key)
                 put += backend.put(keys, pieces, time.time_ns())
             if progress:
-                progress(put, entries - there)
+                progress(put, entries - existing)
         if isinstance(backend, Directory):
             put += self._write_files(like, numbers[1:], progress)
             backend.collect()
@@ -284,7 +284,7 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
     """
     real_round, real_reserve, real_keep = Evictor._try_round, Evictor.reserve, Evictor._keep_room
     begun: list[float] = []
-    own = [0.0]
+    waited = [0.0]
 
     def timed_round(*given: Any, **more: Any) -> Any:
         now = time.perf_counter()
@@ -292,11 +292,11 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
         if result is None:
             begun.append(now)
         elif begun:
-            own[0] += time.perf_counter() - now
+            waited[0] += time.perf_counter() - now
         return result
 
     def note() -> None:
-        waits.append(1000 * (time.perf_counter() - begun[0] - own[0]) if begun else 0.0)
+        waits.append(1000 * (time.perf_counter() - begun[0] - waited[0]) if begun else 0.0)
 
     def timed_keep(*given: Any, **more: Any) -> Any:
         note()
@@ -304,7 +304,7 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
 
     def timed_reserve(*given: Any, **more: Any) -> Any:
         begun.clear()
-        own[0], noted = 0.0, len(waits)
+        waited[0], noted = 0.0, len(waits)
         try:
             return real_reserve(*given, **more)
         finally:

@@ -283,14 +283,15 @@ def _show_other(other: dict[str, Any], reference: str | None) -> None:
 
 def _show_needles(report: dict[str, Any]) -> None:
     """Print the recall by depth and by length."""
-    told = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
-    depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in told[0][1]["by_depth"]]
-    lengths = [f"{part['tokens']:,} tokens" for part in told[0][1]["by_length"]]
+    series = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
+    depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in series[0][1]["by_depth"]]
+    lengths = [f"{part['tokens']:,} tokens" for part in series[0][1]["by_length"]]
     rows = [
-        [name, *(f"{part['right']} of {part['asked']}" for part in (*needles["by_depth"], *needles["by_length"]))] for name, needles in told
+        [name, *(f"{part['right']} of {part['asked']}" for part in (*needles["by_depth"], *needles["by_length"]))]
+        for name, needles in series
     ]
     print_table("needles found, by depth in the prompt and by its length", ["recipe", *depths, *lengths], rows)
-    print(f"Needles: {counted(told[0][1]['asked'], 'question')}, with Wilson's interval.")
+    print(f"Needles: {counted(series[0][1]['asked'], 'question')}, with Wilson's interval.")
 
 
 def _show_generated(report: dict[str, Any]) -> None:

@@ -176,6 +176,6 @@ def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)
     rows = frames.rows_on(x.device)
-    made = (wide * deviations[:, None]) @ rows[:, 1:] + rows[:, :1]
-    made = made if frames.count == heads else made.view(batch, tokens, heads, dim).transpose(1, 2)
-    return (made if frames.rope is None else frames.rope.turned(made, 0)).to(x.dtype)
+    colored = (wide * deviations[:, None]) @ rows[:, 1:] + rows[:, :1]
+    colored = colored if frames.count == heads else colored.view(batch, tokens, heads, dim).transpose(1, 2)
+    return (colored if frames.rope is None else frames.rope.turned(colored, 0)).to(x.dtype)

@@ -228,7 +228,7 @@ class Cache:
         layers: Sequence[Layer] = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(held)]
         if states is not None:
             layers = with_states(layers, states)
-        states_at = {position: own for position, own in self.states_at.items() if start < position - self.start < stop}
+        states_at = {position: layer_states for position, layer_states in self.states_at.items() if start < position - self.start < stop}
         inputs = None if self.inputs is None else self.inputs.slice(start, stop, self.start)
         computed = max(self.computed, self.tokens) if inputs is None else 0
         offsets = self.position_offsets if stop == self.tokens else None
@@ -257,7 +257,7 @@ class Cache:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         inputs = None if self.inputs is None else self.inputs.select(rows, self.start)
         offsets = None if self.position_offsets is None else tuple(self.position_offsets[row] for row in rows)
-        states_at = MappingProxyType({position: selected(own, rows) for position, own in self.states_at.items()})
+        states_at = MappingProxyType({position: selected(states, rows) for position, states in self.states_at.items()})
         return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets, states_at=states_at)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
@@ -319,8 +319,8 @@ def without_states(cache: Cache) -> Cache:
 
 def all_states(cache: Cache) -> dict[int, States]:
     """Return the states of ``cache`` by position, including those after its last token."""
-    own = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
-    return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **own}
+    last = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
+    return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **last}
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
@@ -374,7 +374,9 @@ def concat(caches: Sequence[Cache]) -> Cache:
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
     inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
     computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
-    states_at = {position: own for cache in caches for position, own in all_states(cache).items() if position != caches[-1].stop}
+    states_at = {
+        position: layer_states for cache in caches for position, layer_states in all_states(cache).items() if position != caches[-1].stop
+    }
     states = MappingProxyType(states_at)
     return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets, states_at=states)
 

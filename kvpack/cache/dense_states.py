@@ -87,10 +87,10 @@ def _layers_of(past: Any) -> list[DenseLayer]:
         raise InvalidParameter(
             f"the layers have seen different numbers of tokens ({counts}): pack layers that have seen the same tokens, as lists of (k, v)"
         )
-    for number, (layer, own) in enumerate(zip(layers, past.layers, strict=True)):
-        if _classes(own) & _LINEAR and not layer.states and any(seen):
+    for number, (layer, dense) in enumerate(zip(layers, past.layers, strict=True)):
+        if _classes(dense) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
-                f"layers[{number}] is a {type(own).__name__} without a state after the cache's tokens: the model keeps its states in its "
+                f"layers[{number}] is a {type(dense).__name__} without a state after the cache's tokens: the model keeps its states in its "
                 "modules, not in its cache"
             )
     if all(layer.k is None and layer.v is None for layer in layers):

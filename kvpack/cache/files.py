@@ -166,9 +166,9 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bas
     """Convert ``cache`` to ``recipe``, if given. Raises the errors of ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.takes_basis and parsed.basis is None and bases is not None:
-        own = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
+        used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
-        parsed = Recipe(parsed, find(given, own.pop()) if len(own) == 1 else given)
+        parsed = Recipe(parsed, find(given, used.pop()) if len(used) == 1 else given)
     return cache.convert(parsed)
 
 

@@ -145,9 +145,9 @@ class Minifloats:
         }
         shape = next((name for name in (*shapes, None) if name is None or self._asks_for(name, shapes[name])), None)
         if shape is None:
-            asked = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
+            requested = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
             raise InvalidParameter(
-                f"scales: shape {list(self.scales.shape)} {asked}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
+                f"scales: shape {list(self.scales.shape)} {requested}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
                 f"{[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
             )
         return shape, _SCALES[self.scales.dtype]

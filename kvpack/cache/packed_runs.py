@@ -352,7 +352,7 @@ class PackedRuns(Sequence[PackedRun]):
         with float32_no_grad(next(iter(one.streams.values())).device):
             of_stretches = _in_order(one.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
             for name, layout in one.layout.items():
-                parts = [own[name] for own in of_stretches]
+                parts = [named[name] for named in of_stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
         return PackedRuns([Stretch(one.codec, self.ends[last], streams)])

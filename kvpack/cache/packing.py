@@ -195,14 +195,14 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
         integer(position, "a position of states_at")
         given = items(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
         if (
-            not all(isinstance(own, Mapping) and all(isinstance(x, torch.Tensor) for x in own.values()) for own in given)
-            or [{name: state.shape for name, state in own.items()} for own in given] != expected
+            not all(isinstance(mapping, Mapping) and all(isinstance(x, torch.Tensor) for x in mapping.values()) for mapping in given)
+            or [{name: state.shape for name, state in mapping.items()} for mapping in given] != expected
         ):
             raise InvalidParameter(
                 f"states_at[{position}] differs in layers, names or shapes from the states after the last token: pass this cache's states, "
                 "as recording(model).states_at(past_key_values) returns them"
             )
-    return MappingProxyType({position: tuple(own) for position, own in states_at.items() if cache.start < position < cache.stop})
+    return MappingProxyType({position: tuple(mapping) for position, mapping in states_at.items() if cache.start < position < cache.stop})
 
 
 def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
@@ -238,8 +238,8 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
         x, position = given[place]
         assert isinstance(x, torch.Tensor)
         begin = max(first, position)
-        own, theirs = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
-        if own.shape != theirs.shape or (own != theirs).any():
+        actual, expected = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
+        if actual.shape != expected.shape or (actual != expected).any():
             raise InvalidParameter(
                 f"layers[{place[0]}].{place[1]}: inputs were recorded for other values: rows or tokens have moved, or values were rounded: "
                 "record them after the last change to the cache, or leave inputs= out"

@@ -188,14 +188,14 @@ class Side:
         """Return the norms of the tokens from ``start`` on, in each head, as decoded: float32 ``[batch, kv_head, token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
-            return torch.cat([self.select(own).norms(start) for own in rows])
+            return torch.cat([self.select(part).norms(start) for part in rows])
         result = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
                 page, begin = self.place(first, stop)
-                own = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
-                result.append(dispatch.norms(own))
+                part = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
+                result.append(dispatch.norms(part))
         return torch.cat(result, 2)
 
     def prefix(self, tokens: int) -> Side:

@@ -68,8 +68,8 @@ def load_layers(
         for checks in (dispatch.checks_values, dispatch.checks_chunks)
     )
     groups = _groups(file, places.values(), ruled, bus.device)
-    own = [list(_copies(number, group)) for number, group in enumerate(groups)]
-    copies = list(chain.from_iterable(own))
+    group_copies = [list(_copies(number, group)) for number, group in enumerate(groups)]
+    copies = list(chain.from_iterable(group_copies))
     done = 0
 
     def tell() -> None:
@@ -83,9 +83,9 @@ def load_layers(
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
         bus.follow()
-        made: list[tuple[SidePlaces, Side]] = []
+        created: list[tuple[SidePlaces, Side]] = []
         if part.has_all_tokens:
-            for group, target, begun in zip(groups, targets, own, strict=True):
+            for group, target, begun in zip(groups, targets, group_copies, strict=True):
                 # Entered once for all: that takes longer than to begin a copy.
                 with bus.work():
                     for copy in begun:
@@ -93,14 +93,14 @@ def load_layers(
                         tell()
                 # While they are copied.
                 views: dict[str, torch.Tensor] = {}
-                made += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
+                created += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
                 result[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
                 tell()
         states = {number: _states(file, number, part, bus) for number in places}
-    _check(file, list(zip(groups, targets, strict=False)), made, ruled, chunked)
-    for place, side in made:
+    _check(file, list(zip(groups, targets, strict=False)), created, ruled, chunked)
+    for place, side in created:
         result[place.layer][place.side] = side
     layers = {}
     for number, sides in result.items():

@@ -142,7 +142,7 @@ def _read_in_threads(
     largest = max(1, *(copy.end - copy.begin for copy in copies))
     threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
     # Reads that have memory, and the most copies that they are part of. One more is complete and being copied.
-    owners = [number for number, own in enumerate(reads) for _ in own]
+    owners = [number for number, ranges in enumerate(reads) for _ in ranges]
     ahead = min(threads + _WAITING, len(owners))
     spread, most = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
     if spread > most:
@@ -154,11 +154,11 @@ def _read_in_threads(
     begun = deque[tuple[torch.Tensor, memoryview]]()
 
     def with_memory() -> Iterator[tuple[Copy, int, int, memoryview]]:
-        for copy, own in zip(copies, reads, strict=True):
+        for copy, ranges in zip(copies, reads, strict=True):
             slot, data, copied = free.popleft()
             bus.wait(copied)
             begun.append((slot, data))
-            for first, last in own:
+            for first, last in ranges:
                 yield copy, first, last, data[first - copy.begin : last - copy.begin]
 
     def read(item: tuple[Copy, int, int, memoryview]) -> None:
@@ -170,8 +170,8 @@ def _read_in_threads(
             file.read_side_into(copy.side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
 
     with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
-        for copy, own in zip(copies, reads, strict=True):
-            for _ in own:
+        for copy, ranges in zip(copies, reads, strict=True):
+            for _ in ranges:
                 next(done)
             slot, data = begun.popleft()
             yield slot[: copy.end - copy.begin]

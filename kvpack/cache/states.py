@@ -27,7 +27,7 @@ def states_of(layers: Iterable[Layer]) -> States:
 
 def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
     """Replace the states of ``layers``."""
-    return tuple(replace(layer, states=MappingProxyType(dict(own))) for layer, own in zip(layers, states, strict=True))
+    return tuple(replace(layer, states=MappingProxyType(dict(state))) for layer, state in zip(layers, states, strict=True))
 
 
 def selected(states: States, rows: Sequence[int]) -> States:

@@ -119,8 +119,8 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
     end = 0
     for name, entry in entries.items():
         if entry.begin != end:
-            what = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
-            raise InvalidParameter(f"{path}: is not a safetensors file: {what}, the end of the tensor before it")
+            fault = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
+            raise InvalidParameter(f"{path}: is not a safetensors file: {fault}, the end of the tensor before it")
         end = entry.end
     if 8 + length + end != source.size:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its tensors end at {8 + length + end}")
@@ -165,13 +165,13 @@ def _entry(path: str, name: str, described: Any) -> _Entry:
             )
     torch_dtype = _DTYPES.get(dtype)
     if torch_dtype is None:
-        what = f"the tensor {name!r:.200} has the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
-        raise InvalidParameter(f"{path}: is not a safetensors file: {what}")
+        fault = f"the tensor {name!r:.200} has the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
+        raise InvalidParameter(f"{path}: is not a safetensors file: {fault}")
     _check_shape(path, name, shape)
     size = math.prod(shape) * torch_dtype.itemsize
     if end - begin != size:
-        what = f"of {dtype} {shape} has {end - begin} bytes, expected {size}"
-        raise InvalidParameter(f"{path}: is not a safetensors file: the tensor {name!r:.200} {what}")
+        fault = f"of {dtype} {shape} has {end - begin} bytes, expected {size}"
+        raise InvalidParameter(f"{path}: is not a safetensors file: the tensor {name!r:.200} {fault}")
     return _Entry(torch_dtype, tuple(shape), begin, end)
 
 
@@ -202,5 +202,5 @@ def _check_shape(path: str, name: str, shape: list[int]) -> None:
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
     # An empty tensor has strides as well.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        what = f"whose nonzero sizes have the product {values}, the limit is {MAX_VALUES}"
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {what}")
+        fault = f"whose nonzero sizes have the product {values}, the limit is {MAX_VALUES}"
+        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {fault}")

@@ -42,10 +42,10 @@ def attend_chunk(
     if (at_once := sequences_at_once(k, v)) < batch:
         result = []
         for first in range(0, batch, at_once):
-            own = slice(first, min(first + at_once, batch))
-            keys, values = (side.select(range(own.start, own.stop)) for side in (k, v))
-            length, start = (given if given is None else given[own] for given in (lengths, starts))
-            result.append(attend_chunk(q[own], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
+            batch_rows = slice(first, min(first + at_once, batch))
+            keys, values = (side.select(range(batch_rows.start, batch_rows.stop)) for side in (k, v))
+            length, start = (given if given is None else given[batch_rows] for given in (lengths, starts))
+            result.append(attend_chunk(q[batch_rows], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
         return torch.cat(result)
     rows = q_heads // k.heads * q_len
     begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
@@ -176,8 +176,8 @@ def _hide(
     if lengths is None:
         _mask(scores, positions, start, stop, causal, sliding_window)
         return
-    own = positions[:, None] - (tokens - lengths)
-    _mask_each(scores, own, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
+    query_positions = positions[:, None] - (tokens - lengths)
+    _mask_each(scores, query_positions, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
 
 
 def _without_hidden(

@@ -259,10 +259,10 @@ class Basis:
         result = {}
         for place, rows in self._rows.items():
             squares = rows.weights[0, :, 0].to(torch.float64).square()
-            for own, parts in ((True, squares), (False, squares.mean(0, keepdim=True))):
-                columns = HEAD_RUN_COLUMNS if own else RUN_COLUMNS
+            for per_head, parts in ((True, squares), (False, squares.mean(0, keepdim=True))):
+                columns = HEAD_RUN_COLUMNS if per_head else RUN_COLUMNS
                 runs = [torch.stack([part.mean() for part in torch.split(head, columns)]) for head in parts]
-                result[*place, own] = torch.cat(runs).numpy()
+                result[*place, per_head] = torch.cat(runs).numpy()
         return result
 
     def widths(self, bits: float, gain: str | None = None, own: bool = False) -> Mapping[tuple[int, str], bytes]:

@@ -95,8 +95,8 @@ def frames_of(file: container.File) -> dict[tuple[int, str], Frames]:
     longest = _longest(file)
     result = {}
     for layer, name in places:
-        side, _, what = name.partition(".")
-        if what == "frames" and side in SIDES:
+        side, _, kind = name.partition(".")
+        if kind == "frames" and side in SIDES:
             rows = torch.from_numpy(array(layer, name).astype(numpy.float32))
             turned = [(pairing, array(layer, state)) for state, pairing in ROPE.items() if side == "k" and (layer, state) in places]
             rope = next((Rope(tuple(map(float, frequencies)), pairing, longest) for pairing, frequencies in turned), None)

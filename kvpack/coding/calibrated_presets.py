@@ -31,7 +31,7 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
     """Return the clauses of kvpack's own presets for ``basis``; empty if it has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
-    return {name: clauses(basis, own.bits, trellis=own.trellis) for name, own in OWN.items()}
+    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in OWN.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
@@ -40,7 +40,7 @@ def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
     texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
         for width in sorted(set(result.values()) - {usual}):
-            layers = [layer for (layer, of), own in sorted(result.items()) if (of, own) == (side, width)]
+            layers = [layer for (layer, of), chosen in sorted(result.items()) if (of, chosen) == (side, width)]
             if layers:
                 texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
     return ";".join([*texts, RAW_CLAUSE])

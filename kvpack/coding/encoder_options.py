@@ -50,8 +50,8 @@ def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Co
     key = recipe, layer, layers, side
     if key not in codec.made:
         codec.made[key] = _steered(codec, recipe, layer, layers, side)
-    made: Codec = codec.made[key]
-    return made
+    created: Codec = codec.made[key]
+    return created
 
 
 def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
@@ -102,8 +102,8 @@ def _raw_options(clause: str) -> str:
 
 def _with_raw(options: str, raw: str) -> str:
     """Return a codec's ``options`` with those of the clause about raw tokens, unless the codec has its own."""
-    own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
-    return ",".join(part for part in (options, "" if own else raw) if part)
+    has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
+    return ",".join(part for part in (options, "" if has_own else raw) if part)
 
 
 def _covers(items: str, layer: int, layers: int) -> bool:

@@ -248,8 +248,8 @@ def _encode_others(
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
-            own = raw.stored(x, token, sequence)
-        if not torch.isfinite(own[VALUES]).all():
+            raw_values = raw.stored(x, token, sequence)
+        if not torch.isfinite(raw_values[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
         plain = codec.without_raw
@@ -261,7 +261,7 @@ def _encode_others(
         if streams is None:
             rest = replaced(x, token, sequence, chosen, codec.summary.token_group)
             streams = encode_all(plain, rest, where, before, position, coded)
-    streams |= own
+    streams |= raw_values
     return {name: streams[name] for name in codec.row_layouts}
 
 
@@ -284,13 +284,13 @@ def _encode_groups_again(
     some = chosen[:, places]
     token, sequence = some.T.nonzero().unbind(1)
     norms = None if coded is None else torch.empty(*x.shape[:2], len(places), dtype=torch.float32, device=x.device)
-    made = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before, coded=norms)
+    encoded = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before, coded=norms)
     if coded is not None and norms is not None:
         coded[:, :, places] = norms
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Not every version of PyTorch indexes uint16 on every device.
-        target, source = streams[name], made[name]
+        target, source = streams[name], encoded[name]
         if source.dtype == torch.uint16:
             target, source = target.view(torch.int16), source.view(torch.int16)
         target[:, :, rows] = source

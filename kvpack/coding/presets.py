@@ -109,10 +109,10 @@ def _simple() -> dict[str, Preset]:
     result = {"raw": Preset("kv=raw", "no compression, values as they come")}
     for name in ("bf16", "fp16", "fp32"):
         result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
-    for name, own in OWN.items():
-        codes = "paths through a trellis" if own.trellis else "codes"
-        recipe = ";".join(f"{side}={own_codec(side, *own)}" for side in "kv")
-        result[name] = Preset(recipe, f"kvpack's own: {codes} of {own.bits} bits, key means, channel scales")
+    for name, preset in OWN.items():
+        codes = "paths through a trellis" if preset.trellis else "codes"
+        recipe = ";".join(f"{side}={own_codec(side, *preset)}" for side in "kv")
+        result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")
     result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
     result["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
     result["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")

@@ -85,10 +85,10 @@ class Rule:
         if calibrated is not None or balanced is not None:
             return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))
         # The layers of a cache share it.
-        asked = dim, side, words.get("dtype")
-        if asked not in self._codecs:
-            self._codecs[asked] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
-        return self._codecs[asked]
+        request = dim, side, words.get("dtype")
+        if request not in self._codecs:
+            self._codecs[request] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
+        return self._codecs[request]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
         """Return the rule with the options ``words``, unless its codec is lossless or sets its own raw tokens."""

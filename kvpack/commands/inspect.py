@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add ``inspect`` to the command line."""
-    what = "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file; of several, one row each."
-    parser = commands.add_parser("inspect", help="show what files hold", description=what)
+    description = (
+        "Show the layers, codecs, bits per value, bytes by stream, model and token range of a kvpack file; of several, one row each."
+    )
+    parser = commands.add_parser("inspect", help="show what files hold", description=description)
     parser.add_argument("files", metavar="FILE", nargs="+")
     add_json(parser)
     parser.set_defaults(run=run)

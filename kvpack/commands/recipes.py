@@ -28,20 +28,20 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 
 def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
-    what = (
+    description = (
         "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
         "and bits in the file, which are all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
         "head dim 64, for presets of kvpack's published measurement, and the next column says what keys a recipe is not for."
     )
-    parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=what)
+    parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=description)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: all presets)")
     parser.add_argument("--recipe", action="append", dest="more", default=[], metavar="RECIPE", help="another recipe; may be repeated")
     parser.add_argument(
         "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
     )
-    for name, what in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
+    for name, description in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
         of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the cache (default: {of_model}{DEFAULTS[name]})")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{description} of the cache (default: {of_model}{DEFAULTS[name]})")
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim come from its model"
     )
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     arguments.recipes = [*arguments.recipes, *arguments.more]
-    asked = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
-    for name, value in asked.items():
+    requested = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
+    for name, value in requested.items():
         if not 1 <= value <= _LIMITS[name]:
             raise InvalidParameter(f"--{name} is {value}, expected 1 to {_LIMITS[name]}")
     basis = None
@@ -63,17 +63,19 @@ def run(arguments: argparse.Namespace) -> int:
         from kvpack.coding.basis_sources import basis_of
 
         basis = basis_of(arguments.basis)
-        asked = _shape_of(basis, asked)
-    model = None if arguments.model is None else _model(arguments.model, asked, basis)
-    rows = [_row(name, asked, basis, model, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+        requested = _shape_of(basis, requested)
+    model = None if arguments.model is None else _model(arguments.model, requested, basis)
+    rows = [_row(name, requested, basis, model, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
     if model is not None and not arguments.recipes:
         # Presets of other models.
         rows = [row for row in rows if row["bytes"] is not None]
-    additions = [] if arguments.recipes else [{"name": name, "source": it.source, "recipe": it.recipe} for name, it in ADDITIONS.items()]
+    additions = (
+        [] if arguments.recipes else [{"name": name, "source": entry.source, "recipe": entry.recipe} for name, entry in ADDITIONS.items()]
+    )
     if arguments.json:
         print_json({"recipes": rows, "additions": additions})
         return 0
-    shape = DEFAULTS | asked
+    shape = DEFAULTS | requested
     of_model = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
     print_table(
         f"files of {shape['tokens']:,} tokens{of_model}",
@@ -101,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(
             "additions: write them after a recipe, as in octopus-3;boundary-1",
             ["name", "from"],
-            ([it["name"], it["source"]] for it in additions),
+            ([entry["name"], entry["source"]] for entry in additions),
             left=2,
         )
     return 0
@@ -115,7 +117,7 @@ class _Model(NamedTuple):
     words: str
 
 
-def _model(path: str, asked: dict[str, int], basis: Basis | None) -> _Model:
+def _model(path: str, requested: dict[str, int], basis: Basis | None) -> _Model:
     """Return the layers of the model ``path``. Raises InvalidParameter for a shape that contradicts it, or that the basis lacks."""
     from kvpack.models import cache_shapes
 
@@ -125,10 +127,10 @@ def _model(path: str, asked: dict[str, int], basis: Basis | None) -> _Model:
         raise InvalidParameter(f"{path}: has no layer with keys and values, so there is nothing to price")
     usual = Counter(held).most_common(1)[0][0]
     shape = {"layers": len(layers), "heads": usual.heads, "dim": usual.dim_k}
-    for name in shape.keys() & asked.keys():
+    for name in shape.keys() & requested.keys():
         # A basis sets them, too.
-        if asked[name] != shape[name]:
-            whose = f"{basis.where} is of caches with {asked[name]}" if basis is not None else f"--{name} is {asked[name]}"
+        if requested[name] != shape[name]:
+            whose = f"{basis.where} is of caches with {requested[name]}" if basis is not None else f"--{name} is {requested[name]}"
             raise InvalidParameter(f"{whose}, and the caches of {path} have {shape[name]} {name}: leave one of them out")
     counts = Counter(held).most_common()
     words = ", ".join(
@@ -143,21 +145,23 @@ def _bits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _shape_of(basis: Basis, asked: dict[str, int]) -> dict[str, int]:
-    """Complete ``asked`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for a different shape or unequal
+def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
+    """Complete ``requested`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for a different shape or unequal
     layers."""
     shapes = basis.shapes
     if len(shapes) != 1:
         raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
     (shape,) = shapes
     result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
-    for name in result.keys() & asked.keys():
-        if asked[name] != result[name]:
-            raise InvalidParameter(f"--{name} is {asked[name]}, and {basis.where} is the basis of caches with {result[name]}: leave it out")
-    return asked | result
+    for name in result.keys() & requested.keys():
+        if requested[name] != result[name]:
+            raise InvalidParameter(
+                f"--{name} is {requested[name]}, and {basis.where} is the basis of caches with {result[name]}: leave it out"
+            )
+    return requested | result
 
 
-def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
+def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
     """Return one recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
@@ -167,7 +171,7 @@ def _row(name: str, asked: dict[str, int], basis: Basis | None, model: _Model | 
         recipe = Recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
-    shape = DEFAULTS | of_model | asked | ({} if model is None else model.shape)
+    shape = DEFAULTS | of_model | requested | ({} if model is None else model.shape)
     nominal: float | None = None
     stored: float | None = None
     size: int | None = None

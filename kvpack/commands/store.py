@@ -130,7 +130,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
                 bytes_text(row["bytes"]),
                 f"{row['bytes'] / row['tokens']:,.0f}" if row["tokens"] else "",
                 _ago(row["used"]),
-                " ".join(word for word, said in (("pinned", row["pinned"]), ("beginning missing", not row["whole"])) if said),
+                " ".join(word for word, flag in (("pinned", row["pinned"]), ("beginning missing", not row["whole"])) if flag),
             ]
             for row in rows
         ),
@@ -280,8 +280,8 @@ def run_rm(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"chosen": len(chosen), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
         return store.exit_code()
-    what = "would be removed" if arguments.dry_run else "removed"
-    print(f"{store.name}: {len(chosen) - pinned if arguments.dry_run else removed:,} entries {what}, {pinned:,} are pinned and stay")
+    outcome = "would be removed" if arguments.dry_run else "removed"
+    print(f"{store.name}: {len(chosen) - pinned if arguments.dry_run else removed:,} entries {outcome}, {pinned:,} are pinned and stay")
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than alone removes them")
     if catalog.undecryptable:
@@ -372,9 +372,11 @@ def run_gc(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
-        gone = f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
+        evicted = (
+            f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
+        )
         old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
-        print(f"{store.name}: removed {gone}{old}; {entries:,} entries ({size:,} bytes) remain")
+        print(f"{store.name}: removed {evicted}{old}; {entries:,} entries ({size:,} bytes) remain")
         if pinned := len(store.backend.pinned()):
             print(f"{pinned:,} of them are pinned, and stay: kvpack store stat names the owners, kvpack store unpin undoes a pin")
     return store.exit_code()

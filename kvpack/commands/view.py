@@ -50,11 +50,11 @@ _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
 
 def add(commands: Any) -> None:
     """Add ``view`` to the command line."""
-    what = (
+    description = (
         "Show a file in the browser: header, layers, bytes by stream, verification, and pictures of keys and values. "
         "The page comes from this machine, which serves nobody else, and nothing leaves it. Ctrl-C ends the command."
     )
-    parser = commands.add_parser("view", help="show a file in the browser", description=what)
+    parser = commands.add_parser("view", help="show a file in the browser", description=description)
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--open", action="store_true", help="also open the page in the default browser")
@@ -199,10 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(self) -> None:
         size = self.server.size
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-        asked = self.headers.get("Range")
+        requested = self.headers.get("Range")
         first, end, status = 0, size, HTTPStatus.OK
         # A range of another form is ignored, as HTTP allows.
-        match = _RANGE.fullmatch(asked) if asked is not None else None
+        match = _RANGE.fullmatch(requested) if requested is not None else None
         if match:
             first, last = int(match[1]), int(match[2] or size - 1)
             if first >= size or last < first:

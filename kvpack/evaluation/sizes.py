@@ -23,10 +23,10 @@ def positions(model: Any) -> int | None:
 def window_tokens(asked: int | None, default: int, text: Text, most_positions: int | None) -> int:
     """Return the tokens of a window: ``asked``, or ``default`` within the limits of the model and the text. Raises InvalidParameter."""
     # One id more than the window's tokens: what follows the last of them is scored too.
-    most = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
-    tokens = min(default, most) if asked is None else asked
-    if not 2 <= tokens <= most:
-        raise InvalidParameter(f"--tokens is {tokens}, expected an integer from 2 to {most}, by the model's positions and {text.name}")
+    limit = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
+    tokens = min(default, limit) if asked is None else asked
+    if not 2 <= tokens <= limit:
+        raise InvalidParameter(f"--tokens is {tokens}, expected an integer from 2 to {limit}, by the model's positions and {text.name}")
     return tokens
 
 

@@ -171,12 +171,12 @@ def remove_dead(folder: str) -> Unfinished:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            gone = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, certain=True)
+            removed = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, certain=True)
         except FileNotFoundError:
             continue
         except OSError:
-            gone = False
-        (result.removed if gone else result.kept).append(path)
+            removed = False
+        (result.removed if removed else result.kept).append(path)
     return result
 
 
@@ -222,8 +222,8 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
         mode = _new_mode(folder)
     else:
         mode = stat.S_IMODE(old.st_mode) & 0o777
-        own = os.fstat(descriptor)
-        if (old.st_uid, old.st_gid) != (own.st_uid, own.st_gid):
+        status = os.fstat(descriptor)
+        if (old.st_uid, old.st_gid) != (status.st_uid, status.st_gid):
             for owner in (old.st_uid, -1):
                 with contextlib.suppress(OSError):
                     os.fchown(descriptor, owner, old.st_gid)
@@ -280,8 +280,8 @@ def sweep(path: str, *, old: bool, certain: bool = False) -> bool:
         if certain and not _shows_every_lock(descriptor):
             return False
         locked = lock_now(descriptor)
-        gone = locked is not None and path.endswith(LOCKED_SUFFIX)
-        if locked is False or not (gone or old) or not _names(path, descriptor):
+        removed = locked is not None and path.endswith(LOCKED_SUFFIX)
+        if locked is False or not (removed or old) or not _names(path, descriptor):
             return False
         # A writer that has only just created the file notices that its name is gone and creates another.
         os.unlink(path)

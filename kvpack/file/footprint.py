@@ -87,7 +87,7 @@ def _check(parts: dict[str, int], memory_limit: int) -> None:
     """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
     if total > memory_limit + FREE_BYTES:
-        named = sorted(((size, what) for what, size in parts.items() if size > total // 50), reverse=True)
-        text = ", ".join(f"{size} for {what}" for size, what in named)
+        named = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)
+        text = ", ".join(f"{size} for {part}" for size, part in named)
         more = f"memory_limit is {memory_limit} and {FREE_BYTES} more are allowed"
         raise LimitExceeded(f"takes up to {total} bytes in memory ({text}), {more}")

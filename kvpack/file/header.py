@@ -253,8 +253,8 @@ class Contents:
 
     def _entry(self, feature: str) -> bytes | None:
         """Return the bytes of a required feature that has an entry in ``ignorable``; None without it. Raises InvalidHeader."""
-        named, there = feature in self.required, feature in self.ignorable
-        if named != there:
+        named, ignorable = feature in self.required, feature in self.ignorable
+        if named != ignorable:
             places = ("required", "ignorable") if named else ("ignorable", "required")
             raise InvalidHeader(f"{feature} is in {places[0]} and not in {places[1]}, expected both")
         return self.ignorable[feature] if named else None

@@ -140,8 +140,8 @@ class Inputs:
         if self.sums is None:
             return cut_inputs
         sums = {
-            place: (max(begin, position), own[:, max(0, begin - position) : max(0, end - position)])
-            for place, (position, own) in self.sums.items()
+            place: (max(begin, position), values[:, max(0, begin - position) : max(0, end - position)])
+            for place, (position, values) in self.sums.items()
         }
         return replace(cut_inputs, sums=sums)
 
@@ -174,7 +174,7 @@ class Inputs:
         hidden = tuple(Hidden(row, *stretch[1:]) for row, index in enumerate(indices) for stretch in by_row.get(index, ()))
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
-        sums = None if self.sums is None else {place: (position, own[list(indices)]) for place, (position, own) in self.sums.items()}
+        sums = None if self.sums is None else {place: (position, sums_[list(indices)]) for place, (position, sums_) in self.sums.items()}
         before = self.before
         if before is not None and len(before) > 1:
             before = tuple(before[index] for index in indices)
@@ -243,8 +243,8 @@ class Inputs:
         if stored is None and not inputs.tokens and not hidden:
             return None
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
-            told = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
-            inputs = _of(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), told], inputs.rows)
+            reason = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
+            inputs = _of(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), reason], inputs.rows)
         return replace(inputs, hidden=hidden)
 
     @classmethod
@@ -287,9 +287,9 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
             known = len(inputs.token_ids) == tokens * ID_BYTES
         if rows_known:
             # Where rows are the same, each has the ids of all.
-            own = inputs.rows or (inputs.token_ids,) * count
-            rows = [row + more for row, more in zip(rows, own, strict=True)]
-            rows_known = len(own[0]) == tokens * ID_BYTES
+            input_rows = inputs.rows or (inputs.token_ids,) * count
+            rows = [row + more for row, more in zip(rows, input_rows, strict=True)]
+            rows_known = len(input_rows[0]) == tokens * ID_BYTES
         undetermined += zip(inputs.undetermined, inputs.starts, strict=True)
         for stretch in inputs.hidden:
             own_row = hidden.setdefault(stretch.row, [])

@@ -265,12 +265,12 @@ class OnDisk:
             try:
                 now = os.fstat(self._descriptor).st_size
                 # A private mapping never changes the file.
-                made = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if now >= self.size else None
+                mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if now >= self.size else None
             except (OSError, ValueError) as error:
                 raise _failed("mapped", error, "; kvpack.load(path, copy=True) reads a file into memory instead") from None
-            if made is None:
+            if mapping is None:
                 raise self._cut(now)
-            self._mapping = memoryview(made)
+            self._mapping = memoryview(mapping)
         return self._mapping[begin:end]
 
     def ahead(self, begin: int, end: int) -> Generator[int, None, None]:

@@ -135,8 +135,8 @@ def _home_made_state(part: ModelPart) -> list[Any]:
     if not part.module._parameters:
         return []
     kind = type(part.module).__name__
-    own = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_adapters(name, kind)]
-    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(own)]
+    parameters = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_adapters(name, kind)]
+    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(parameters)]
 
 
 @lru_cache(maxsize=4096)

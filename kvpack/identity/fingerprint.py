@@ -178,12 +178,12 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
     import torch
 
     module, prefix = part.module, f"{part.name}."
-    own: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if type(module).state_dict is not torch.nn.Module.state_dict and not module._modules:
         # Libraries for quantization override either: this one, or the one below.
         return dict(module.state_dict(prefix=prefix))
-    module._save_to_state_dict(own, prefix, keep_vars=False)
-    return own
+    module._save_to_state_dict(state, prefix, keep_vars=False)
+    return state
 
 
 def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
@@ -240,15 +240,15 @@ def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> to
 
 def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
     """Return the plain attributes that are settings, by name."""
-    own = []
+    attributes = []
     for name in _settings_among(tuple(found)):
         value = None if name == _NOTED_POSITIONS else found[name]
         # Most are scalars, which are as they are.
         if type(value) in SCALARS:
-            own.append([name, value])
+            attributes.append([name, value])
         elif _is_plain(value):
-            own.append([name, plain(where, value)])
-    return own
+            attributes.append([name, plain(where, value)])
+    return attributes
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
@@ -261,14 +261,14 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
         return []
     attributes = vars(module)
     is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
-    own = []
+    constants = []
     for name in _constants_among(tuple(attributes), is_home_made):
         value = attributes[name]
         kind = type(value)
         # Private integers often count calls; _attributes has the public scalars.
         if name.startswith("_") if kind is float else kind not in SCALARS and not _is_plain(value) and is_constant(value):
-            own.append([name, plain(f"{where}.{name}", value)])
-    return own
+            constants.append([name, plain(f"{where}.{name}", value)])
+    return constants
 
 
 @lru_cache(maxsize=4096)

@@ -151,9 +151,9 @@ class Identity:
         from .modules import base_model, parts
 
         model_parts = parts(model)
-        made = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+        identity = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
         windows, keeps_states = layers_of(base_model(model_parts).config)
-        return dataclasses.replace(made, windows=windows, keeps_states=keeps_states)
+        return dataclasses.replace(identity, windows=windows, keeps_states=keeps_states)
 
     @classmethod
     def of_parts(

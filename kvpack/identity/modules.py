@@ -74,7 +74,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
             waiting += [(name, child) for child in reversed(inside) if child is not None]
         elif children:
             before = f"{name}." if name else ""
-            waiting += [(before + own, child) for own, child in reversed(children.items()) if child is not None]
+            waiting += [(before + child_name, child) for child_name, child in reversed(children.items()) if child is not None]
     return result
 
 

@@ -166,31 +166,31 @@ class LiveCache:
 
     def seen(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
-        own = self._settled(layer)
-        return 0 if own is None else own.seen
+        live = self._settled(layer)
+        return 0 if live is None else live.seen
 
     def held(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` contains. Raises OutOfBounds."""
-        own = self._settled(layer)
-        return 0 if own is None else own.tokens
+        live = self._settled(layer)
+        return 0 if live is None else live.tokens
 
     def skipped(self, layer: int) -> int:
         """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds."""
-        own = self._own(layer)
-        return 0 if own is None else own.skipped
+        live = self._own(layer)
+        return 0 if live is None else live.skipped
 
     def batch(self, layer: int) -> int:
         """Return the number of sequences of ``layer``; 1 if it has no tokens. Raises OutOfBounds."""
-        own = self._own(layer)
-        return 1 if own is None or not own.seen else own.batch
+        live = self._own(layer)
+        return 1 if live is None or not live.seen else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """Return (batch, heads, dim) of each side of ``layer``; empty before its first tokens. Raises OutOfBounds.
 
         A layer that was reset accepts another batch.
         """
-        own = self._own(layer)
-        return {} if own is None else {name: (side.batch, side.heads, side.dim) for name, side in own.sides.items()}
+        live = self._own(layer)
+        return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
@@ -207,11 +207,11 @@ class LiveCache:
         if self.try_update(layer, k, v) is not None:
             return
         self._check_captured(layer)
-        own = self._layer(layer, k, v)
+        live = self._layer(layer, k, v)
         self._settled(layer)
-        if own.is_due:
-            own.roll()
-        own.update(k, v)
+        if live.is_due:
+            live.roll()
+        live.update(k, v)
         self._changed(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
@@ -219,12 +219,12 @@ class LiveCache:
 
         Returns None and adds nothing if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
         """
-        own, steps = self._own(layer), self._steps[layer]
-        if own is None or steps is None:
+        live, steps = self._own(layer), self._steps[layer]
+        if live is None or steps is None:
             return None
         if following is not None and following != layer and self.seen(following) < self.seen(layer):
             return None
-        return own.seen if steps.try_update(k, v) else None
+        return live.seen if steps.try_update(k, v) else None
 
     def attend(
         self,
@@ -247,13 +247,13 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
             return self._calls.compiled_attend(layer, q, self._value_dims[layer], sink_logits, starts, **options)
-        own = self._own(layer)
-        if own is None:
+        live = self._own(layer)
+        if live is None:
             raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
-        if not own.pending_tokens:
+        if not live.pending_tokens:
             steps = self._steps[layer]
-            if steps is None and not own.is_uneven:
-                steps = self._steps[layer] = next((kind(own) for kind in (Steps, CpuSteps) if kind.supports(own, q)), None)
+            if steps is None and not live.is_uneven:
+                steps = self._steps[layer] = next((kind(live) for kind in (Steps, CpuSteps) if kind.supports(live, q)), None)
             if steps is not None:
                 result = steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
                 if result is not None:
@@ -263,12 +263,12 @@ class LiveCache:
         if not self._known:
             self._known = True
             both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
-            warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], own.device)
-        result = own.attend(
+            warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], live.device)
+        result = live.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )
-        if own.pending_tokens > DEFERRED and layer not in self._shared:
-            own.commit()
+        if live.pending_tokens > DEFERRED and layer not in self._shared:
+            live.commit()
             self._changed(layer)
         return result
 
@@ -309,7 +309,7 @@ class LiveCache:
         stays the same; a replay needs ``room``.
         """
         counts = [(layer, layer.raw_tokens) for layer in self._layers if layer is not None]
-        told = [(steps, steps.captured) for steps in self._steps if steps is not None]
+        captured_before = [(steps, steps.captured) for steps in self._steps if steps is not None]
         self._captures = True
         try:
             yield
@@ -318,7 +318,7 @@ class LiveCache:
             # What is captured has not run.
             for layer, raw_tokens in counts:
                 layer.raw_tokens = raw_tokens
-            for steps, captured in told:
+            for steps, captured in captured_before:
                 steps.captured = captured
 
     def replayed(self, tokens: int) -> None:
@@ -348,11 +348,11 @@ class LiveCache:
 
         Raises OutOfBounds.
         """
-        own = self._settled(layer)
-        if own is None:
+        live = self._settled(layer)
+        if live is None:
             return Layer(None, None)
         check_flag(packed, "packed")
-        frozen = own.frozen(packed)
+        frozen = live.frozen(packed)
         self._changed(layer)
         return frozen
 
@@ -362,8 +362,8 @@ class LiveCache:
         Raises OutOfBounds.
         """
         check_floating(dtype)
-        own = self._settled(layer)
-        return (None, None) if own is None else own.layer().unpack(dtype)
+        live = self._settled(layer)
+        return (None, None) if live is None else live.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
         """Return all tokens as an immutable ``Cache`` that shares the pages and keeps the raw tail; this cache stays usable.
@@ -391,17 +391,17 @@ class LiveCache:
         if tokens and not chosen:
             where = "the cache" if layer is None else f"layers[{layer}]"
             raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
-        for own in chosen:
-            if not own.seen - own.tokens <= tokens <= own.seen:
-                raise OutOfBounds(f"{own.name}: truncate({tokens}) of a layer that holds tokens {own.seen - own.tokens} to {own.seen}")
-        self._each(lambda own: own.truncate(tokens), layer)
+        for live in chosen:
+            if not live.seen - live.tokens <= tokens <= live.seen:
+                raise OutOfBounds(f"{live.name}: truncate({tokens}) of a layer that holds tokens {live.seen - live.tokens} to {live.seen}")
+        self._each(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
         """Let a sliding-window layer drop unseen tokens only in ``truncate``, so that it can go back before them."""
-        own = self._own(layer)
+        live = self._own(layer)
         self._kept.add(layer)
-        if own is not None:
-            own.keeps_past = True
+        if live is not None:
+            live.keeps_past = True
 
     def share(self, layer: int) -> None:
         """Let other layers of the model also attend to the tokens of ``layer``; those of a long update are encoded only before the next
@@ -419,9 +419,9 @@ class LiveCache:
         Raises OutOfBounds or InvalidParameter.
         """
         rows = row_numbers(indices)
-        for own in self._chosen(layer):
-            check_rows(rows, own.batch)
-        self._each(lambda own: own.select(torch.tensor(rows, dtype=torch.int64, device=own.device)), layer)
+        for live in self._chosen(layer):
+            check_rows(rows, live.batch)
+        self._each(lambda live: live.select(torch.tensor(rows, dtype=torch.int64, device=live.device)), layer)
         for number in range(self._count) if layer is None else [layer]:
             self._steps[number] = None
         self.launches += 1
@@ -431,14 +431,14 @@ class LiveCache:
         return self._continued(self.freeze().to(checked_device(device)))
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
-        return [own for own in (self._layers if layer is None else [self._own(layer)]) if own is not None]
+        return [live for live in (self._layers if layer is None else [self._own(layer)]) if live is not None]
 
     def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
         self._settle()
         for number in range(self._count) if layer is None else [layer]:
-            own = self._own(number)
-            if own is not None:
-                change(own)
+            live = self._own(number)
+            if live is not None:
+                change(live)
                 self._changed(number)
 
     def _changed(self, layer: int) -> bool:
@@ -461,10 +461,10 @@ class LiveCache:
 
     def _settled(self, layer: int) -> LiveLayer | None:
         """Return ``_own`` after reading from the device how many tokens replays of graphs have added to the layer."""
-        own, steps = self._own(layer), self._steps[layer]
+        live, steps = self._own(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()
-        return own
+        return live
 
     def _check_finite(self) -> None:
         flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, Steps)}
@@ -484,18 +484,18 @@ class LiveCache:
         raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")
 
     def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
-        own = self._own(number)
-        if own is None:
-            own = self._layers[number] = self._made(number, empty_layer(self._recipe, number, self._count, k, v))
-            self._value_dims[number] = own.value_dim
+        live = self._own(number)
+        if live is None:
+            live = self._layers[number] = self._made(number, empty_layer(self._recipe, number, self._count, k, v))
+            self._value_dims[number] = live.value_dim
         given = k if v is None else v
-        if not own.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, own.batch):
-            own = self._layers[number] = self._made(number, own.without_tokens(given.shape[0]))
+        if not live.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, live.batch):
+            live = self._layers[number] = self._made(number, live.without_tokens(given.shape[0]))
             self._steps[number] = None
             self.launches += 1
-        return own
+        return live
 
     def _made(self, number: int, layer: Layer) -> LiveLayer:
-        made = live_layer(layer, number, self.sliding_windows[number], self.start)
-        made.keeps_past = number in self._kept
-        return made
+        created = live_layer(layer, number, self.sliding_windows[number], self.start)
+        created.keeps_past = number in self._kept
+        return created

@@ -81,13 +81,13 @@ class CpuSteps:
         if {type(scale), type(causal), type(softcap), type(window)} - _NUMBERS or not isinstance(sink_logits, torch.Tensor | None):
             return None
         sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
-        asked = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.choice())
-        if asked not in self._calls:
+        request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.choice())
+        if request not in self._calls:
             check_call(q, layer.layer(), scale, causal, softcap, window, sink_logits)
             on_cpu = cpu_attention(q, self._whole)
             factor = q.shape[3] ** -0.5 if scale is None else scale
-            self._calls[asked] = on_cpu and partial(on_cpu, scale=factor, causal=causal, softcap=softcap, sliding_window=window)
-        if (call := self._calls[asked]) is None:
+            self._calls[request] = on_cpu and partial(on_cpu, scale=factor, causal=causal, softcap=softcap, sliding_window=window)
+        if (call := self._calls[request]) is None:
             return None
         if starts is not None:
             starts = checked_tokens("starts", starts, q.shape[0], layer.skipped, tokens)

@@ -86,11 +86,11 @@ class Steps:
             return None
         if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None
-        asked = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sink_logits is None, starts is None)
-        if asked not in self._calls:
+        request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sink_logits is None, starts is None)
+        if request not in self._calls:
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": window}
-            self._calls[asked] = self._call(q, sink_logits, starts, options)
-        call = self._calls[asked]
+            self._calls[request] = self._call(q, sink_logits, starts, options)
+        call = self._calls[request]
         if call is None:
             return None
         if starts is not None and (layer.skipped or layer.sliding_window is not None):
@@ -103,9 +103,9 @@ class Steps:
         changed = False
         if self._version != self._layer.version:
             view = self._layer.whole()
-            for asked, call in list(self._calls.items()):
+            for request, call in list(self._calls.items()):
                 if call is None or not call.takes_layer(view):
-                    del self._calls[asked]
+                    del self._calls[request]
                     changed = True
                 else:
                     with float32_no_grad(self._layer.device):
@@ -155,8 +155,8 @@ class Steps:
         from kvpack.kernels.attend.prepared import Options
 
         view = self._layer.whole()
-        own = self._layer.layer()
-        check_call(q, own, sink_logits=sink_logits, **options)
+        layer = self._layer.layer()
+        check_call(q, layer, sink_logits=sink_logits, **options)
         window = options["sliding_window"]
         if not options["causal"] or not GrowingCall.supports(q, view):
             return None
@@ -164,6 +164,6 @@ class Steps:
             # Some of its tokens will be gone when a graph is replayed.
             return None
         scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        asked = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
+        options_ = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
         with float32_no_grad(self._layer.device):
-            return GrowingCall(q, view, asked)
+            return GrowingCall(q, view, options_)

@@ -67,10 +67,10 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             result = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, misfits)
             x, streams = result.rest, result.streams
             left_out += result.left_out.sum(0)
-        made = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
+        encoded = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
         with writing(rows):
             for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
-                place.copy_(made[name].view(place.shape))
+                place.copy_(encoded[name].view(place.shape))
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
@@ -88,8 +88,8 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         if raw:
             result = put_slots(result, raw)
         if dtype.itemsize == 1:
-            most = torch.finfo(dtype).max
-            result = result.clamp(-most, most)
+            limit = torch.finfo(dtype).max
+            result = result.clamp(-limit, limit)
         values = result.to(dtype)
         if values[0].nbytes % ALIGNED:
             values = _pages(lane, len(chosen), dtype, rows.device).copy_(values)

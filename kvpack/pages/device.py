@@ -230,15 +230,15 @@ class DevicePages:
             return []
         chosen = [slots[number] for number in numbers]
         staged = [[layer[chosen].to(CPU) for layer in pages.sides[side]] for side in pages.sides]
-        made = torch.zeros(len(chosen), self._nbytes, dtype=torch.uint8, device=CPU)
+        encoded = torch.zeros(len(chosen), self._nbytes, dtype=torch.uint8, device=CPU)
         outcomes = self._host.encode(
             PageBuffer(pages.geometry, *staged),
             range(len(chosen)),
-            [_view(row) for row in made],
+            [_view(row) for row in encoded],
             [digests[number] for number in numbers],
             chosen,
         )
-        for number, row in zip(numbers, made, strict=True):
+        for number, row in zip(numbers, encoded, strict=True):
             _store(rows, number, row)
         return outcomes
 

@@ -64,10 +64,10 @@ class PageGeometry:
 
     def __post_init__(self) -> None:
         limits = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim_k": 1024}
-        for name, most in {**limits, **({} if self.dim_v is None else {"dim_v": 1024})}.items():
+        for name, limit in {**limits, **({} if self.dim_v is None else {"dim_v": 1024})}.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise InvalidParameter(f"PageGeometry: {name} is {shown(value)}, expected an integer from 1 to {most}")
+            if type(value) is not int or not 1 <= value <= limit:
+                raise InvalidParameter(f"PageGeometry: {name} is {shown(value)}, expected an integer from 1 to {limit}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise InvalidParameter(f"PageGeometry: dtype is {shown(self.dtype)}, expected one of {', '.join(DTYPES)}")
 

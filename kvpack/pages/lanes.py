@@ -110,8 +110,8 @@ class Lane:
         geometry = self.geometry
         shared = self.shared
         # C measures keys as they are, and what else shares scales has norms of its own.
-        own = shared and (self.side != "k" or self.plain.changes_norms)
-        if self.watched is None or not encode.chooses(geometry.computed_dtype) or not _direct(keys) or own:
+        needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
+        if self.watched is None or not encode.chooses(geometry.computed_dtype) or not _direct(keys) or needs_norms:
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
         return {n: pages.Chooser(self.watched, n, *shape, shared) for n in {1, self.count}}
@@ -214,8 +214,8 @@ class _Ready:
             elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
                 streams["values"].copy_(x[None])
             else:
-                made = encode_all(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
-                for name, stream in made.items():
+                encoded = encode_all(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
+                for name, stream in encoded.items():
                     streams[name].copy_(stream)
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
@@ -239,8 +239,8 @@ class _Ready:
                 side = Side(lane.plain, (PackedRun(lane.plain, lane.geometry.tokens, plain),), empty, 0)
                 result = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
-                most = torch.finfo(target.dtype).max
-                result = result.clamp(-most, most)
+                limit = torch.finfo(target.dtype).max
+                result = result.clamp(-limit, limit)
             # An engine may have made its memory in inference mode, and nothing else may write there.
             with torch.inference_mode():
                 target.copy_(result)
@@ -260,8 +260,8 @@ class _Ready:
                 inside = token < self._lane.geometry.tokens
                 values = raw.kept(streams)[inside].transpose(0, 1)
                 if tensor.dtype.itemsize == 1:
-                    most = torch.finfo(tensor.dtype).max
-                    values = values.clamp(-most, most)
+                    limit = torch.finfo(tensor.dtype).max
+                    values = values.clamp(-limit, limit)
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:

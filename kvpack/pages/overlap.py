@@ -76,10 +76,10 @@ def _folded(tensors: list[Strided]) -> Strided | None:
         if len(begins) % parts:
             continue
         # Sides take turns, or one follows the other.
-        for own in [[begins]] if parts == 1 else [[begins[::2], begins[1::2]], [begins[:half], begins[half:]]]:
-            steps = {after - before for part in own for before, after in pairwise(part)}
+        for begin_parts in [[begins]] if parts == 1 else [[begins[::2], begins[1::2]], [begins[:half], begins[half:]]]:
+            steps = {after - before for part in begin_parts for before, after in pairwise(part)}
             if len(steps) <= 1:
-                more = [(len(own[0]), next(iter(steps), 0)), (parts, own[-1][0] - own[0][0])]
+                more = [(len(begin_parts[0]), next(iter(steps), 0)), (parts, begin_parts[-1][0] - begin_parts[0][0])]
                 return tensors[0]._replace(begin=begins[0], axes=(*tensors[0].axes, *(axis for axis in more if axis[0] > 1)))
     return None
 
@@ -93,8 +93,8 @@ def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
     steps, open_ = 0, [(0, target)]
     while open_:
         number, left = open_.pop()
-        least, most = below[number]
-        if not least - item < left < most + item:
+        least, greatest = below[number]
+        if not least - item < left < greatest + item:
             continue
         if number == len(terms):
             return True
@@ -105,8 +105,8 @@ def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
         if not stride:
             open_.append((number + 1, left))
             continue
-        least, most = below[number + 1]
-        first = max(low, -((most + item - 1 - left) // stride))
+        least, greatest = below[number + 1]
+        first = max(low, -((greatest + item - 1 - left) // stride))
         last = min(high, (left - least + item - 1) // stride)
         if last - first > _MAX_STEPS:
             return True

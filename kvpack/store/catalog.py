@@ -188,9 +188,9 @@ def read_catalog(
                     continue
                 header = file.header
                 if is_states(file):
-                    own = NamedStates.of(file)
-                    _check_key(file, own.key, stored)
-                    states[own.chunk] = StatesEntry(stored, own.chunk, header.recipe, header.start)
+                    named_states = NamedStates.of(file)
+                    _check_key(file, named_states.key, stored)
+                    states[named_states.chunk] = StatesEntry(stored, named_states.chunk, header.recipe, header.start)
                     continue
                 named = check_entry(file, None, None, None, max_entry_bytes)
                 _check_key(file, named.key, stored)

@@ -33,7 +33,7 @@ class OtherChunks:
             return
         self._left -= 1
         present = self._backend.present_each([chunk_key(self._root, ids[: size * ID_BYTES], inputs) for size in sizes])
-        result = [size for size, there in zip(sizes, present, strict=True) if there]
+        result = [size for size, is_present in zip(sizes, present, strict=True) if is_present]
         if result:
             self._left = 0
             self._counters.add("other_chunks")

@@ -151,10 +151,10 @@ class Directory(OneTier):
         try:
             if not self.trust.may_write:
                 raise Untrusted(f"{self._folder.root} belongs to user {self.trust.owner}: others read it")
-            there = self._kind(key)
-            if there is Kind.READABLE and self._renewed(path, used):
+            kind = self._kind(key)
+            if kind is Kind.READABLE and self._renewed(path, used):
                 return True
-            if there is Kind.FOREIGN:
+            if kind is Kind.FOREIGN:
                 raise NoRoom
             self._folder.make_folders()
             self._clear(path)

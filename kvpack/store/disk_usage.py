@@ -111,8 +111,8 @@ class Usage:
             known = count or _read(descriptor, self._node(), any_run=True) or Count(b"", 0, 0)
             runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MAX_RUNS]
             taken = known.taken if count else 0
-            anew = known._replace(generation=os.urandom(8), total=total + late, taken=taken, node=self._node(), runs=runs)
-            _write(descriptor, anew)
+            replacement = known._replace(generation=os.urandom(8), total=total + late, taken=taken, node=self._node(), runs=runs)
+            _write(descriptor, replacement)
 
     def copied(self) -> bool:
         """Return True if the folder may be a copy of another, so that the times of its entries are copying times."""

@@ -183,8 +183,8 @@ class Evictor:
 
         With an index, the count is trusted unless ``again`` asks for a new one or it does not match the folder.
         """
-        with self._locked() as held:
-            if not held:
+        with self._locked() as locked:
+            if not locked:
                 return None
             self.sweep()
             self._pins.sweep()
@@ -254,14 +254,14 @@ class Evictor:
         pending, overhead, totals = self._pending(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
-        there = sum(pending) + overhead + totals.cost
-        if before.total - there > max(budget or 0, there) // _LOST:
+        used = sum(pending) + overhead + totals.cost
+        if before.total - used > max(budget or 0, used) // _LOST:
             return None
         known = self._index.exchange_note("overhead", overhead)
         grown = max(0, overhead - (known or overhead))
         if grown:
             self.usage.give_back(-grown, before)
-        excess = self._excess(max(before.total + grown, there), size, budget)
+        excess = self._excess(max(before.total + grown, used), size, budget)
         if excess <= 0:
             return Round(False, len(pending))
         latest = time.time_ns() + FUTURE_NS

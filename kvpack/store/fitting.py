@@ -68,11 +68,11 @@ def check_ids(cache: Cache, ids: bytes) -> None:
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     both = min(len(ids), len(known))
     if known[:both] != ids[:both]:
-        own, given = (memoryview(data)[:both].cast("I").tolist() for data in (known, ids))
-        token = next(number for number, pair in enumerate(zip(own, given, strict=True)) if pair[0] != pair[1])
+        stored, given = (memoryview(data)[:both].cast("I").tolist() for data in (known, ids))
+        token = next(number for number, pair in enumerate(zip(stored, given, strict=True)) if pair[0] != pair[1])
         raise InvalidParameter(
-            f"token {token} of the cache was computed from the id {own[token]}, but token_ids has {given[token]} there: pass the ids that "
-            "the cache was computed from"
+            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids has {given[token]} there: pass the ids "
+            "that the cache was computed from"
         )
     if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
@@ -90,7 +90,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     from kvpack.cache.cache import all_states
 
     known = all_states(cache)
-    result = {position: own for position, own in known.items() if not position % chunk and 0 < position <= packed}
+    result = {position: states for position, states in known.items() if not position % chunk and 0 < position <= packed}
     if not result and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(

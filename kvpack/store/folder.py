@@ -90,8 +90,8 @@ class Folder:
     def overhead(self) -> int:
         """Return the disk space of the folders, and of files other than entries."""
         firsts = [f"{self.root}/{first:x}" for first in range(16)]
-        beside = [f"{self.root}/{name}" for name in BESIDE]
-        return taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *beside)
+        extra = [f"{self.root}/{name}" for name in BESIDE]
+        return taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *extra)
 
     @cached_property
     def leaves(self) -> list[str]:

@@ -221,11 +221,11 @@ class Index:
 
     def oldest(self, count: int, after: tuple[int, int], before: int) -> list[Row]:
         """Return ``count`` rows whose last use and number follow ``after``, least recently used first, up to the time ``before``."""
-        asked = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
+        query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guarded():
             connection = self._opened()
             if connection is not None:
-                return connection.execute(asked, (*after, before, count)).fetchall()
+                return connection.execute(query, (*after, before, count)).fetchall()
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
@@ -245,23 +245,23 @@ class Index:
 
     def abouts(self) -> list[tuple[str | None, int, int]] | None:
         """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without one."""
-        asked = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
+        query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guarded():
             connection = self._opened()
             if connection is not None:
-                return connection.execute(asked).fetchall()
+                return connection.execute(query).fetchall()
         return None
 
     def undescribed(self, also: str = "") -> list[Stored]:
         """Return the entries without a description, and those whose text is like ``also``."""
-        asked = (
+        query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
         )  # fmt: skip
         with self._guarded():
             connection = self._opened()
             if connection is not None:
-                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(asked, (also,))]
+                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(query, (also,))]
         return []
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
@@ -298,9 +298,9 @@ class Index:
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
                 return self._connection
             self._forget()
-            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+            is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
             # The folder is asked, not the file: closing any descriptor of the file would end SQLite's locks on it.
-            if not self._folder.trust.private or not own or not is_on_one_host(self._folder.root):
+            if not self._folder.trust.private or not is_own or not is_on_one_host(self._folder.root):
                 return None
         except OSError:
             self._forget()
@@ -389,8 +389,8 @@ class Index:
             else:
                 number = None if about is None else self._about(connection, about)
                 self._replace(connection, key, status.st_size, status.st_mtime_ns, number)
-            asked = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
-            connection.execute(asked, (*after, key[0], *before))
+            statement = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
+            connection.execute(statement, (*after, key[0], *before))
 
     @contextlib.contextmanager
     def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
@@ -445,23 +445,23 @@ class Index:
         return False
 
     def _rows(self, connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
-        asked = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
-        return {number: (rest, size, used) for number, rest, size, used in connection.execute(asked, _numbers_of(folder))}
+        query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
+        return {number: (rest, size, used) for number, rest, size, used in connection.execute(query, _numbers_of(folder))}
 
     def _write(self, connection: sqlite3.Connection, folder: int, listing: Listing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
         """Write what differs between a listing and the rows of its folder; return False if the rows have changed meanwhile."""
-        there = listing.entries
-        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - there.keys()])
+        entries = listing.entries
+        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
         connection.executemany(
             "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
             "about = CASE WHEN (rest, size) = (excluded.rest, excluded.size) THEN about END, "
             "rest = excluded.rest, size = excluded.size, used = excluded.used",
-            [(number, *row) for number, row in there.items() if rows.get(number) != row],
+            [(number, *row) for number, row in entries.items() if rows.get(number) != row],
         )
         block = self._folder.block
-        asked = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
-        totals = tuple(map(int, connection.execute(asked, (block, block, block, *_numbers_of(folder))).fetchone()))
-        same = totals[:2] == (len(there), sum(size for _, size, _ in there.values()))
+        query = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
+        totals = tuple(map(int, connection.execute(query, (block, block, block, *_numbers_of(folder))).fetchone()))
+        same = totals[:2] == (len(entries), sum(size for _, size, _ in entries.values()))
         connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *(listing.state if same else (0, 0)), *totals))
         return same
 
@@ -481,8 +481,8 @@ class Index:
             self._count(connection, key[0], -1, -row[0], -self._folder.cost(row[0]))
 
     def _count(self, connection: sqlite3.Connection, folder: int, *changes: int) -> None:
-        asked = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
-        connection.execute(asked, (*changes, folder))
+        statement = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
+        connection.execute(statement, (*changes, folder))
 
     def _note(self, connection: sqlite3.Connection, name: str) -> int:
         row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()

@@ -125,7 +125,7 @@ def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, Us
     because a chain is put from its first chunk on: those of dead writers before recorded entries, the others after.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
-    there = {key for key, _ in entries}
+    present = {key for key, _ in entries}
     lost = [key for put_ns, key in unnamed if put_ns < now_ns - GRACE_NS]
     fresh = [key for put_ns, key in unnamed if put_ns >= now_ns - GRACE_NS]
-    return lost + [key for key in last if key in there] + fresh
+    return lost + [key for key in last if key in present] + fresh

@@ -72,11 +72,11 @@ class Leases:
 
     def release(self, keys: Iterable[bytes]) -> None:
         """End the leases of ``keys``, which are stored now or will not be, and those that have expired."""
-        gone = set(keys)
+        released = set(keys)
         now = time.monotonic()
         with self._lock:
             self._forget_parents()
-            ended = [key for key, (_, _, since) in self._held.items() if key in gone or now - since > self._seconds]
+            ended = [key for key, (_, _, since) in self._held.items() if key in released or now - since > self._seconds]
             leases = [self._held.pop(key)[0] for key in ended]
         for lease in leases:
             lease.release()

@@ -120,9 +120,9 @@ class Loader:
         """Return, for each chunk key, True if the states after it are stored here and, judging by their front, readable."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
-        result = [there and key in self._known for key, there in zip(keys, present, strict=True)]
-        asked = [at for at, there in enumerate(present) if there and not result[at]]
-        for at, data in zip(asked, self._backend.peek_each([keys[at] for at in asked], front=True), strict=True):
+        result = [is_present and key in self._known for key, is_present in zip(keys, present, strict=True)]
+        requested = [at for at, is_present in enumerate(present) if is_present and not result[at]]
+        for at, data in zip(requested, self._backend.peek_each([keys[at] for at in requested], front=True), strict=True):
             with suppress(*FAULTS):
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
@@ -136,13 +136,13 @@ class Loader:
         A front is read once; a damaged entry is removed.
         """
         result = [key in self._known for key in keys]
-        asked = [at for at, key in enumerate(keys) if not result[at] and key not in self._doubted]
+        requested = [at for at, key in enumerate(keys) if not result[at] and key not in self._doubted]
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
-        for begin in range(0, len(asked), at_once):
-            part = asked[begin : begin + at_once]
+        for begin in range(0, len(requested), at_once):
+            part = requested[begin : begin + at_once]
             for at, data in zip(part, self._backend.peek_each([keys[at] for at in part], front=True), strict=True):
                 result[at] = data is not None and self._opens(keys[at], numbers[at], data)
-        self._know([keys[at] for at in asked if result[at]])
+        self._know([keys[at] for at in requested if result[at]])
         return result
 
     def _opens(self, key: bytes, number: int, data: Data) -> bool:

@@ -63,8 +63,8 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
         tier = place if isinstance(place, Tier) else Tier(place)
         if isinstance(tier.location, (list, tuple)):
             raise InvalidParameter("a tier is a list of tiers, expected one location")
-        own = Counters(counters)
-        tiers.append((open_backend(tier.location, own, form, tier, looking=looking), own))
+        tier_counters = Counters(counters)
+        tiers.append((open_backend(tier.location, tier_counters, form, tier, looking=looking), tier_counters))
     return Tiers(tiers, counters, write_back=write_back)
 
 
@@ -142,6 +142,6 @@ def _folder(location: Any) -> str:
             )
         path = unquote(parts.path)
     if not path or "\0" in path:
-        why = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
-        raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {why}")
+        reason = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
+        raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {reason}")
     return path

@@ -148,7 +148,7 @@ class ObjectStore(OneTier):
         put = in_parallel(lambda place: self._put(chain[place], entries[place]), places, PUTS)
         stored = [*put, *[False] * (len(sizes) - fitting)]
         if True in stored:
-            last = max(place for place, there in zip(entries, stored, strict=True) if there)
+            last = max(place for place, success in zip(entries, stored, strict=True) if success)
             self.touch(chain[: last + 1], now_ns)
             if self._ttl is not None:
                 # What no record names does not expire.
@@ -160,10 +160,10 @@ class ObjectStore(OneTier):
         """Put an entry whose bytes are reserved; return True if a readable one exists now."""
         name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.ask("put", lambda: self._objects.put_new(name, data), None)
-        there = Kind.READABLE
+        kind = Kind.READABLE
         if new is False:
-            there = self._kind(name) or Kind.FOREIGN
-            if there is Kind.JUNK:
+            kind = self._kind(name) or Kind.FOREIGN
+            if kind is Kind.JUNK:
                 # Not an entry: no store can read it, whichever program put it there.
                 new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
@@ -173,7 +173,7 @@ class ObjectStore(OneTier):
             self._release(len(data))
         if new is None:
             return False
-        if there is Kind.FOREIGN:
+        if kind is Kind.FOREIGN:
             self._counters.add("refused_chunks")
             return False
         return True
@@ -245,12 +245,12 @@ class ObjectStore(OneTier):
         new: bool | None = self._guard.ask("lease", lambda: self._objects.put_new(name, token), None)
         if new is False:
             # No clock is shared: a lease has ended when it was seen for so long.
-            there = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
+            holder = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
             seen = self._seen.get(key)
-            if there is None or seen is None or seen[0] != bytes(there):
+            if holder is None or seen is None or seen[0] != bytes(holder):
                 if len(self._seen) >= _SEEN:
                     self._seen.clear()
-                self._seen[key] = bytes(there or b""), time.monotonic()
+                self._seen[key] = bytes(holder or b""), time.monotonic()
                 return None
             # Before whoever waits for it gives up.
             if time.monotonic() - seen[1] < max(seconds / 2, seconds - _EARLY_SECONDS):
@@ -343,8 +343,8 @@ class ObjectStore(OneTier):
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
-        there = {key for key, _, _ in entries}
-        kept = merged({key: use for key, use in self._last_uses(records).items() if key in there}, time.time_ns())
+        present = {key for key, _, _ in entries}
+        kept = merged({key: use for key, use in self._last_uses(records).items() if key in present}, time.time_ns())
         if len(kept) < len(records) and all(in_parallel(lambda name: self._put_record(name, kept[name]), kept, PUTS)):
             list(in_parallel(self._remove, [name for name, _, _ in records], REQUESTS))
 
@@ -435,7 +435,7 @@ class ObjectStore(OneTier):
     def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries and return those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
-        return {key for key, gone in zip(keys, removed, strict=True) if gone}
+        return {key for key, success in zip(keys, removed, strict=True) if success}
 
     def _remove(self, name: str) -> bool:
         return self._guard.ask("delete", lambda: self._objects.remove(name), False)
@@ -449,8 +449,8 @@ class _ObjectLease:
 
     def release(self) -> None:
         objects, guard = self._store._objects, self._store._guard
-        mine = guard.ask("lease", lambda: objects.read_beginning(self._name, len(self._token)), None)
-        if mine is not None and bytes(mine) == self._token:
+        token = guard.ask("lease", lambda: objects.read_beginning(self._name, len(self._token)), None)
+        if token is not None and bytes(token) == self._token:
             guard.ask("lease", lambda: objects.remove(self._name), False)
 
 

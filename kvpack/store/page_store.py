@@ -159,7 +159,7 @@ class PageStore:
         stored = self._backend.present_each(chain[first:])
         self._counters.add("saves")
         self._counters.add("present_chunks", sum(stored))
-        missing = [number for number, there in enumerate(stored) if not there]
+        missing = [number for number, ok in enumerate(stored) if not ok]
         now = time.time_ns()
         if len(missing) < len(chain):
             self._backend.touch([name for number, name in enumerate(chain) if number < first or stored[number - first]], now)
@@ -168,8 +168,8 @@ class PageStore:
             numbers = missing[begin : begin + at_once]
             rows = self._encoded(numbers, keys, parts, chain[first:])
             results = self._backend.put_all(chain, {first + number: row for number, row in rows.items()}, now) if rows else []
-            for number, there in zip(rows, results, strict=True):
-                stored[number] = there
+            for number, ok in zip(rows, results, strict=True):
+                stored[number] = ok
             if results and not results[-1]:
                 break
         return stored
@@ -210,7 +210,7 @@ class PageStore:
         with self._counters.timed("load"):
             for begin in range(0, len(keys), at_once):
                 self._get(range(begin, min(begin + at_once, len(keys))), names, keys, parts, loaded, now)
-            chain = [name for name, there in zip(names, loaded, strict=True) if there]
+            chain = [name for name, ok in zip(names, loaded, strict=True) if ok]
             if len(keys) > at_once and chain:
                 # Noted part by part, pages were used after those that they continue.
                 self._backend.touch(chain, now)

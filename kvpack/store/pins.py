@@ -38,9 +38,11 @@ class Pins:
         pieces = [memoryview(hold_bytes(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
-            durable, own = self._folder.durable, self._folder.trust.own
+            durable, take_ownership = self._folder.durable, self._folder.trust.own
             # Not among the unfinished entries, which count towards the budget.
-            write_file(self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=own)
+            write_file(
+                self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=take_ownership
+            )
         except (OSError, KvpackError) as error:
             self._counters.fault("pin", error)
             return False

@@ -41,7 +41,7 @@ class PrefixStates:
             start = max(0, stop - _AT_ONCE)
             result = self._backend.present_each([states_key(key) for key in keys[start:stop]])
             if any(result):
-                return keys[: start + max(at for at, there in enumerate(result, 1) if there)]
+                return keys[: start + max(at for at, is_present in enumerate(result, 1) if is_present)]
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
@@ -71,8 +71,8 @@ class PrefixStates:
         ends = {position: end for position, end in ends.items() if end <= len(chain)}
         opens = self._loader.opens_states([chain[end - 1] for end in ends.values()])
         last = 0
-        for (position, end), there in zip(ends.items(), opens, strict=True):
-            if there or self._put(states[position], chain[:end], position, now_ns):
+        for (position, end), opens_it in zip(ends.items(), opens, strict=True):
+            if opens_it or self._put(states[position], chain[:end], position, now_ns):
                 last = position
         if opens and opens[-1]:
             # Those that the next prompt resumes from, after their chain: they are evicted before any chunk of it.

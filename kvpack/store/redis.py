@@ -85,7 +85,7 @@ class Redis(OneTier):
         self._count = Count(self._client, counters)
 
     def present(self, keys: Sequence[bytes]) -> int:
-        return next((number for number, there in enumerate(self.present_each(keys)) if not there), len(keys))
+        return next((number for number, is_present in enumerate(self.present_each(keys)) if not is_present), len(keys))
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         return [self._form.kind(front, size) is Kind.READABLE for size, front in self._looked(keys)]
@@ -115,9 +115,9 @@ class Redis(OneTier):
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
         result: list[Found | None] = [None] * len(keys)
-        asked = [number for number, tier in enumerate(beyond) if tier < 0]
+        requested = [number for number, tier in enumerate(beyond) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
-        for part in _parts(asked, at_once):
+        for part in _parts(requested, at_once):
             values = self._client.ask_all("get", [(data(max_bytes + 1), "GETRANGE", ENTRY + keys[number], 0, max_bytes) for number in part])
             for number, value in zip(part, values, strict=False):
                 result[number] = Found(value, 0) if value else None
@@ -132,10 +132,10 @@ class Redis(OneTier):
         result: list[Data | None] = [None] * len(keys)
         for part in _parts(range(len(keys)), _KEYS_AT_ONCE):
             sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[number]) for number in part])
-            there = {number: size for number, size in zip(part, sizes, strict=False) if self._takes(keys[number], size or 0)}
-            for group in _batches(there, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
+            present = {number: size for number, size in zip(part, sizes, strict=False) if self._takes(keys[number], size or 0)}
+            for group in _batches(present, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
-                    results = self._fetched([keys[number] for number in group], [there[number] for number in group])
+                    results = self._fetched([keys[number] for number in group], [present[number] for number in group])
                     for number, entry in zip(group, results, strict=False):
                         result[number] = entry
                     # The entry after those found has changed since, or there was no answer.
@@ -153,8 +153,8 @@ class Redis(OneTier):
             long = [number for number, end in enumerate(ends) if end > _FRONT_BYTES]
             rests: list[bytes | None] = []
             for group in _batches({n: ends[n] - _FRONT_BYTES for n in long}, len(part), _BYTES_AT_ONCE):
-                asked = [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
-                answers = self._client.ask_all("get", asked)
+                commands = [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
+                answers = self._client.ask_all("get", commands)
                 rests += answers or [None] * len(group)
             parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
             parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=True)}
@@ -381,9 +381,9 @@ class Redis(OneTier):
                 break
             sizes, fronts, counted = answers[::3], answers[1::3], answers[2::3]
             result += [(size or 0, front or b"") for size, front in zip(sizes, fronts, strict=True)]
-            gone = [key for key, size, known in zip(part, sizes, counted, strict=True) if size == 0 and known]
-            if gone:
-                self._counters.add("vanished_entries", self._client.call("forget", b"".join(gone)) or 0)
+            missing = [key for key, size, known in zip(part, sizes, counted, strict=True) if size == 0 and known]
+            if missing:
+                self._counters.add("vanished_entries", self._client.call("forget", b"".join(missing)) or 0)
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
@@ -395,20 +395,20 @@ class Redis(OneTier):
         ]
         result: list[bytearray] = []
         for group in _batches({at: stop - begin for at, (_, begin, stop) in enumerate(ranges)}, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
-            asked = [ranges[at] for at in group]
+            requests = [ranges[at] for at in group]
             commands: list[Command] = [
-                (data(stop - begin), "GETRANGE", ENTRY + keys[number], begin, stop - 1) for number, begin, stop in asked
+                (data(stop - begin), "GETRANGE", ENTRY + keys[number], begin, stop - 1) for number, begin, stop in requests
             ]
             values = self._client.ask_all("get", commands)
-            for (number, begin, stop), value in zip(asked, values, strict=False):
+            for (number, begin, stop), value in zip(requests, values, strict=False):
                 if value is None or len(value) != stop - begin:
                     return result[:number]
                 if not begin:
                     result.append(bytearray(value))
                 else:
                     result[number] += value
-            if len(values) < len(asked):
-                return result[: asked[len(values)][0]]
+            if len(values) < len(requests):
+                return result[: requests[len(values)][0]]
         return result
 
     def _most(self) -> int | str:

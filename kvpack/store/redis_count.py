@@ -88,8 +88,8 @@ class Count:
             if answer is None or answer[0] == self._cursor != _BEGIN:
                 self._phase, self._cursor = 0, _BEGIN
                 return False
-            self._cursor, gone = answer
-            self._counters.add("vanished_entries", gone)
+            self._cursor, lost = answer
+            self._counters.add("vanished_entries", lost)
             if self._cursor == _BEGIN:
                 self._phase += 1
             elif time.monotonic() > deadline:

@@ -65,8 +65,8 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
 
-    on_cpu = ({name: state.cpu().contiguous() for name, state in own.items()} for own in states)
-    layers = tuple(Layer(None, None, states=MappingProxyType(own)) for own in on_cpu)
+    on_cpu = ({name: state.cpu().contiguous() for name, state in layer.items()} for layer in states)
+    layers = tuple(Layer(None, None, states=MappingProxyType(layer)) for layer in on_cpu)
     contents, arrays = files.stored(Cache(layers, recipe, model, position))
     feature = states_key(chunk) + chunk + payload_digest(contents, arrays)
     return container.pieces(replace(contents, ignorable={**contents.ignorable, FEATURE: feature}), arrays)

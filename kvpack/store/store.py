@@ -216,7 +216,7 @@ class Store:
         digests = check_inputs(inputs, ids, self.chunk)
         check_ids(cache, ids)
         check_length(cache, self._longest)
-        asked = chunk_keys(self._root, ids, self.chunk, digests)
+        requested = chunk_keys(self._root, ids, self.chunk, digests)
         packed = min((layer.skipped + side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
         states: StatesAt = {}
         if self._states is not None:
@@ -239,7 +239,7 @@ class Store:
                 return stored if self._stored.put(time.time_ns()) else 0
         finally:
             if self._leases is not None:
-                self._leases.release(asked)
+                self._leases.release(requested)
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
         """Store the whole chunks of ``ids`` and the ``states`` after some of them; return the number of tokens now stored."""

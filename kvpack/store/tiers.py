@@ -59,9 +59,11 @@ class Tiers:
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         result = [False] * len(keys)
         for backend in self._backends:
-            missing = [number for number, there in enumerate(result) if not there]
-            for number, there in zip(missing, backend.present_each([keys[number] for number in missing]) if missing else (), strict=True):
-                result[number] = there
+            missing = [number for number, is_present in enumerate(result) if not is_present]
+            for number, is_present in zip(
+                missing, backend.present_each([keys[number] for number in missing]) if missing else (), strict=True
+            ):
+                result[number] = is_present
         return result
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
@@ -86,7 +88,7 @@ class Tiers:
         for tier, (backend, counts) in enumerate(zip(self._backends, self._tier_counters, strict=True)):
             counts.add("hit_chunks", sum(entry.tier == tier for entry in found))
             lower = {first + number: [memoryview(entry.data)] for number, entry in enumerate(found) if entry.tier > tier}
-            promoted |= {place for place, there in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if there}
+            promoted |= {place for place, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
         self._counters.add("promoted_chunks", len(promoted))
         # Noting parts of a chain one by one would leave an ancestor older than its descendants.
         self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
@@ -111,17 +113,17 @@ class Tiers:
         stored = [*self._put_in(waited_for, chain, entries, now_ns)]
         if self._write_back is not None:
             refused = {}
-            for (place, pieces), there in zip(entries.items(), stored, strict=True):
-                if there:
+            for (place, pieces), ok in zip(entries.items(), stored, strict=True):
+                if ok:
                     self._write_back.add(chain[: place + 1], b"".join(pieces), now_ns)
                 else:
                     refused[place] = pieces
             # The first tier does not have these, so the others get them at once.
             late = dict(zip(refused, self._put_in(self._backends[1:], chain, refused, now_ns), strict=True))
-            stored = [there or late.get(place, False) for place, there in zip(entries, stored, strict=True)]
+            stored = [ok or late.get(place, False) for place, ok in zip(entries, stored, strict=True)]
         sizes = [sum(map(len, pieces)) for pieces in entries.values()]
         self._counters.add("saved_chunks", sum(stored))
-        self._counters.add("saved_bytes", sum(size for size, there in zip(sizes, stored, strict=True) if there))
+        self._counters.add("saved_bytes", sum(size for size, ok in zip(sizes, stored, strict=True) if ok))
         self._counters.add("refused_chunks", len(stored) - sum(stored))
         return stored
 

@@ -86,10 +86,12 @@ def export_prefix(
         if data is None:
             raise MissingFile(f"entry {states.stored.key.hex()} is gone")
         clear, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
-        own = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
-        if len(own) != len(cache):
-            raise InvalidHeader(f"entry {states.stored.key.hex()}: has the states of {len(own)} layers, but the prefix has {len(cache)}")
-        cache = replace(cache, layers=with_states(cache.layers, own))
+        end_states = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
+        if len(end_states) != len(cache):
+            raise InvalidHeader(
+                f"entry {states.stored.key.hex()}: has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
+            )
+        cache = replace(cache, layers=with_states(cache.layers, end_states))
     contents, arrays = files.stored(cache)
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
@@ -127,8 +129,8 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return Exported(identity, _listed(ids), cache, digests, chunk)
-    own = Inputs.from_features(header.ignorable, tokens=header.tokens)
-    data = (b"" if own is None else own.token_ids) if tokens is None else _ids_of(tokens)
+    inputs = Inputs.from_features(header.ignorable, tokens=header.tokens)
+    data = (b"" if inputs is None else inputs.token_ids) if tokens is None else _ids_of(tokens)
     if not data:
         raise InvalidParameter(f"{file.where}: contains no token ids; give them as a JSON array with --tokens")
     if tokens is None and len(data) != cache.tokens * ID_BYTES:

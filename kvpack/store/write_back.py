@@ -55,11 +55,11 @@ class WriteBack:
     def forget(self, keys: Iterable[bytes]) -> None:
         """Stop writing ``keys``: drop queued ones, and wait for one that is being written."""
         self._begin_in_child()
-        gone = set(keys)
+        forgotten = set(keys)
         with self._changed:
-            for key in gone & set(self._queue):
+            for key in forgotten & set(self._queue):
                 self._bytes -= len(self._queue.pop(key)[1])
-            while self._writing in gone:
+            while self._writing in forgotten:
                 self._changed.wait()
             self._changed.notify_all()
 
@@ -77,14 +77,14 @@ class WriteBack:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        mine = threading.current_thread()
+        thread = threading.current_thread()
         while True:
             with self._changed:
                 self._writing = None
                 self._changed.notify_all()
-                while not self._queue and self._thread is mine:
+                while not self._queue and self._thread is thread:
                     self._changed.wait()
-                if self._thread is not mine:
+                if self._thread is not thread:
                     return
                 self._writing, (chain, data, now_ns) = self._queue.popitem(last=False)
             try:

@@ -27,10 +27,10 @@ def balanced_of_all(
 
     ``progress`` counts the layers.
     """
-    made = {}
+    fitted = {}
     for layer, moments in enumerate(found):
         queries = moments.queries / moments.rows
-        made[layer] = BalancedKeys(
+        fitted[layer] = BalancedKeys(
             frames_of(moments.keys / moments.tokens, queries).to(torch.float32),
             frames_of(moments.pages / moments.tokens, queries).to(torch.float32),
             queries.to(torch.float32),
@@ -39,7 +39,7 @@ def balanced_of_all(
         )
         if progress:
             progress(layer + 1, len(found))
-    return made
+    return fitted
 
 
 def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> 
     The error is proportional to the size of keys in the frame, and its cost per unit to that of queries.
     """
     inverse = torch.linalg.inv(frames)
-    own = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
-    return own / (_trace(keys) * _trace(queries))
+    cost = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
+    return cost / (_trace(keys) * _trace(queries))
 
 
 def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
@@ -69,15 +69,15 @@ def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[s
 
     Costs are those of ``cost_of``, averaged over layers and heads. The frames of a basis are fitted to both halves.
     """
-    own, other = [], []
+    own_costs, other = [], []
     for pair in halves:
         if not all(one.tokens for one in pair):
             return None
         moments = [(one.keys / one.tokens, one.queries / one.rows) for one in pair]
         frames = [frames_of(*one) for one in moments]
-        own += [cost_of(made, *given) for made, given in zip(frames, moments, strict=True)]
-        other += [cost_of(made, *given) for made, given in zip(frames, reversed(moments), strict=True)]
-    return {"own": float(torch.cat(own).mean()), "other": float(torch.cat(other).mean())}
+        own_costs += [cost_of(frame, *given) for frame, given in zip(frames, moments, strict=True)]
+        other += [cost_of(frame, *given) for frame, given in zip(frames, reversed(moments), strict=True)]
+    return {"own": float(torch.cat(own_costs).mean()), "other": float(torch.cat(other).mean())}
 
 
 def _ridged(moments: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,9 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
     The added costs are proportional to them, so that a model with larger keys and smaller queries in a channel is coded the same way.
     """
-    own = cost.diagonal(dim1=-2, dim2=-1)
-    least = MIN_CHANNEL * own.mean()
-    return own + least if least > 0 else torch.ones_like(own)
+    diagonal = cost.diagonal(dim1=-2, dim2=-1)
+    least = MIN_CHANNEL * diagonal.mean()
+    return diagonal + least if least > 0 else torch.ones_like(diagonal)
 
 
 def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> dict[str, torch.Tensor]:
@@ -92,8 +92,8 @@ def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> 
         losses[name] = float((cost * covariance).sum())
     floors = {}
     for name, size in sizes.items():
-        own = [loss for other, loss in losses.items() if other.split(".")[1] == name.split(".")[1]]
-        floors[name] = shapes[name] * (least * sum(own) / len(own) / size if size > 0 else 0.0)
+        losses_of_kind = [loss for other, loss in losses.items() if other.split(".")[1] == name.split(".")[1]]
+        floors[name] = shapes[name] * (least * sum(losses_of_kind) / len(losses_of_kind) / size if size > 0 else 0.0)
     return floors
 
 

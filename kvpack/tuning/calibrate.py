@@ -170,11 +170,11 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
     only = settings.balanced_only
     if only and (settings.score is not None or settings.scope is not None):
         raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
-    usual, most = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
+    usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
     tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, most_positions)
     score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(words.ids) // window_ids(tokens, words)
-    windows = min(most, room) if settings.windows is None else settings.windows
+    windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
         check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")

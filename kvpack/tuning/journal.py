@@ -75,22 +75,22 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
 
     Raises MissingFile if it cannot be read, and InvalidParameter if it is not a journal or belongs to other windows.
     """
-    made = Journal(path, identity(exact))
+    journal = Journal(path, identity(exact))
     if path is None or not os.path.lexists(path):
-        return made
+        return journal
     try:
         content = read_json(path, MAX_JOURNAL_BYTES, "a file of measurements")
     except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
         raise InvalidParameter(f"{path}: contains no measurements of kvpack tune; name a new file or remove it")
-    if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, made.of):
+    if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.of):
         raise InvalidParameter(
             f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "
             "name a new file or remove it"
         )
-    made.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
-    return made
+    journal.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
+    return journal
 
 
 def _loss(path: str, recipe: str, found: Any, windows: int) -> Loss:

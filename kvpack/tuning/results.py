@@ -28,7 +28,7 @@ def results(
     """
     layers = len(search.priced.places) // 2
     exact, losses = held_out
-    result, plain = (None if it is None else losses[recipe_text(it.allocation)] for it in (tuned, uniform))
+    result, plain = (None if allocation is None else losses[recipe_text(allocation.allocation)] for allocation in (tuned, uniform))
     return {
         "tuned": _row(tuned, search, exact, losses),
         "uniform": None if uniform is None else _row(uniform, search, exact, losses),
@@ -37,13 +37,13 @@ def results(
         "attendable": all(map(attendable, tuned.allocation.values())),
         "measured": [
             {
-                "what": it.what,
-                "recipe": recipe_text(it.allocation),
-                "attendable": all(map(attendable, it.allocation.values())),
-                "bits_per_value": it.loss.bits_per_value,
-                "kl_divergence": it.loss.kl_divergence,
+                "what": allocation.what,
+                "recipe": recipe_text(allocation.allocation),
+                "attendable": all(map(attendable, allocation.allocation.values())),
+                "bits_per_value": allocation.loss.bits_per_value,
+                "kl_divergence": allocation.loss.kl_divergence,
             }
-            for it in search.measured
+            for allocation in search.measured
         ],
         "sensitivities": [
             {"layer": layer, "side": side, "codec": codec, "bytes": search.priced.stream_bytes((layer, side), codec), "kl_divergence": loss}
@@ -51,9 +51,9 @@ def results(
             for codec, loss in of.items()
         ],
         "left_out": [
-            {"layer": layer, "side": side, "codec": codec, "why": why}
+            {"layer": layer, "side": side, "codec": codec, "why": reason}
             for (layer, side), of in search.priced.left_out.items()
-            for codec, why in of.items()
+            for codec, reason in of.items()
         ],
     }
 
@@ -64,7 +64,7 @@ def _row(found: Measurement, search: Search, exact: list[float], losses: dict[st
         "recipe": recipe,
         "bits_per_value": found.loss.bits_per_value,
         "bytes": found.loss.bytes // len(search.windows.exact),
-        "searched": _losses(found.loss, [it.loss for it in search.windows.exact]),
+        "searched": _losses(found.loss, [window.loss for window in search.windows.exact]),
         "held_out": _losses(losses[recipe], exact),
     }
 

@@ -167,8 +167,8 @@ class Statistics:
             known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
             gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
             depends |= any(bool(one.any()) for part in gradients for pair in part for one in pair)
-            for number, own in enumerate(zip(*gradients, strict=True)):
-                for side, views in self._views(number, own, framing):
+            for number, layer_gradients in enumerate(zip(*gradients, strict=True)):
+                for side, views in self._views(number, layer_gradients, framing):
                     _add(self.costs, side, torch.stack([_squares(view, ~raw[number][:first]) for view in views]))
         _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device="cpu")
@@ -185,9 +185,9 @@ class Statistics:
             return
         for number, part in enumerate(of_layers):
             assert part is not None
-            own = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
+            key_moments = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
             for name in MOMENTS:
-                _add(self.moments, f"{number}.{window % 2}.{name}", getattr(own, name))
+                _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
         """Return the moments of both halves of the windows, by layer; None without any, and zeros for a half without windows."""
@@ -198,8 +198,8 @@ class Statistics:
 
     def _moments(self, layer: int, half: int) -> KeyMoments:
         first = {name: self.moments[f"{layer}.0.{name}"] for name in MOMENTS}
-        own = (self.moments.get(f"{layer}.{half}.{name}") for name in MOMENTS)
-        return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, own, strict=True)))
+        tensors = (self.moments.get(f"{layer}.{half}.{name}") for name in MOMENTS)
+        return KeyMoments(*(torch.zeros_like(first[name]) if part is None else part for name, part in zip(MOMENTS, tensors, strict=True)))
 
     @staticmethod
     def _views(

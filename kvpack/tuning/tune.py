@@ -143,7 +143,9 @@ def run(
             tuned, uniform = (fast if quick else by_widths if widths else thorough)(search)
         finally:
             journal.write()
-        held_out = read_once(searched, kept, sizes.score, [recipe_text(it.allocation) for it in (tuned, uniform) if it is not None])
+        held_out = read_once(
+            searched, kept, sizes.score, [recipe_text(measured.allocation) for measured in (tuned, uniform) if measured is not None]
+        )
         report = {
             "model": name,
             "text": words.name,

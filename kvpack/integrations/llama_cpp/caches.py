@@ -139,12 +139,12 @@ def export_slot(
     where = path_text(path)
     _check_origin(cache)
     windows = windows_of(windows, len(cache))
-    said = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
-    if said[_WINDOWED] not in (None, len(windows)):
-        raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {said[_WINDOWED]} with sliding windows")
-    transposed = _setting("transposed", said[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
-    streams = _setting("streams", said[_STREAMS] if streams is None else streams, 1, 256)
-    sequence = _setting("sequence", said[_SEQUENCE] or 0, 0, 255)
+    metadata = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
+    if metadata[_WINDOWED] not in (None, len(windows)):
+        raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
+    transposed = _setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
+    streams = _setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
+    sequence = _setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
     kinds, opaque = _quantized(cache, dtype), has_opaque_layers(cache, dtype)
     # The states of an opaque slot are those after its last token, before which the cache has none.
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
@@ -180,7 +180,7 @@ def export_slot(
         positions = np.arange(tokens - (count or 0), tokens, dtype=np.int32)
         sections.append(Section(streams, sequence, positions, transposed, *(tuple(block for block, _ in side) for side in both)))
     data = [[values for _, values in (*keys, *values)] for keys, values in sides]
-    form = SERVER if said[_IDS] == SERVER else LIST
+    form = SERVER if metadata[_IDS] == SERVER else LIST
     return write_file(where, pieces(StateFile(ids, form, tuple(sections)), data))
 
 
@@ -262,13 +262,13 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
 
     Raises InvalidParameter for another dtype.
     """
-    said = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
-    keys, _, values = said.partition(_KINDS)
+    dtype_name = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
+    keys, _, values = dtype_name.partition(_KINDS)
     if not {keys, values} & QUANTIZED.keys():
         return None, None
     if dtype is not None or not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, but the cache holds {said!r} of llama.cpp, which are written back unchanged: omit dtype"
+            f"dtype is {dtype!r}, but the cache holds {dtype_name!r} of llama.cpp, which are written back unchanged: omit dtype"
         )
     return keys, values or None
 
@@ -314,8 +314,8 @@ def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
 
 def _setting(name: str, value: object, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        what = f"{name} is {value!r:.40}" if value is not None else f"the cache's metadata does not have {name}: pass {name}="
-        raise InvalidParameter(f"{what}, expected an integer from {least} to {most}")
+        problem = f"{name} is {value!r:.40}" if value is not None else f"the cache's metadata does not have {name}: pass {name}="
+        raise InvalidParameter(f"{problem}, expected an integer from {least} to {most}")
     return value
 
 

@@ -179,9 +179,9 @@ def _check_front(reader: Reader) -> None:
         raise InvalidParameter(f"{reader.where}: is not a sequence state of llama.cpp: it has only {reader.size} bytes")
     magic, version = reader.numbers("II", "its magic and version")
     if magic != _MAGIC:
-        what = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
+        problem = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
         raise InvalidParameter(
-            f"{reader.where}: {what}, but a sequence state of llama.cpp begins with {_MAGIC:#010x} ('ggsq'): "
+            f"{reader.where}: {problem}, but a sequence state of llama.cpp begins with {_MAGIC:#010x} ('ggsq'): "
             "save it with llama_state_seq_save_file, or a slot with llama-server"
         )
     if version != _VERSION:

@@ -64,10 +64,10 @@ class Accounts:
     def deleted(self, keys: Iterable[Any]) -> None:
         """Report the ``keys`` that are gone, including those that another process stored."""
         with self._lock:
-            asked = [*keys]
-            gone = [key for key, there in zip(asked, self._there(asked), strict=True) if not there]
-            if gone:
-                self._adapter._notify_keys_deleted(gone, [self._told.pop(key, 0) for key in gone])
+            names = [*keys]
+            missing = [key for key, present in zip(names, self._there(names), strict=True) if not present]
+            if missing:
+                self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def missed(self, keys: Iterable[Any]) -> None:
         """Report those of ``keys`` that were reported as stored and are gone."""
@@ -244,10 +244,10 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         names = [key_bytes(key) for key in keys]
         for store in self._opened():
             before = store.counters()["faults"]
-            there = store.present(names)
+            present = store.present(names)
             if store.counters()["faults"] != before:
                 return [True] * len(keys)
-            result = [old or new for old, new in zip(result, there, strict=True)]
+            result = [old or new for old, new in zip(result, present, strict=True)]
         return result
 
     def _check_location(self) -> None:
@@ -285,9 +285,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
         def put(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
             names = [key_bytes(keys[number]) for number in numbers]
-            there = store.present(names)
+            present = store.present(names)
             stored = store.put(names, pages, [0] * len(names))
-            new.update({keys[n]: store.codec.nbytes for n, good, old in zip(numbers, stored, there, strict=True) if good and not old})
+            new.update({keys[n]: store.codec.nbytes for n, good, old in zip(numbers, stored, present, strict=True) if good and not old})
             return stored
 
         stored = self._each("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
@@ -305,7 +305,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return store.present([key_bytes(keys[number]) for number in numbers])
 
         result = self._each("lookup", keys, store_of, find)
-        self._accounts.missed([key for key, there in zip(keys, result, strict=True) if not there])
+        self._accounts.missed([key for key, present in zip(keys, result, strict=True) if not present])
         return _bitmap(result)
 
     def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
@@ -313,8 +313,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return store.get_into([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
 
         loaded = self._each("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
-        self._notify_keys_accessed([key for key, there in zip(keys, loaded, strict=True) if there])
-        self._accounts.missed([key for key, there in zip(keys, loaded, strict=True) if not there])
+        self._notify_keys_accessed([key for key, success in zip(keys, loaded, strict=True) if success])
+        self._accounts.missed([key for key, success in zip(keys, loaded, strict=True) if not success])
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, given: Any) -> tuple[PageStore, PageBuffer]:
@@ -374,9 +374,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
 
-def _bitmap(found: list[bool]) -> Any:
-    bitmap = Bitmap(len(found))
-    for number, there in enumerate(found):
-        if there:
+def _bitmap(flags: list[bool]) -> Any:
+    bitmap = Bitmap(len(flags))
+    for number, flag in enumerate(flags):
+        if flag:
             bitmap.set(number)
     return bitmap

@@ -142,19 +142,19 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         hits: dict[Any, int] = {"kv": pages} if pages else {}
         usable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            there = self._pools[_name(transfer.name)].store.present(_bytes(keys[:pages]))
+            present = self._pools[_name(transfer.name)].store.present(_bytes(keys[:pages]))
             match _name(transfer.hit_policy):
                 case "all_pages":
-                    most = sum(1 for _ in takewhile(bool, there))
-                    possible = set(range(1, most + 1))
+                    longest = sum(1 for _ in takewhile(bool, present))
+                    possible = set(range(1, longest + 1))
                 case "trailing_pages":
                     last = max(1, len(transfer.keys or ()))
-                    possible = {count for count in range(1, pages + 1) if all(there[max(0, count - last) : count])}
-                    most = max(possible, default=0)
+                    possible = {count for count in range(1, pages + 1) if all(present[max(0, count - last) : count])}
+                    longest = max(possible, default=0)
                 case policy:
                     raise InvalidParameter(f"the pool {transfer.name} has the hit policy {policy!r}, expected all_pages or trailing_pages")
-            if most:
-                hits[transfer.name] = most
+            if longest:
+                hits[transfer.name] = longest
             usable = [count for count in usable if count in possible]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 

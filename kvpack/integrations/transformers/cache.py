@@ -206,10 +206,10 @@ class KvpackCache(PassCalls):
         self.compiled = CompiledCalls(self, len(self.layers))
         first = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
-        hinders = "keys and values are decoded for each call" if self._dense else ""
+        obstacle = "keys and values are decoded for each call" if self._dense else ""
         if self._careful:
-            hinders = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
-        self.graphs = step_graphs(self, first, graphs, model, "the model" if known is None else known.name, hinders)
+            obstacle = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
+        self.graphs = step_graphs(self, first, graphs, model, "the model" if known is None else known.name, obstacle)
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 

@@ -29,13 +29,13 @@ class CacheLock:
 
     def take(self) -> bool:
         """Acquire the lock; return False if the calling thread already has it."""
-        mine = threading.get_ident()
-        if self._owner == mine:
+        thread = threading.get_ident()
+        if self._owner == thread:
             return False
         with self._changed:
             while self._owner is not None and self._owner in sys._current_frames():
                 self._changed.wait(_SECONDS)
-            self._owner = mine
+            self._owner = thread
         return True
 
     def give_back(self) -> None:

@@ -261,8 +261,8 @@ class _Tokens:
         self._ends: list[int] = []
         if getattr(tokenizer, "is_fast", False):
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            for mine, theirs, (start, end) in zip(encoding["input_ids"], held, encoding["offset_mapping"], strict=False):
-                if mine != theirs:
+            for token, expected, (start, end) in zip(encoding["input_ids"], held, encoding["offset_mapping"], strict=False):
+                if token != expected:
                     break
                 self._starts.append(start)
                 self._ends.append(end)

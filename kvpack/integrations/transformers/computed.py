@@ -59,12 +59,12 @@ class Computed:
         sides = list(_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])
-        for (place, first, x), own in zip(sides, sums, strict=True):
+        for (place, first, x), side_sums in zip(sides, sums, strict=True):
             held = max(first, self.tokens)
             line = self._lines.get(place)
             if line is None or line.first + line.sums.shape[1] != held or line.sums.shape[0] != x.shape[0]:
                 line = self._lines[place] = _Line(held)
-            line.parts.append(own)
+            line.parts.append(side_sums)
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
@@ -109,7 +109,7 @@ class Computed:
     def crop(self, tokens: int) -> None:
         """Keep the checksums of the first ``tokens`` tokens, and their states."""
         self.tokens = min(self.tokens, tokens)
-        self.states = {position: own for position, own in self.states.items() if position <= tokens}
+        self.states = {position: states for position, states in self.states.items() if position <= tokens}
         for line in self._lines.values():
             line.parts = [line.sums[:, : max(0, tokens - line.first)]]
 

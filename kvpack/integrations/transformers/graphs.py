@@ -334,8 +334,8 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 
 def may_replay(model: torch.nn.Module) -> bool:
     """Return True if steps of ``model`` may be replayed by default; its code is read before the first capture."""
-    own, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
-    return parameter is not None and can_capture(parameter.device) and (own is None or getattr(own, "is_of_its_class", False))
+    forward, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
+    return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
 
 
 def can_capture(device: torch.device) -> bool:
@@ -438,14 +438,16 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def step_graphs(cache: Any, number: int, asked: bool | None, model: torch.nn.Module | None, name: str, hinders: str) -> StepGraphs | None:
+def step_graphs(
+    cache: Any, number: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
+) -> StepGraphs | None:
     """Return the object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
 
     ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what ``hinders`` them.
     """
-    wanted = asked if asked is not None else model is not None and may_replay(model)
-    if wanted and not hinders:
-        return StepGraphs(cache, number, bool(asked))
-    if asked:
-        warnings.warn(f"decode steps of {name} run without CUDA graphs: {hinders}", KvpackWarning, stacklevel=4)
+    wanted = requested if requested is not None else model is not None and may_replay(model)
+    if wanted and not obstacle:
+        return StepGraphs(cache, number, bool(requested))
+    if requested:
+        warnings.warn(f"decode steps of {name} run without CUDA graphs: {obstacle}", KvpackWarning, stacklevel=4)
     return None

@@ -43,12 +43,12 @@ class Hooks:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         self.inside = [weakref.ref(module) for module in inside]
-        mine = _Unpickled(self)
+        state = _Unpickled(self)
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
         for number, module in enumerate(inside):
-            handles.append(module.register_forward_pre_hook(partial(_before, mine, number), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_after, mine, number), with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_after, state, number), with_kwargs=True, always_call=True))
         watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 

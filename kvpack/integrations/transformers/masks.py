@@ -141,8 +141,8 @@ def _same_function(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same_function, one, other))
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         return type(one) is type(other) and isinstance(one, int) and bool(one == other)
-    made = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_function(*made)
+    closures = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
+    return one.__code__ is other.__code__ and _same_function(*closures)
 
 
 def _applied_by_attention(

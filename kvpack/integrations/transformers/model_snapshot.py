@@ -37,9 +37,14 @@ class ModelSnapshot:
         self._hooks = [hooks for one in result for hooks in (one._forward_hooks, one._forward_pre_hooks)]
         self._attributes = [vars(one) for one in result]
         self._tensors = [x for one in result for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
-        configs = {id(value): value for own in self._attributes for value in own.values() if isinstance(value, PretrainedConfig)}
+        configs = {
+            id(value): value for attributes in self._attributes for value in attributes.values() if isinstance(value, PretrainedConfig)
+        }
         self._settings = [vars(config) for config in configs.values()]
-        self._own = [(itemgetter("training", "_modules", *sorted(own.keys() - _OF_EVERY_MODULE)), own) for own in self._attributes]
+        self._own = [
+            (itemgetter("training", "_modules", *sorted(attributes.keys() - _OF_EVERY_MODULE)), attributes)
+            for attributes in self._attributes
+        ]
         self._code = _Code(result)
         self._held = list(self._objects())
         self._found = self._now()
@@ -66,8 +71,8 @@ class ModelSnapshot:
         return self._code.foreign if odd is None else f"weights are of type {odd.__name__}"
 
     def _objects(self) -> Iterator[Any]:
-        own = (attributes(of) for attributes, of in self._own)
-        return chain.from_iterable(chain(map(dict.values, self._parts), map(dict.values, self._settings), own, self._code.objects()))
+        values = (attributes(of) for attributes, of in self._own)
+        return chain.from_iterable(chain(map(dict.values, self._parts), map(dict.values, self._settings), values, self._code.objects()))
 
     def _now(self) -> tuple[Any, ...]:
         return (
@@ -126,7 +131,7 @@ class _Code:
             return ()
         self.classes.append(vars(value))
         # Every class attribute that runs, whatever its kind.
-        return [own for own in vars(value).values() if callable(own) or isinstance(own, (property, staticmethod, classmethod))]
+        return [member for member in vars(value).values() if callable(member) or isinstance(member, (property, staticmethod, classmethod))]
 
     def _called(self, function: FunctionType) -> Iterator[Any]:
         names = function.__globals__

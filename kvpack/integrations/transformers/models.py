@@ -161,7 +161,7 @@ class Model(Expected):
         super().__init__(outer.config)
         self.name = type(outer).__name__
         self._takes_cache = any(map(_takes_cache, inside))
-        self._own_cache = next((own for module in inside if (own := _own_cache(module))), "")
+        self._own_cache = next((description for module in inside if (description := _own_cache(module))), "")
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)
@@ -307,25 +307,25 @@ def check_identity(cache: Cache, model: Any) -> Named:
     compared = kind in (ALL, SAMPLE) and bool(fields.get("weights"))
     # What a user changed comes before the digests that change with it.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
-        mine, theirs = cache.model.get(field, ""), fields.get(field, "")
-        if field == "name" and not (mine and theirs and basename(mine) != basename(theirs)):
+        recorded, actual = cache.model.get(field, ""), fields.get(field, "")
+        if field == "name" and not (recorded and actual and basename(recorded) != basename(actual)):
             # Files of earlier versions name the whole path.
             continue
         if field == "adapter":
             # A caller may have named them; what they do is in the digest.
-            mine, theirs = mine.rpartition(" ")[2], theirs.rpartition(" ")[2]
-        if mine != theirs:
+            recorded, actual = recorded.rpartition(" ")[2], actual.rpartition(" ")[2]
+        if recorded != actual:
             verb = "are" if field == "weights" else "is"
             raise InvalidParameter(
-                f"the cache was computed by a model whose {field} {verb} {mine!r}, but this one's {verb} {theirs!r}; "
+                f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}; "
                 "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
             )
     if kind == SAMPLE and compared:
-        told = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"
-        warnings.warn(f"{told}: edits of other weights go unnoticed. A cache that is computed again names all weights", KvpackWarning, 4)
+        warning = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"
+        warnings.warn(f"{warning}: edits of other weights go unnoticed. A cache that is computed again names all weights", KvpackWarning, 4)
     elif kind in (ALL, SAMPLE) and not compared:
-        told = "the weights of the model are not in memory (offloaded, or not loaded yet), so they were not compared with the cache's"
-        warnings.warn(f"{told}: the name and the configuration are the same", KvpackWarning, 4)
+        warning = "the weights of the model are not in memory (offloaded, or not loaded yet), so they were not compared with the cache's"
+        warnings.warn(f"{warning}: the name and the configuration are the same", KvpackWarning, 4)
     return this
 
 
@@ -374,8 +374,8 @@ def _names_sections(config: Any) -> bool:
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
     """Return True if a class in the module with that name sets what ``Model`` looks for; a configuration need not list sections."""
-    own = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
-    codes = [made.__code__ for one in own if isinstance(made := vars(one).get("__init__"), FunctionType)]
+    classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
+    codes = [init.__code__ for one in classes if isinstance(init := vars(one).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
 
 

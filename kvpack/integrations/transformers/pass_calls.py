@@ -121,8 +121,8 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         Issues a KvpackWarning.
         """
         self._decoding.warn_masked()
-        own: PackedLayer = self.layers[layer]
-        return own.decoded(queries, dtype)
+        packed: PackedLayer = self.layers[layer]
+        return packed.decoded(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of tokens that a layer has seen; in compiled code a tensor, as in transformers' static caches."""

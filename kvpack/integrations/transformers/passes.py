@@ -124,11 +124,11 @@ class Pass:
     def _counts_visible(self, positions: torch.Tensor) -> bool:
         if self.visible is None or not self.hides:
             return False
-        own = self.visible[:, self.start :]
-        if positions.shape[-1] != own.shape[1] or (positions.dim() > 1 and positions.shape[-2] not in (1, own.shape[0])):
+        visible = self.visible[:, self.start :]
+        if positions.shape[-1] != visible.shape[1] or (positions.dim() > 1 and positions.shape[-2] not in (1, visible.shape[0])):
             return False
         counted = self.visible.cumsum(1)[:, self.start :] - 1
-        return bool(((positions.to(own.device) == counted) | ~own).all())
+        return bool(((positions.to(visible.device) == counted) | ~visible).all())
 
     def _check_mask(self, mask: Any) -> None:
         plain = isinstance(mask, torch.Tensor) and mask.dim() == 2

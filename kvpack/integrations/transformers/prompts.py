@@ -44,13 +44,13 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
     known = ids_of(inputs)
-    most = min([known.shape[1], cache.tokens, ids.shape[1] - 1, *others])
-    different = ids[:, :most] != known[:, :most]
+    longest = min([known.shape[1], cache.tokens, ids.shape[1] - 1, *others])
+    different = ids[:, :longest] != known[:, :longest]
     visible = visible_of(inputs, ids.shape[0], cache.tokens)
     if visible is not None:
-        different &= visible[:, :most]
+        different &= visible[:, :longest]
     differing = different.any(0).nonzero()
-    return int(differing[0]) if len(differing) else most
+    return int(differing[0]) if len(differing) else longest
 
 
 def _others(inputs: Inputs) -> dict[int, str]:
@@ -58,8 +58,8 @@ def _others(inputs: Inputs) -> dict[int, str]:
 
     The ids of each row are compared, as far as they are known, and the next pass must provide the mask that hid padding.
     """
-    told = zip(inputs.undetermined, inputs.starts, strict=True)
-    return {start: text for text, start in told if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
+    notes = zip(inputs.undetermined, inputs.starts, strict=True)
+    return {start: text for text, start in notes if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}
 
 
 def check_rows_known(cache: Cache) -> None:
@@ -91,9 +91,9 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
     longest = same_up_to(config)
-    for what, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
+    for name, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
         if longest is not None and tokens > longest:
-            return f"the {what} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
+            return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
     inputs = cache.inputs or Inputs()
     # The first tokens of a long sequence, of which the others were dropped.
     texts = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)

@@ -125,8 +125,8 @@ class Record:
     def hides(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
         self._settle()
-        told = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
-        return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in told)
+        texts = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
+        return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return the first token whose id in ``[batch, token]`` differs from the known one, its row, the known id and the given one."""
@@ -163,8 +163,8 @@ class Record:
             texts.append((rows_differ(same, self._ids.shape[1]), same))
             rows = [row.tobytes() for row in self._ids.numpy().astype("<u4")]
         token_ids = self._ids[0, :same].numpy().astype("<u4").tobytes()
-        told, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
-        return Inputs(token_ids, told, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
+        notes, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
+        return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
 
     def shown(self, mask: Any, tokens: int) -> str | None:
         """Describe the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None without any.

@@ -27,7 +27,7 @@ class Rollback:
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
-        self._states = {} if cache is None else {position: KeptStates(own) for position, own in all_states(cache).items()}
+        self._states = {} if cache is None else {position: KeptStates(states) for position, states in all_states(cache).items()}
 
     def positions(self) -> tuple[int, ...]:
         """Return the numbers of tokens, ascending, after which states are kept."""
@@ -35,7 +35,7 @@ class Rollback:
 
     def states_before(self, tokens: int) -> dict[int, States]:
         """Return the states after fewer than ``tokens`` tokens."""
-        return {position: own.now for position, own in self._states.items() if position < tokens}
+        return {position: kept.now for position, kept in self._states.items() if position < tokens}
 
     def keep(self) -> None:
         """Keep a copy of all states after the newest token. Raises InvalidParameter."""
@@ -74,7 +74,7 @@ class Rollback:
         if states is not None:
             restore(self._layers, states)
             self._passes.restored()
-            self._states = {position: own for position, own in self._states.items() if position <= tokens}
+            self._states = {position: kept for position, kept in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
         """Return the states to restore after the first ``tokens`` tokens; None if no layer keeps any, or all are current."""
@@ -86,10 +86,10 @@ class Rollback:
         if kept is None:
             number = next(number for number, layer in enumerate(self._layers) if isinstance(layer, StateLayer))
             nearest = max((position for position in self._states if position < tokens), default=0)
-            there = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
+            hint = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
             raise OutOfBounds(
                 f"crop({tokens_to_remove}): layers[{number}] keeps states, and has none after the first {tokens} tokens; "
-                f"{there if nearest else 'there are none before: call reset()'}, or call keep_states() between passes"
+                f"{hint if nearest else 'there are none before: call reset()'}, or call keep_states() between passes"
             )
         return kept.now
 
@@ -101,4 +101,4 @@ class Rollback:
         """Keep the rows ``indices`` of the batch of every state."""
         if self._states:
             rows = row_numbers(indices)
-            self._states = {position: own.select(rows) for position, own in self._states.items()}
+            self._states = {position: kept.select(rows) for position, kept in self._states.items()}

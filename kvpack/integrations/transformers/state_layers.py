@@ -50,8 +50,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                 )
             index = int(place)
             LinearAttentionLayer.lazy_initialization(self, **{f"{kind}_states": state}, state_idx=index)
-            own = self.conv_states if kind == "conv" else self.recurrent_states
-            own[index].copy_(state)
+            tensors = self.conv_states if kind == "conv" else self.recurrent_states
+            tensors[index].copy_(state)
             self.device, self.dtype = state.device, state.dtype
             self.has_previous_state[index] = True
 
@@ -128,24 +128,24 @@ class PackedStateLayer(StateLayer, PackedLayer):
 
 def kept_states(layers: Sequence[Any]) -> States:
     """Return copies of the states of cache layers, empty for layers that keep none."""
-    return tuple(own.kept if isinstance(own, StateLayer) else {} for own in layers)
+    return tuple(layer.kept if isinstance(layer, StateLayer) else {} for layer in layers)
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
     """Continue cache layers from copies of ``states``; those without any begin again."""
-    for own, kept in zip(layers, states, strict=True):
-        if isinstance(own, StateLayer):
-            device = own.device
+    for layer, kept in zip(layers, states, strict=True):
+        if isinstance(layer, StateLayer):
+            device = layer.device
             # Only the states: keys and values of a layer that has both are cropped.
-            StateLayer.reset(own)
-            own.keep({name: state if device is None else state.to(device) for name, state in kept.items()})
+            StateLayer.reset(layer)
+            layer.keep({name: state if device is None else state.to(device) for name, state in kept.items()})
 
 
 def keep_states(layers: Sequence[Any], cache: Cache) -> None:
     """Continue cache layers from the states of ``cache``. Raises InvalidParameter if either lacks states of the other."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
-    for number, (own, layer) in enumerate(zip(layers, cache.layers, strict=True)):
-        keeps = isinstance(own, StateLayer)
+    for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
+        keeps = isinstance(state_layer, StateLayer)
         if keeps and not layer.states and cache.tokens:
             raise InvalidParameter(f"layers[{number}] of the model keeps states, and the cache has none for it")
         if layer.states and not keeps:
@@ -155,13 +155,13 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
             )
         if keeps:
             # Those that a cache was cut at may be in the host's memory.
-            own.keep({name: state if device is None else state.to(device) for name, state in layer.states.items()})
+            state_layer.keep({name: state if device is None else state.to(device) for name, state in layer.states.items()})
 
 
 def check_kept(layers: Sequence[Any]) -> None:
     """Raise InvalidParameter if a model keeps a layer's states in its modules, so that the layer has none after tokens."""
-    for number, own in enumerate(layers):
-        if isinstance(own, StateLayer) and not any(own.has_previous_state.values()):
+    for number, layer in enumerate(layers):
+        if isinstance(layer, StateLayer) and not any(layer.has_previous_state.values()):
             raise InvalidParameter(
                 f"layers[{number}] contains no state after the cache's tokens: the model keeps its states in its modules, not its cache, "
                 "so no other process could continue it"

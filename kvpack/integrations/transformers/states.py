@@ -83,9 +83,9 @@ class CapturedLength(PackedLength):
     def _with(self, tokens: Any) -> Any:
         if type(tokens) is not int:
             return tokens
-        made = type(self)(tokens)
-        made.captured = self.captured
-        return made
+        result = type(self)(tokens)
+        result.captured = self.captured
+        return result
 
 
 class CompiledLength:

@@ -74,16 +74,16 @@ class Tracking:
         self._left: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = type(self)(
+        copied = type(self)(
             copy.deepcopy(self.record, memo), copy.deepcopy(self._positions, memo), self._model, self._packed, None, self._first
         )
-        made.states, made._failed = self.states, self._failed
-        made.rows, made._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
-        made._left = self._left
-        made._watched, made._state = self._watched, self._state
-        made._is_new, made._latest, made._held, made._verified = self._is_new, self._latest, self._held, self._verified
-        made._changed, made.changes = self._changed, self.changes
-        return made
+        copied.states, copied._failed = self.states, self._failed
+        copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
+        copied._left = self._left
+        copied._watched, copied._state = self._watched, self._state
+        copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
+        copied._changed, copied.changes = self._changed, self.changes
+        return copied
 
     # Compilers do not look into the record: it changes with every pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -175,8 +175,8 @@ class Tracking:
         model = None if self._watched is None else self._watched()
         if model is None or module is outermost(model):
             return
-        own = {id(part) for part in model.modules()}
-        if not any(id(part) in own for part in (module, *models_in(module))):
+        modules = {id(part) for part in model.modules()}
+        if not any(id(part) in modules for part in (module, *models_in(module))):
             raise InvalidParameter(
                 f"the cache was made for another model than this {type(module).__name__}: continue what it holds with "
                 "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"

@@ -107,9 +107,9 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> Any:
         """Return vLLM's manager; its secondary tiers load only checked rows."""
-        made = self._manager is None
+        is_new = self._manager is None
         manager = super().get_manager()
-        if made:
+        if is_new:
             view = manager.primary_tier.get_kv_memoryview()
             for tier in manager.secondary_tiers:
                 check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)

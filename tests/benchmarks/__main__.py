@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m benchmarks``."""
     result = argparse.ArgumentParser(prog="benchmarks", description="Measure kvpack on this machine.", allow_abbrev=False)
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_delay):
+    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_delay, _add_viewer):
         add(kinds)
     return result
 
@@ -259,6 +259,29 @@ def run_delay(arguments: argparse.Namespace) -> int:
 
     print_report(delay.run(arguments.location, arguments.ms), delay.show, arguments)
     return 0
+
+
+
+def _add_viewer(kinds: Any) -> None:
+    viewer = kinds.add_parser(
+        "viewer",
+        help="decoding a layer by the reader in JavaScript",
+        description="Time the reader in JavaScript in Node, on one core, for a layer of every preset.",
+    )
+    viewer.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: all presets)")
+    viewer.add_argument("--tokens", type=int, default=32_768, metavar="N", help="tokens of the layer (default: 32768)")
+    add_json(viewer)
+    viewer.set_defaults(run=run_viewer)
+
+
+def run_viewer(arguments: argparse.Namespace) -> int:
+    """Measure and print the table; return 1 if a side takes too long."""
+    from . import viewer
+
+    with progress("viewer", arguments) as callback:
+        report = viewer.run(arguments.recipe or viewer.RECIPES, arguments.tokens, progress=callback)
+    print_report(report, viewer.show, arguments)
+    return int(bool(viewer.slow(report)))
 
 
 if __name__ == "__main__":

@@ -321,6 +321,7 @@ def test_the_page_stays_usable_with_huge_tables(page: chromium.Page, tmp_path: P
     path = tmp_path / "huge.kvpack"
     raw_codec = contents("raw").codecs[0]
     metadata = {f"{MARKUP}{i:03}": MARKUP * 30 for i in range(200)}
+    narrowest = "Math.min(...[...document.querySelectorAll('#header dd')].map((one) => one.clientWidth))"
     many = Contents(
         codecs=(raw_codec,), layers=(LayerEntry(side(0), None),) + (LayerEntry(None, None),) * 4095, model=metadata, recipe="‮<b>x"
     )
@@ -334,6 +335,7 @@ def test_the_page_stays_usable_with_huge_tables(page: chromium.Page, tmp_path: P
     assert page.evaluate("document.querySelectorAll('#layers tbody tr').length") == 1000
     page.size(390, 844, phone=True)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(narrowest) > 150
     page.call("Emulation.clearDeviceMetricsOverride")
     assert page.evaluate("document.title") != "taken"
 

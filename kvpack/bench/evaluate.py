@@ -37,9 +37,9 @@ MAX_SEED = 2**63
 __all__ = ["Evaluation", "evaluate"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of ``evaluate``: notebooks and ``print`` show them as a table, and ``report`` contains all numbers as JSON values.
+    """The results of ``evaluate``: notebooks, consoles and ``print`` show them as a table, and ``report`` has all numbers as JSON values.
 
     Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's first
     choice stays the same.
@@ -53,7 +53,7 @@ class Evaluation:
         names = ("recipe", "bits_per_value", "kl_divergence", "of_reference", "same_choices", "perplexity", "attention_error")
         return [{name: row[name] for name in names} for row in self.report["recipes"]]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         title, columns, rows = table(dict(self.report))
         cells = [[column.replace("\n", " ") for column in columns], *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

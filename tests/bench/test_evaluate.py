@@ -59,7 +59,8 @@ def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluati
     assert head[:2] == ["recipe", "bits pervalue"]
     assert [row[0] for row in rows] == ["uncompressed", "fp8", "octopus-3", "kivi-2", "past forgotten"]
     assert {len(row) for row in rows} == {len(head)}
-    title, *lines = str(found).splitlines()
+    assert str(found) == repr(found)
+    title, *lines = repr(found).splitlines()
     assert title == "tinylm, float32 on cpu, 1 text: 2 windows of 96 tokens, the last 32 scored"
     assert f"{found.rows[1]['kl_divergence']:.5f}" in lines[3].split()
     assert lines[3].startswith("octopus-3 ")

@@ -68,7 +68,7 @@ def none(*_: Any) -> None:
 
 
 def undone(*_: Any) -> bool:
-    """Support no parameters of the codec; for functions that report success."""
+    """Return False: the kernel does not support these arguments."""
     return False
 
 

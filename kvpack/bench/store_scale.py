@@ -278,7 +278,8 @@ class _Scale:
 
 @contextmanager
 def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Record, for every entry, the ms from another process's first round until it has room, less its own rounds.
+    """Record, in ms, how long each entry waits while other processes evict: from its first failed round until it has room, without the time
+    of its own rounds.
 
     Rounds that an entry tries once it has room make it wait for nobody.
     """

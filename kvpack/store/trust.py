@@ -89,7 +89,7 @@ class Trust:
 
     @property
     def may_write(self) -> bool:
-        """True if files that this user writes belong to the folder's owner (root changes their owner) or to the trusted group."""
+        """Return True if files that this user writes belong to the folder's owner (root changes their owner) or to the trusted group."""
         return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager

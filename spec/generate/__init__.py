@@ -1,1 +1,1 @@
-"""The conformance vectors and what makes them."""
+"""Generate the conformance vectors."""

@@ -1,4 +1,4 @@
-"""Vectors of what readers asked about: bases of sides without packed tokens, batches that differ, positions of texts, zeros."""
+"""Vectors for questions that readers asked: bases of sides without packed tokens, batches that differ, positions of texts, zeros."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_all() -> None:
 
 
 def of_raw_tokens(codec: Codec) -> bytes:
-    """Return a side of two raw tokens, without packed ones."""
+    """Return a file whose side has two raw tokens and no packed ones."""
     return one_side(codec, runs=(), tail=2)
 
 

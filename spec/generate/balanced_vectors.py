@@ -1,4 +1,4 @@
-"""The conformance vectors of balanced keys: bases with frames for them, files that name these, and what readers refuse."""
+"""Conformance vectors of balanced keys: bases with frames for them, files that refer to these, and malformed ones."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ BYTES = (1, 2, 2, 2, 4)
 
 
 def alone() -> bytes:
-    """Return balanced frames of two layers of three, of two heads, and no rows."""
+    """Return a basis with balanced frames of two of three layers, for two heads, and without rows."""
     return balanced_basis({0: (2, 6), 2: (2, 5)}, 3, "fp32")
 
 
 def with_rows() -> bytes:
-    """Return balanced frames in binary16 beside rows of the same keys, and of values."""
+    """Return a basis with balanced frames in binary16 beside rows for the same keys and for values."""
     return balanced_basis({0: (2, 4)}, 1, "fp16", {(0, "k"): (2, 4), (0, "v"): (1, 4)})
 
 
 def keys(codec_id: str, dim: int, *, layer: int = 0, frame: str = "balanced", of: Callable[[], bytes] = alone, **words: str) -> Codec:
-    """Return the codec of keys in the frames of a layer of a basis."""
+    """Return the codec of keys in the frames that a basis has for a layer."""
     codec = create(codec_id, dim, "k", frame="balanced", **words)
     return with_side_car(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
 
@@ -195,7 +195,7 @@ def add_refused_bases() -> None:
 
 
 def state(kind: str, *, name: str | None = None, dtype: str | None = None, shape: tuple[int, ...] | None = None) -> Callable[[Parts], None]:
-    """Gives the state ``kind`` of layer 0 another name, dtype or shape, and as many bytes as these take."""
+    """Return a change that gives the state ``kind`` of layer 0 another name, dtype or shape, and the number of bytes that they need."""
 
     def apply(parts: Parts) -> None:
         records = parts.header["ignorable"]["layer-state"]

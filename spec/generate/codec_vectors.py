@@ -1,4 +1,4 @@
-"""The conformance vectors whose codec's parameters, codes or numbers a reader refuses: each breaks one rule."""
+"""Conformance vectors with invalid codec parameters, codes or numbers; each breaks one rule."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def add_packing() -> None:
 
 
 def unused_field(codec: Codec) -> str:
-    """Return the bytes of a column whose highest field is 1 and all others 0."""
+    """Return the bytes of a column whose highest field is 1 and whose other fields are 0."""
     packing = codec.packings()["angle"]
     assert packing.fields * packing.width > packing.symbols
     assert packing.column_bytes == 2
@@ -293,7 +293,7 @@ def add_numbers() -> None:
 
 
 def add_minifloats() -> None:
-    """Elements and scales that are not finite, in every byte of a word and in words of every plane."""
+    """Add vectors with elements and scales that are not finite, in every byte of a word and in words of every plane."""
     fp8 = create("minifloat", 6, element="e4m3")
     e5m2 = create("minifloat", 6, element="e5m2")
     wide = dataclasses.replace(fp8, fields=(("codes", 4),))  # type: ignore[type-var]

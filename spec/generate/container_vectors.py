@@ -1,4 +1,4 @@
-"""The conformance vectors whose front, frames, limits or version a reader refuses, and those of later versions that it skips."""
+"""Conformance vectors with an invalid front, frame, limit or version, and vectors of later versions with parts that readers skip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = one_side(RAW, runs=(4,), heads=1)
 
 
 def in_text(old: str, new: str) -> bytes:
-    """Return ``PLAIN`` with another text in its JSON header, whose trailing spaces keep its length."""
+    """Return ``PLAIN`` with ``old`` replaced in its JSON header, whose trailing spaces keep its length."""
     length = int.from_bytes(PLAIN[:8], "little")
     text = PLAIN[8 : 8 + length].decode()
     assert old in text
@@ -266,7 +266,7 @@ def add_limits() -> None:
 
 
 def without_tokens(name: str) -> bytes:
-    """Return a side of 65537 sequences or heads and of no tokens."""
+    """Return a file with a side of 65537 sequences or heads and no tokens."""
     parts = Parts.of(one_side(RAW, runs=(), tail=0))
     parts.header["layers"][0]["k"][name] = 65537
     parts.header["tensors"][0][2][("batch", "heads").index(name)] = 65537
@@ -274,7 +274,8 @@ def without_tokens(name: str) -> bytes:
 
 
 def too_large() -> bytes:
-    """Return a side of 2^16 sequences, heads and 2^28 tokens of one F16 channel, its tensor listed with all bytes but storing none."""
+    """Return a file with a side of 2^16 sequences and heads and 2^28 tokens of one F16 channel, whose tensor is listed at full size but
+    stores nothing."""
     parts = Parts.of(overflowing())
     parts.header["layers"][0]["k"]["runs"] = [2**28]
     parts.header["tensors"][0][2:5] = [[2**16, 2**16, 2**28, 1], "none", 2**61]
@@ -282,7 +283,7 @@ def too_large() -> bytes:
 
 
 def overflowing() -> bytes:
-    """Return a side of 2^16 sequences, heads and 2^32 tokens of one F16 channel, its tensor without bytes."""
+    """Return a file with a side of 2^16 sequences and heads and 2^32 tokens of one F16 channel, whose tensor is empty."""
     parts = Parts.of(one_side(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
     parts.header["layers"][0]["k"].update(batch=2**16, heads=2**16, runs=[2**32])
     parts.header["tensors"][0][2] = [2**16, 2**16, 2**32, 1]
@@ -344,7 +345,7 @@ def add_unsupported() -> None:
 
 
 def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], None]) -> None:
-    """Unsupported features are reported before damage: headers with new features that today's rules call damaged."""
+    """Add headers with new features that current rules call damaged: the unsupported feature must be reported first."""
     recipe = b"\xa4test"
     damage: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
         "an-integer-key": ("a key of the header that is an integer", lambda packed: b"\x8a\x01\x02" + packed[1:]),

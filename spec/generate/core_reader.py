@@ -1,4 +1,5 @@
-"""A reader of the profile core that knows no required feature: by which class it refuses a file (spec/README.md, Profiles)."""
+"""A reader of the core profile that supports no required feature: returns the class by which it refuses a file (spec/README.md, Profiles).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ CODECS = ("raw", "group")
 
 
 def refusal(data: bytes) -> str | None:
-    """Return the class by which it refuses ``data``; None where it reads the file."""
+    """Return the error class with which the reader refuses ``data``, or None if it reads the file."""
     with _core():
         try:
             with container.open_bytes(data) as file:
@@ -31,7 +32,7 @@ def refusal(data: bytes) -> str | None:
 
 @contextmanager
 def _core() -> Iterator[None]:
-    """The library without other codecs, side-cars, filters and required features."""
+    """Restrict the library to the core profile: no other codecs, side-cars, filters or required features."""
     with ExitStack() as stack:
         codecs = {name: formats.CODECS[name] for name in CODECS}
         stack.enter_context(mock.patch.dict(formats.CODECS, codecs, clear=True))

@@ -1,4 +1,4 @@
-"""What the manifests say of a vector that decodes: its values, how far from each a reader may be, its metadata (spec/vectors.md)."""
+"""Compute a valid vector's manifest entry: its values, the tolerance of each, and its metadata (spec/vectors.md)."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def written_tolerances(folder: Path, file: str, read: Any) -> dict[str, Any]:
 
 
 def rounded_down(x: float) -> float:
-    """Return the greatest binary32 that is not above ``x``, which is 0 or at least ``LEAST_NORMAL``."""
+    """Return the greatest binary32 number not above ``x``, which is 0 or at least ``LEAST_NORMAL``."""
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
     nearest, before = struct.unpack("<2f", struct.pack("<2I", bits, max(bits, 1) - 1))
     return float(nearest if nearest <= x else before)
 
 
 def has_subnormal_results(side: Any) -> bool:
-    """True if an operation of a codec that decodes exactly gives a subnormal number."""
+    """Return True if an operation of an exactly decoding codec produces a subnormal number."""
     size, tail = side.shape[2] * side.codec.dim, side.tail * side.codec.dim
     packed = (at for head in range(0, len(side.values), size) for at in range(head, head + size - tail)) if size else ()
     exact = (side.values[at] for at in packed if side.tolerances[at] == 0)
@@ -107,7 +107,7 @@ def written_ids(folder: Path, file: str, read: Any) -> dict[str, Any]:
 
 
 def typed(metadata: Mapping[str, str | int | float]) -> list[list[str]]:
-    """Name, type and value of every entry of the metadata, each a string, which no JSON parser rounds."""
+    """Return the name, type and value of every metadata entry, all as strings, which no JSON parser rounds."""
     types = {str: "text", int: "integer", float: "number"}
     return [
         [name, types[type(value)], struct.pack(">d", value).hex() if isinstance(value, float) else str(value)]

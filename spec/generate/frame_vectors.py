@@ -1,4 +1,4 @@
-"""The conformance vectors of Zstandard frames: blocks, literals and sequences of every form, and malformed frames."""
+"""Conformance vectors of Zstandard frames: blocks, literals and sequences in every format, and malformed frames."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Cal
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
-    """Return bytes in which the first of ``symbols`` are the most frequent."""
+    """Return random bytes in which the first of ``symbols`` are the most frequent."""
     source = random.Random(seed)
     return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
 
 
 def phrases(size: int, seed: int) -> bytes:
-    """Repeating words, with letters between some of them."""
+    """Return repeating words with letters between some of them."""
     source = random.Random(seed)
     words = [letters(source.randrange(3, 20), source.randrange(2**32)) for _ in range(40)]
     text = b""
@@ -65,7 +65,7 @@ def phrases(size: int, seed: int) -> bytes:
 
 
 def add_compressed() -> None:
-    """Frames as the library of Zstandard writes them: strategies from ``fast`` (1) to ``btultra2`` (9)."""
+    """Add frames as the Zstandard library writes them, with strategies from ``fast`` (1) to ``btultra2`` (9)."""
     noise = random.Random(9).randbytes(4200)
     runs = b"".join(bytes([65 + number % 3]) * 40 + bytes([number, 7]) for number in range(100))
     for name, shows, content, window_log, strategy, checksum in (
@@ -125,7 +125,7 @@ def raw_literals(content: bytes) -> bytes:
 
 
 def one_code(count: int, literals: int, offset: int, match: int, extra: str, modes: int = REPEATED) -> bytes:
-    """Return a sequences section of tables of one code each; ``extra`` are the bits of all sequences, in the order in which they are
+    """Return a sequences section whose tables have one code each; ``extra`` are the bits of all sequences, in the order in which they are
     read."""
     if count < 128:
         number = bytes([count])
@@ -137,7 +137,7 @@ def one_code(count: int, literals: int, offset: int, match: int, extra: str, mod
 
 
 def add_by_hand() -> None:
-    """Forms that the library of Zstandard does not write, or only for large contents."""
+    """Add frames that the Zstandard library does not write, or only for large contents."""
     blocks = [
         raw(bytes(range(64))),
         # Sequences of 4 literals and 5 bytes from 1, 4 and 3 bytes before.
@@ -218,7 +218,7 @@ def add_refused() -> None:
 
 
 def add_literals() -> None:
-    """Four streams of 56 bits each, whose Huffman tree has eleven weights: 64 literals, all of the code of one bit."""
+    """Add frames with four literal streams of 56 bits each, whose Huffman tree has eleven weights: 64 literals with one-bit codes."""
     right, streams = bytes.fromhex("8aba9876543210"), [bytes.fromhex("ffffffffffffff1f")] * 4
 
     def changed(weights: bytes = right, **ends: int) -> Callable[[], bytes]:
@@ -243,7 +243,7 @@ def add_literals() -> None:
 
 
 def add_checksums() -> None:
-    """Files with the feature ``zstd-checksum``: a frame with a checksum, and one without."""
+    """Add files with the feature ``zstd-checksum``: one frame with a checksum, and one without."""
     content = letters(1280, 2)
 
     def of_file(*, checksum: bool) -> bytes:

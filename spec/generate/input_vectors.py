@@ -1,4 +1,4 @@
-"""The conformance vectors of token ids and of what they do not determine (spec/container.md, Token ids)."""
+"""Conformance vectors of token ids and of inputs that they do not determine (spec/container.md, Token ids)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ THREE = one_side(RAW, runs=(3,), tail=0, heads=1)
 
 
 def with_features(data: bytes = THREE, **features: bytes) -> bytes:
-    """Return ``data`` with more ignorable features; a double underscore in a name stands for a full stop, a single one for a hyphen."""
+    """Return ``data`` with additional ignorable features; a double underscore in a name stands for a period, a single one for a hyphen."""
     parts = Parts.of(data)
     added = {name.replace("__", ".").replace("_", "-"): content for name, content in features.items()}
     parts.header["ignorable"] = dict(sorted((parts.header["ignorable"] | added).items()))

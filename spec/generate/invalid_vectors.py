@@ -1,4 +1,4 @@
-"""The parts of the conformance vectors that readers refuse: the codecs that they change, and their list."""
+"""Helpers for invalid conformance vectors: the codecs that they modify, and the list of vectors."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes],
 
 
 def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows: str, error: str = "InvalidHeader") -> None:
-    """A file of one side whose header has another value at ``path``."""
+    """Add a vector: a file of one side whose header has another value at ``path``."""
     add(name, rule, error, shows, lambda: one_side(codec, edit(path, value)))
 
 
 def add_payload(name: str, rule: str, codec: Codec, tensor: str, at: int, value: str, shows: str) -> None:
-    """A file of one side whose tensor has other bytes from ``at`` on, with a correct digest."""
+    """Add a vector: a file of one side whose tensor has other bytes from ``at`` on, with a correct digest."""
     add(name, rule, "InvalidPayload", shows, lambda: one_side(codec, bits(f"0.k.{tensor}", at, value)))

@@ -1,4 +1,4 @@
-"""Vectors of norms of 8 bits: every byte, and the feature that stands for them."""
+"""Vectors of 8-bit norms: every byte value, and the feature that declares them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SMALL = PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
 
 @dataclass(frozen=True)
 class Vector:
-    """``shows`` is what a row is about, ``rule`` the one that it breaks, None for a row that readers decode."""
+    """One row vector. ``shows`` describes its purpose, and ``rule`` is the one that it breaks, or None if readers decode it."""
 
     shows: str
     rule: str | None
@@ -63,13 +63,13 @@ def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
 
 
 def sealed(row: bytes) -> bytes:
-    """Return the row with the checksum of its bytes."""
+    """Return the row with the correct checksum."""
     zeroed = row[:24] + bytes(8) + row[32:]
     return row[:24] + checksum(zeroed).to_bytes(8, "little") + row[32:]
 
 
 def changed(at: int, value: bytes) -> Callable[[], bytes]:
-    """Return a small row with other bytes, and their checksum."""
+    """Return a function that makes a small row with other bytes and a matching checksum."""
 
     def make() -> bytes:
         row = row_of("raw", SMALL)
@@ -79,7 +79,7 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
 
 
 def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
-    """Return a small row whose description has been changed: its streams are as long as that says, and nothing else is wrong."""
+    """Return a function that makes a small row with a changed description and streams of matching length, so that nothing else is wrong."""
 
     def make() -> bytes:
         row = row_of(recipe, geometry)
@@ -204,7 +204,7 @@ def by_basis() -> bytes:
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
-    """Return a row of bytes whose codec has other parameters."""
+    """Return a function that makes a row of bytes whose codec has other parameters."""
     return described(lambda header: header["codecs"][0].update(parameters), geometry=PageGeometry(1, 1, 2, 8, None, "u8"))
 
 
@@ -213,7 +213,7 @@ def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def outliers(header: dict[str, Any]) -> None:
-    """Gives every codec outliers, of which no side has any."""
+    """Give every codec the side-car outliers, which no side uses."""
     for codec in header["codecs"]:
         codec["outliers"] = {"fields": 1}
     both(entries={"outliers": 0})(header)
@@ -225,14 +225,14 @@ def unaligned() -> bytes:
 
 
 def resized(by: int) -> bytes:
-    """Return a row with ``by`` bytes more or fewer at its end, and a length that says so."""
+    """Return a row with ``by`` bytes more or fewer at its end, and a matching length."""
     row = row_of("raw", SMALL)
     row = row + bytes(by) if by > 0 else row[:by]
     return sealed(row[:16] + struct.pack("<Q", len(row)) + row[24:])
 
 
 def ended(last: bytes) -> bytes:
-    """Return a row that ends with other padding."""
+    """Return a row that ends in other padding."""
     return sealed(row_of("raw", SMALL)[: -len(last)] + last)
 
 
@@ -254,7 +254,7 @@ def manifest() -> dict[str, dict[str, Any]]:
 
 
 def refusal(data: bytes) -> str:
-    """Return the class by which the library refuses a row, read as one of the small pages."""
+    """Return the error class with which the library refuses a row, read as a page of the small geometry."""
     codec = PageCodec("raw", SMALL, namespace=NAMESPACE)
     values = [torch.zeros(1, SMALL.layers, SMALL.heads, SMALL.tokens, dim).to(SMALL.torch_dtype) for dim in SMALL.dims.values()]
     (error,) = codec.decode_into([data], PageBuffer(SMALL, *values), [0])
@@ -275,12 +275,12 @@ def written(file: str, vector: Vector) -> dict[str, Any]:
 
 
 def rules_of(page: Any) -> list[str]:
-    """Return the rules that are shown by a row which readers decode."""
+    """Return the rules that a valid row demonstrates."""
     return ["row-5"] if {side.codec.id for side in sides_of(page)} == {"opaque"} else []
 
 
 def profile_of(page: Any) -> dict[str, str]:
-    """Return the least profile whose readers decode a row, and the class by which other readers of the profile core refuse it."""
+    """Return the smallest profile whose readers decode a row, and the error class with which core readers refuse it."""
     sides = sides_of(page)
     plain = all(side.codec.id in (*core_reader.CODECS, "opaque") and not side.codec.side_cars for side in sides)
     return {"profile": "core" if plain else "full"} | ({"core": "InvalidHeader"} if page.required or not plain else {})

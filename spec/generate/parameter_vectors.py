@@ -1,4 +1,4 @@
-"""The conformance vectors of a codec alone: no side uses it, so that one of its parameters is the file's only fault."""
+"""Conformance vectors of unused codecs: one of a codec's parameters is the file's only fault."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Broken = tuple[str, "Codec", dict[str, Any], str]
 
 
 def ascending(count: int) -> bytes:
-    """Return a table of ``count`` numbers that ascend in [0, 1]."""
+    """Return a table of ``count`` ascending numbers in [0, 1]."""
     return struct.pack(f"<{count}f", *(number / count for number in range(count)))
 
 
@@ -80,7 +80,7 @@ def add_all() -> None:
 
 
 def add_alone(name: str, rule: str, codec: Codec, changes: dict[str, Any], shows: str) -> None:
-    """A file of no layers whose only codec has ``changes``, by the names of parameters with dots between those of a map."""
+    """Add a file without layers whose only codec has ``changes``, by parameter name; dots separate the keys of a map."""
 
     def alone() -> bytes:
         parts = Parts.of(one_side(codec))
@@ -104,7 +104,7 @@ def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
 
 
 def words(codec: Codec, *names: str) -> list[Broken]:
-    """Return, for each parameter, a word that no codec knows."""
+    """Return, for each parameter, a word that no codec defines."""
     return [(f"{name}-unknown".replace("_", "-"), codec, {name: "other"}, f"{name} is other") for name in names]
 
 
@@ -229,7 +229,7 @@ PARAMETERS: dict[str, list[Broken]] = {
 
 
 def add_fields() -> None:
-    """Numbers of fields that exceed a column, one vector per limit."""
+    """Add numbers of fields that exceed a column, one vector per limit."""
     bits = create("group", 5, b="1", g="16")
     for name, codec, fields, shows in (
         ("0", GROUP, {"codes": 0}, "no field"),

@@ -1,4 +1,4 @@
-"""The conformance vectors of streams that have rows of several sequences, heads and runs, and of side-cars that interact."""
+"""Conformance vectors of streams with rows for several sequences, heads and runs, and of side-cars that interact."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...]
 
 
 def add_rows() -> None:
-    """Streams with one row per sequence, head or run: the row that a token takes matters only if there are several."""
+    """Add streams with one row per sequence, head or run, where it matters which row a token uses."""
     for axis in ("token", "channel"):
         for scale in TOKEN_SCALE_DTYPES:
             codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)
@@ -98,7 +98,7 @@ def add_side_cars() -> None:
 
 
 def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
-    """Makes all of ``flags`` 0, and leaves ``stream`` without entries."""
+    """Return a change that sets all of ``flags`` to 0 and leaves ``stream`` without entries."""
 
     def apply(parts: Parts) -> None:
         number, entries = parts.tensor(f"0.k.{flags}"), parts.tensor(f"0.k.{stream}")
@@ -110,7 +110,7 @@ def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
 
 
 def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], None]:
-    """Fills tensors with subnormal numbers, of either sign except for channel scales."""
+    """Return a change that fills tensors with subnormal numbers of either sign, except channel scales."""
 
     size, top = (2, 1 << 10) if dtype == "F16" else (4, 1 << 23)
 
@@ -125,7 +125,7 @@ def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], N
 
 
 def large_scales(parts: Parts) -> None:
-    """Gives groups scales and centres near the largest of binary16, so that their products with subnormal binary32 numbers are normal."""
+    """Give groups scales and centers near the largest binary16, so that their products with subnormal binary32 numbers are normal."""
     source, number = random.Random(1), parts.tensor("0.k.scales")
     count = len(parts.tensors[number]) // 2
     parts.tensors[number] = b"".join((source.randrange(29, 31) << 10 | source.randrange(1024)).to_bytes(2, "little") for _ in range(count))
@@ -149,7 +149,7 @@ def add_subnormal() -> None:
 
 
 def add_runs() -> None:
-    """Codecs that encode tokens one by one have one run."""
+    """Add files with two runs of a codec that encodes tokens one by one and so must have one run."""
     shows = "two runs of minifloat with scales per block, which encodes tokens one by one"
     add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
     for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):
@@ -184,7 +184,7 @@ def add_flags() -> None:
 
 
 def one_entry(parts: Parts) -> None:
-    """Gives a side without raw tokens an entry."""
+    """Give a side without raw tokens one entry."""
     number = parts.tensor("0.k.raw_tokens")
     shape = parts.header["tensors"][number][2]
     parts.header["layers"][0]["k"]["entries"]["raw_tokens"] = shape[2] = 1

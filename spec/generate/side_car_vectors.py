@@ -1,4 +1,4 @@
-"""The conformance vectors of side-cars: those that every reader of the full profile decodes, and those that readers refuse."""
+"""Conformance vectors of side-cars: valid ones of the full profile, and malformed ones."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def add_refused_key_means() -> None:
 
 
 def as_values(parts: Parts) -> None:
-    """The keys of the only layer as its values."""
+    """Move the keys of the only layer to its values."""
     layer = parts.header["layers"][0]
     layer["k"], layer["v"] = None, layer["k"]
     for tensor in parts.header["tensors"]:
@@ -258,7 +258,7 @@ def unused(parts: Parts) -> None:
 def with_positions(
     parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000", used: int | None = None
 ) -> None:
-    """Give the keys these positions; the values of ``used`` ones are 1, those of others 0, and the last value is ``last``."""
+    """Give the keys these positions; used values are 1, unused values 0, and the last value is ``last``."""
     count = len(words) if values is None else values
     side = parts.header["layers"][0]["k"]
     for name, rows in (("raw_positions", len(words)), ("raw_values", count)):
@@ -292,7 +292,7 @@ def add_an_outlier(parts: Parts) -> None:
 
 
 def turn_first_flag(name: str) -> Callable[[Parts], None]:
-    """Makes the first flag of a tensor 0 where it is 1, and 1 where it is 0."""
+    """Return a change that inverts the first flag of a tensor."""
 
     def apply(parts: Parts) -> None:
         first, *rest = parts.tensors[parts.tensor(name)]

@@ -35,7 +35,7 @@ ENCRYPTION_KEYS = {f"k{size}": bytes(range(size)) for size in (16, 24, 32)}
 
 @dataclass(frozen=True)
 class Vector:
-    """An entry, the key by which it is asked for, the encryption keys of the reader, and what the reader makes of it.
+    """An entry, the key under which it is requested, the reader's encryption keys, and the expected result.
 
     ``read`` is the number of the chunk that is read, None if the entry counts as absent; ``damaged`` is None where this is not said.
     """
@@ -70,7 +70,7 @@ def prefixed(data: bytes) -> bytes:
 
 
 def encrypted(name: str, chunk: int = 0, tenant: str = IDENTITY["tenant"]) -> bytes:
-    """Return the entry of a chunk, encrypted as store.md says, with a nonce that every run makes the same."""
+    """Return the encrypted entry of a chunk (store.md), with a nonce that is the same in every run."""
     head = b"kvpack-encrypted 1\n" + bytes([len(name)]) + name.encode()
     nonce = digest(name.encode())[:12].encode()
     associated = prefixed(head) + prefixed(entry_keys()[chunk]) + prefixed(tenant.encode())

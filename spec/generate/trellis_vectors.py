@@ -1,4 +1,4 @@
-"""Vectors of the codec trellis: windows of every width around the end of a string, and headers that are refused."""
+"""Vectors of the codec trellis: windows of every width around the end of a string, and malformed headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance vectors that every reader of their profile decodes: parameters at their corners, odd shapes, special values."""
+"""Conformance vectors that every reader of their profile decodes: parameters at their limits, odd shapes, special values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_all() -> None:
 
 
 def with_fields(codec: Codec, *fields: int) -> Codec:
-    """Return ``codec`` with these F, one per code stream."""
+    """Return ``codec`` with these numbers of fields, one per code stream."""
     return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
 
 
@@ -274,7 +274,7 @@ def add_minifloat() -> None:
 
 
 def add_usual_head_dims() -> None:
-    """Every codec at head dims that models have, as recipes set it up."""
+    """Add every codec at common head dims, with a recipe's settings."""
     words: dict[str, dict[str, str]] = {
         "group": {"b": "2", "g": "32", "axis": "channel", "rotation": "hadamard"},
         "octahedral": {"b": "3"},

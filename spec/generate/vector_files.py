@@ -85,7 +85,7 @@ def profile_of(file: Any) -> str:
 
 
 def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
-    """Writes a vector and returns its line of the manifest."""
+    """Write a vector and return its line of the manifest."""
     data = vector.make()
     (FOLDER / file).write_bytes(data)
     line = described(vector) | {"sha256": digest(data)}
@@ -102,7 +102,7 @@ def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
 
 
 def of_core(file: str, line: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a line that say what readers of the profile core make of the file."""
+    """Return the fields of a manifest line that describe the result in readers of the core profile."""
     found = core_reader.refusal((FOLDER / file).read_bytes())
     if "error" not in line:
         return {} if found is None else {"core": found}

@@ -188,8 +188,8 @@ def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tenso
     """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, shape ``[..., 1]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
     product, squares, length = (
-        (one / largest).mul_(other / largest).sum(-1, keepdim=True)
-        for one, other in ((projected, decoded), (norms, norms), (decoded, decoded))
+        (left / largest).mul_(other / largest).sum(-1, keepdim=True)
+        for left, other in ((projected, decoded), (norms, norms), (decoded, decoded))
     )
     return unbiased_factor(torch.ones_like(product), product, length, "F32", squares)
 

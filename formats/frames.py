@@ -60,14 +60,14 @@ class Rope(NamedTuple):
         out[..., 2 * pairs :] = x[..., 2 * pairs :]
         for start in range(0, x.shape[-2], _TURNED_TOKENS):
             own, to = x[..., start : start + _TURNED_TOKENS, :], out[..., start : start + _TURNED_TOKENS, :]
-            cos, sin = (one.to(x.device) for one in self._cos_sin(first + start, own.shape[-2]))
+            cos, sin = (part.to(x.device) for part in self._cos_sin(first + start, own.shape[-2]))
             torch.mul(own[..., ones], cos, out=to[..., ones]).addcmul_(own[..., others], sin, value=-sign)
             torch.mul(own[..., others], cos, out=to[..., others]).addcmul_(own[..., ones], sin, value=sign)
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines for at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
-        cos, sin = (one[:tokens] for one in first_cos_sin(self.frequencies))
+        cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
         shift_cos, shift_sin = at.cos().to(torch.float32), at.sin().to(torch.float32)

@@ -175,9 +175,9 @@ def has_large(sizes: torch.Tensor, ratio: float) -> bool:
         # Of a page with NaN this is true, too.
         wide = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
         if wide.any():
-            some = pages[wide]
-            largest = some[..., -count:].nan_to_num(-torch.inf, posinf=torch.inf).amax(-1, keepdim=True)
-            half = ((~some.isnan()).sum(-1) - 1 >> 1).clamp_min(0)
-            if ((some * ratio < largest).sum(-1) > half).any():
+            wide_pages = pages[wide]
+            largest = wide_pages[..., -count:].nan_to_num(-torch.inf, posinf=torch.inf).amax(-1, keepdim=True)
+            half = ((~wide_pages.isnan()).sum(-1) - 1 >> 1).clamp_min(0)
+            if ((wide_pages * ratio < largest).sum(-1) > half).any():
                 return True
     return False

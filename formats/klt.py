@@ -202,8 +202,8 @@ class Klt(CodecFamily):
         """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
-        some = next(iter(streams.values()))
-        return self.source_for(self.fixed_heads or some.shape[1]).on(some.device)
+        stream = next(iter(streams.values()))
+        return self.source_for(self.fixed_heads or stream.shape[1]).on(stream.device)
 
     def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """Return the same codec with its rows as ``source``; rows stored in ``streams`` are named by their own digest.
@@ -282,13 +282,15 @@ class Klt(CodecFamily):
         count = head_runs_of(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
         centred, weights = (
-            functional.pad(one, (0, spare)).view(*one.shape[:3], count, HEAD_RUN_COLUMNS)
-            for one in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
+            functional.pad(operand, (0, spare)).view(*operand.shape[:3], count, HEAD_RUN_COLUMNS)
+            for operand in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
         )
         codes = torch.zeros(batch, tokens, self.row_bytes, dtype=torch.uint8, device=x.device)
         own, result, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
         for part in self.runs:
-            head, run, places = (torch.tensor(one, dtype=torch.int64, device=x.device) for one in (part.heads, part.runs, part.places))
+            head, run, places = (
+                torch.tensor(operand, dtype=torch.int64, device=x.device) for operand in (part.heads, part.runs, part.places)
+            )
             # [batch, run, token, column]
             values = centred[:, head, :, run].transpose(0, 1)
             digit, decoded = _nearest(values, rows.tables_of(part.heads, part.runs, part.width))

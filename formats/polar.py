@@ -146,8 +146,8 @@ class Polar(CodecFamily):
                 cosine, sine = _pair_directions(level, tables, codes[-1].to(torch.int32)).unbind(-1)
                 products = torch.cat([(first * cosine).addcmul_(second, sine), products[..., 2 * level.angles :]], -1)
         if products is not None:
-            one = torch.ones_like(radii)
-            radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, one), one, NORMS[self.norm])
+            ones = torch.ones_like(radii)
+            radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, ones), ones, NORMS[self.norm])
         stored = stored_norm(radii, NORMS[self.norm], f"radius, tokens from {start},")
         of_level = iter(codes)
         digits = [torch.cat(list(islice(of_level, len(run))), -1) for run in _streams(self.levels).values()]

@@ -223,7 +223,9 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
     result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
     # In parts: an allocator keeps the memory of large temporaries, and the next codebook allocates others.
-    for secondary, part in zip(*(torch.split(one, _AT_ONCE) for one in (secondary_quaternions(seed, count, "cpu"), result)), strict=True):
+    for secondary, part in zip(
+        *(torch.split(quaternions, _AT_ONCE) for quaternions in (secondary_quaternions(seed, count, "cpu"), result)), strict=True
+    ):
         w, x, y, z = secondary.to(torch.float64).T[..., None]
         part[..., 0] = a * w - b * x - c * y - d * z
         part[..., 1] = a * x + b * w + c * z - d * y

@@ -77,8 +77,8 @@ class Search:
         reduced = is_reduced(chunks.device.type)
         # One buffer for all blocks: an allocator would keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
-        for some, result in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
-            scores = plain_product(some, codebook) if reduced else torch.mm(some, codebook, out=products[: len(some)])
+        for part, result in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
+            scores = plain_product(part, codebook) if reduced else torch.mm(part, codebook, out=products[: len(part)])
             result.copy_(scores.argmax(1))
         return nearest
 

@@ -30,8 +30,8 @@ def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequ
     """Raise InvalidPayload for the first chunk that no encoder produces, given its word ``counts``; ``place`` returns a chunk's indices."""
     faulty = found.faulty(counts)
     if faulty.any():
-        one = int(faulty.argmax())
+        first = int(faulty.argmax())
         raise InvalidPayload(
-            f"{where}.words: the chunk at {list(place(one))} reads {found.read[one]} of its {counts[one]} words "
-            f"and ends in the states {sorted({int(state) for state in found.states[one]})[:4]}, expected all words and {rans.MIN_STATE}"
+            f"{where}.words: the chunk at {list(place(first))} reads {found.read[first]} of its {counts[first]} words "
+            f"and ends in the states {sorted({int(state) for state in found.states[first]})[:4]}, expected all words and {rans.MIN_STATE}"
         )

@@ -340,9 +340,9 @@ def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
     def blocks() -> Iterator[torch.Tensor]:
         start = 0
         for block in run.blocks():
-            some = chosen[:, start : start + block.shape[2]]
-            token, sequence = some.T.nonzero().unbind(1)
-            yield replaced(block, token, sequence, some, token_group)
+            chosen_here = chosen[:, start : start + block.shape[2]]
+            token, sequence = chosen_here.T.nonzero().unbind(1)
+            yield replaced(block, token, sequence, chosen_here, token_group)
             start += block.shape[2]
 
     return replace(run, blocks=blocks)

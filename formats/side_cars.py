@@ -51,12 +51,12 @@ class WithSideCars(Codec):
     def __post_init__(self) -> None:
         none, any_kind = self.codec.exact_dtype is not None, self.codec.takes_side_cars
         if none or not (any_kind or all(map(attrgetter("of_every_codec"), self.side_cars))):
-            refused = [one.name for one in self.side_cars if none or not one.of_every_codec]
+            refused = [side_car.name for side_car in self.side_cars if none or not side_car.of_every_codec]
             raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own center: "
-                f"{', '.join(one.name for one in self.page_vectors)} is for codecs that encode tokens one by one; leave out mean"
+                f"{', '.join(side_car.name for side_car in self.page_vectors)} is for codecs that encode tokens one by one; leave out mean"
             )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
@@ -64,7 +64,7 @@ class WithSideCars(Codec):
 
     @cached_property
     def without_raw(self) -> Codec:
-        others = tuple(one for one in self.side_cars if one.name != RawPositions.name)
+        others = tuple(side_car for side_car in self.side_cars if side_car.name != RawPositions.name)
         return WithSideCars(self.codec, others) if others else self.codec
 
     @cached_property
@@ -83,8 +83,8 @@ class WithSideCars(Codec):
     @cached_property
     def folded_frame(self) -> Balanced | None:
         """The only value map, if it and the codec's rotation are applied to queries as one product."""
-        (one,) = self.value_maps if len(self.value_maps) == 1 else (None,)
-        return one if isinstance(one, Balanced) and type(self.codec).query is Codec.query else None
+        (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
+        return value_map if isinstance(value_map, Balanced) and type(self.codec).query is Codec.query else None
 
     @cached_property
     def page_vectors(self) -> tuple[PageVector, ...]:

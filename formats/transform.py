@@ -264,12 +264,17 @@ class Transform(CodecFamily):
         """Return the ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on(device)
         if self.scope == "head":
-            return torch.stack([torch.addmm(rows[h, 0], one.to(device).T, rows[h, 1 : 1 + len(one)]) for h, one in enumerate(values)])
+            return torch.stack(
+                [
+                    torch.addmm(rows[h, 0], head_values.to(device).T, rows[h, 1 : 1 + len(head_values)])
+                    for h, head_values in enumerate(values)
+                ]
+            )
         # Column c of the layer's frame is column c div heads of block c mod heads.
         joined = torch.empty(int(columns.max()), heads, tokens, dtype=torch.float32, device="cpu")
-        for h, one in enumerate(values):
-            joined[: len(one), h] = one
-            joined[len(one) :, h] = 0.0
+        for h, head_values in enumerate(values):
+            joined[: len(head_values), h] = head_values
+            joined[len(head_values) :, h] = 0.0
         wide = joined.flatten(0, 1).to(device)
         x = torch.addmm(rows[0, 0], wide.T, rows[0, 1 : 1 + len(wide)])
         return x.view(tokens, heads, self.dim).transpose(0, 1)
@@ -287,9 +292,11 @@ class Transform(CodecFamily):
             again.append(self.coded([group.reshape(sequences, heads, self.dim, tokens)], source, (sequences, heads)))
         device = words.device
         result = {name: stream for name, stream in streams.items() if name in ("positions", "words")}
-        result["words"] = torch.cat([words[:, :, : words.shape[2] - count], *(stream_of(one["words"], device) for one in again)], 2)
+        result["words"] = torch.cat(
+            [words[:, :, : words.shape[2] - count], *(stream_of(encoded_again["words"], device) for encoded_again in again)], 2
+        )
         for name in ("tokens", "columns", "states", "word_counts"):
-            coded_again = torch.cat([stream_of(one[name], device) for one in again], 0)
+            coded_again = torch.cat([stream_of(encoded_again[name], device) for encoded_again in again], 0)
             result[name] = torch.cat([streams[name][:, :, :-1], coded_again], 2)
         return {name: result[name] for name in streams}
 
@@ -316,7 +323,7 @@ class Transform(CodecFamily):
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
-            b, row = (int(one) for one in numpy.argwhere(tokens != expected)[0])
+            b, row = (int(index) for index in numpy.argwhere(tokens != expected)[0])
             raise InvalidPayload(f"{where}.tokens: at {[b, 0, row]} are {tokens[b, row]}, the run gives {expected[row]}")
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:

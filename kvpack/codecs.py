@@ -50,7 +50,7 @@ class CodecChoice:
 
 
 def _text(what: str, value: object) -> str:
-    if isinstance(value, tuple | list) and all(type(one) is int for one in value):
+    if isinstance(value, tuple | list) and all(type(item) is int for item in value):
         return ".".join(map(str, value))
     if isinstance(value, float):
         return f"{value:.6f}".rstrip("0").rstrip(".")

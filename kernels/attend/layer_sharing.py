@@ -156,7 +156,7 @@ class Tables:
         table = self._made.get(k)
         if table is None or table[0]() is not v:
             kinds = _kinds_of(k, v)
-            others = ((one(), other()) for one, other in _together.get(k, ()))
+            others = ((first(), other()) for first, other in _together.get(k, ()))
             like = [(k, v), *((x, y) for x, y in others if x is not None and y is not None and x is not k and _kinds_of(x, y) == kinds)]
             rows = numpy.tile(self._rows, (len(like), 1))
             rows[:, self._places] += numpy.stack([_addresses(*pages) for pages in like])[:, self._sources]

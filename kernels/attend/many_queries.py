@@ -166,21 +166,21 @@ class Call:
         token_bytes = 2 * k.batch * k.heads * (k.dim + v.dim)
         self._block_tokens = max(MIN_TOKENS, SCRATCH_BYTES // token_bytes // MIN_TOKENS * MIN_TOKENS)
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
-        self._elements = max(part.keys.elements + part.values.elements for one in self._passes for part in one.parts)
+        self._elements = max(part.keys.elements + part.values.elements for pass_ in self._passes for part in pass_.parts)
         self._at_once: dict[bool, bool] = {}
         """True if one call of FlashAttention attends all, by whether PyTorch may choose it."""
 
     def alike(self, layer: Layer) -> Call | None:
         """Return a call that ``over`` can bind to any layer of the same kind, or None if there can be none."""
         tables, passes = layer_sharing.Tables(layer), []
-        for one in self._passes:
+        for pass_ in self._passes:
             parts = []
-            for part in one.parts:
+            for part in pass_.parts:
                 keys, values = part.keys.alike(self._sides[0], False, tables), part.values.alike(self._sides[1], True, tables)
                 if keys is None or values is None:
                     return None
                 parts.append(part._replace(keys=keys, values=values))
-            passes.append(one._replace(parts=parts))
+            passes.append(pass_._replace(parts=parts))
         call = self._like()
         call._sides, call._passes, call._tables = (), passes, tables
         return call
@@ -222,9 +222,9 @@ class Call:
             if len(self._passes) == 1:
                 return self._attended(q, self._passes[0], sink_logits, *given)
             out = torch.empty(*q.shape[:3], self._dim_v, dtype=q.dtype, device=q.device)
-            for one in self._passes:
-                own = slice(one.first, one.first + one.queries)
-                out[:, :, own] = self._attended(q[:, :, own], one, sink_logits, *given)
+            for pass_ in self._passes:
+                own = slice(pass_.first, pass_.first + pass_.queries)
+                out[:, :, own] = self._attended(q[:, :, own], pass_, sink_logits, *given)
             return out
 
     def _pass(self, first: int, k: Side, v: Side) -> _Pass:

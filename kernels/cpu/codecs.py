@@ -354,7 +354,7 @@ def _completed(codec: WithSideCars) -> Described | None:
     plain = described(codec.codec)
     if plain is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None
-    if any(type(one) not in (KeyMean, Outliers, Qjl) for one in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
+    if any(type(side_car) not in (KeyMean, Outliers, Qjl) for side_car in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
         return None
     struct, streams = library.Codec.from_buffer_copy(plain.struct), list(plain.streams)
     kept: list[Any] = [plain]

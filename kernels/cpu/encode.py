@@ -66,7 +66,7 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
     scales; and means of pages of whole vectors as the only side-car.
     """
     if isinstance(codec, WithSideCars):
-        means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
+        means = [side_car for side_car in codec.side_cars if isinstance(side_car, KeyMean)]
         in_vectors = len(means) == len(codec.side_cars) == 1 and means[0].tokens % _VECTOR == codec.dim % _VECTOR == 0
         return in_vectors and isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
     if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):

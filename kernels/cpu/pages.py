@@ -144,7 +144,7 @@ class Chooser:
         sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE, "few": FEW}
         high = raw.high_norm if token_group > 1 else 0.0
         of_shared = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
-        ratios = {name: ratio if of in shared and raw.high_norm else 0.0 for name, (of, ratio) in of_shared.items()}
+        ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in of_shared.items()}
         self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: Values, threads: int) -> tuple[Chosen, Chosen]:

@@ -167,7 +167,7 @@ def work_of(
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
     table = to_device(rows, device)
     given = [stream for streams, _, _ in packed for stream in streams]
-    copied = any(one is not source for one, source in zip(held, given, strict=True))
+    copied = any(tensor is not source for tensor, source in zip(held, given, strict=True))
     return Work(table, tuple(kinds), block, tuple(held), copied, None if pages is None else pages.status, out_aligned)
 
 

@@ -96,7 +96,7 @@ def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> 
     """Return the chunks of ``parts``, each with its own words."""
     counts = [_in_order(joined(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
-    firsts = numpy.cumsum([0, *(one.numel() for one in words)])
+    firsts = numpy.cumsum([0, *(part.numel() for part in words)])
     begins = [own.cumsum(0) - own + int(first) for own, first in zip(counts, firsts, strict=False)]
     columns = _cat([_in_order(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
     heads = parts[0]["columns"].shape[1]

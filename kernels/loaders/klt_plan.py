@@ -103,8 +103,8 @@ class Plan:
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
             kind = SELECTED.value
-            zero, one = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
-            entries = self._number(zero), self._number(zero ^ one)
+            zero, ones = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
+            entries = self._number(zero), self._number(zero ^ ones)
         self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
         self._runs.append(() if entries else tuple(runs))
         for run in {*self._runs[-1]}:

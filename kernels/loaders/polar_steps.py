@@ -41,9 +41,9 @@ def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, .
     ``tree`` contains the angles of the first level and the blocks of a step.
     """
     angles, blocks = tree
-    each = F16X2_PER_TILE.value // blocks
-    firsts = range(step * each, angles, angles // blocks)
-    return tuple(sorted({(first + number) >> (level - 1) for first in firsts for number in range(each)}))
+    per_tile = F16X2_PER_TILE.value // blocks
+    firsts = range(step * per_tile, angles, angles // blocks)
+    return tuple(sorted({(first + number) >> (level - 1) for first in firsts for number in range(per_tile)}))
 
 
 @triton.constexpr_function
@@ -99,11 +99,11 @@ def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tenso
         best = int(errors.argmin())
         pairs = rounded[best]
         product *= float(scales[best])
-        one = sum(map(len, entries))
+        entry_count = sum(map(len, entries))
         if 1 in of_counts:
             entries.append(pairs.repeat(1, 2))
         two = sum(map(len, entries))
         if 2 in of_counts:
             entries.append(torch.cat([pairs.repeat(len(pairs), 1), pairs.repeat_interleave(len(pairs), 0)], 1))
-        firsts.append((one, two))
+        firsts.append((entry_count, two))
     return torch.cat(entries), firsts, product

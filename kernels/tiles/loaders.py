@@ -48,6 +48,6 @@ def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     if isinstance(codec, WithSideCars):
         result = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.
-        means = [one for one in codec.side_cars if isinstance(one, KeyMean)]
+        means = [side_car for side_car in codec.side_cars if isinstance(side_car, KeyMean)]
         return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.side_cars) == 1 else None
     return codecs.of_codec(codec).dual_tiles(codec, dual)

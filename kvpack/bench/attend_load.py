@@ -45,9 +45,9 @@ def _query() -> torch.Tensor:
 def _pages(recipe: str, repeats: int, pages: int) -> dict[str, Any]:
     k, v = zip(*((layer.k, layer.v) for layer in (_layer(recipe, PAGE_TOKENS, seed) for seed in range(pages))), strict=True)
     many = Layer(k[0].concat(*k[1:]), v[0].concat(*v[1:]))
-    one = _layer(recipe, many.tokens, 0)
+    single = _layer(recipe, many.tokens, 0)
     of_many, of_one = (
-        measured.process for measured in interleaved([partial(kvpack.attend, _query(), layer) for layer in (many, one)], repeats)
+        measured.process for measured in interleaved([partial(kvpack.attend, _query(), layer) for layer in (many, single)], repeats)
     )
     return {"pages": pages, "many_pages_s": of_many, "one_page_s": of_one}
 

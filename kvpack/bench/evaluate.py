@@ -133,7 +133,7 @@ def evaluate(
     if not given or not all(isinstance(text, str) for text in given):
         raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
     requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
-    parsed = {_name(one): recipe for one, recipe in [(one, parse_recipe(one)) for one in requested]}
+    parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
@@ -145,7 +145,7 @@ def evaluate(
         model.set_attn_implementation("kvpack")  # type: ignore[operator]
         del switch
     exact, forgotten, measured = result
-    rows = [(name, each, None) for name, each in zip(parsed, measured, strict=True)]
+    rows = [(name, row, None) for name, row in zip(parsed, measured, strict=True)]
     report = {
         "model": model_name(str(getattr(model, "name_or_path", ""))) or type(model).__name__,
         "text": f"{len(words)} {'text' if len(words) == 1 else 'texts'}",

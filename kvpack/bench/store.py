@@ -141,8 +141,8 @@ def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpa
     """Return a cache of Gaussian values with identical chunks; the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
-    one = kvpack.pack([(x, x)] * layers, recipe)
-    return kvpack.concat([replace(one, start=CHUNK * number) for number in range(chunks)])
+    packed = kvpack.pack([(x, x)] * layers, recipe)
+    return kvpack.concat([replace(packed, start=CHUNK * number) for number in range(chunks)])
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:

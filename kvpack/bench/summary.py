@@ -130,7 +130,7 @@ def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
     for row in rows:
         row["of_reference"] = None
         if compared is not None:
-            differences = [one - other for one, other in zip(_logarithms(row), compared, strict=True)]
+            differences = [value - other for value, other in zip(_logarithms(row), compared, strict=True)]
             interval = student_t(differences)
             ends = None if interval is None else [math.exp(end) for end in interval]
             row["of_reference"] = {"ratio": math.exp(fmean(differences)), "interval": ends}

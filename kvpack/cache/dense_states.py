@@ -147,7 +147,7 @@ def _is_dense(x: Any) -> bool:
 
 def _classes(value: Any) -> set[str]:
     """Return the names of transformers' own cache classes among the classes of ``value``."""
-    return {one.__name__ for one in type(value).__mro__ if one.__module__ == _MODULE}
+    return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
 def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None:
@@ -163,8 +163,8 @@ def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(value, "__dict__", {}).items()
-    for one in type(value).__mro__:
-        slots = one.__dict__.get("__slots__", ())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name != "__dict__" and hasattr(value, name):
                 yield name, getattr(value, name)
@@ -176,4 +176,4 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) or any(one.__name__ in _CONFIGURATIONS for one in type(value).__mro__)
+    return isinstance(value, _PLAIN) or any(cls.__name__ in _CONFIGURATIONS for cls in type(value).__mro__)

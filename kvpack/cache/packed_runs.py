@@ -347,15 +347,15 @@ class PackedRuns(Sequence[PackedRun]):
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
-        kept, one = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
+        kept, template = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         streams = {}
-        with float32_no_grad(next(iter(one.streams.values())).device):
-            of_stretches = _in_order(one.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
-            for name, layout in one.layout.items():
+        with float32_no_grad(next(iter(template.streams.values())).device):
+            of_stretches = _in_order(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
+            for name, layout in template.layout.items():
                 parts = [named[name] for named in of_stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
-        return PackedRuns([Stretch(one.codec, self.ends[last], streams)])
+        return PackedRuns([Stretch(template.codec, self.ends[last], streams)])
 
     def added(self, page: PackedRun) -> PackedRuns:
         """Append ``page``, joined with the last runs as long as those are no longer than it."""

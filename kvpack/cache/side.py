@@ -339,12 +339,12 @@ class Side:
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
     """Return the parameters in which two codecs differ; only the ids for codecs of different families."""
-    one, two = codec.params(), other.params()
-    if one["id"] != two["id"]:
-        return f"{one['id']} is followed by {two['id']}"
-    parts = ({name: value for name, value in values.items() if one.get(name) != two.get(name)} for values in (one, two))
+    params, two = codec.params(), other.params()
+    if params["id"] != two["id"]:
+        return f"{params['id']} is followed by {two['id']}"
+    parts = ({name: value for name, value in values.items() if params.get(name) != two.get(name)} for values in (params, two))
     shown = (", ".join(f"{name} {value.hex() if isinstance(value, bytes) else value}" for name, value in part.items()) for part in parts)
-    return f"{one['id']} " + " is followed by ".join(text or "no such option" for text in shown)
+    return f"{params['id']} " + " is followed by ".join(text or "no such option" for text in shown)
 
 
 def sequences_at_once(*sides: Side) -> int:

@@ -140,8 +140,8 @@ class Basis:
     @property
     def shapes(self) -> set[tuple[int, int]]:
         """Return the (heads, head dim) pairs of the rows and frames."""
-        rows = {(one.heads, one.dim) for one in self._rows.values()}
-        return rows | {(one.heads, one.dim) for one in self._balanced.values()}
+        rows = {(state.heads, state.dim) for state in self._rows.values()}
+        return rows | {(state.heads, state.dim) for state in self._balanced.values()}
 
     def rows(self, layer: int, side: str) -> BasisRows:
         """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
@@ -331,14 +331,14 @@ class Basis:
         kind = known.get("weights", "").partition(":")[0]
         if same := [text for text in digests if text.partition(":")[0] == kind]:
             model = {**model, "weights": same[0]}
-        kinds = [one["weights"].partition(":")[0] for one in (model, known) if "weights" in one]
+        kinds = [description["weights"].partition(":")[0] for description in (model, known) if "weights" in description]
         for name in ("weights", "rope") if len(kinds) == 2 and kinds[0] == kinds[1] else ("name",):
             found, expected = model.get(name), known.get(name)
             if found is None or expected is None or found == expected:
                 continue
             if name == "name" and os.path.basename(found) == os.path.basename(expected):
                 continue
-            dtypes = [one.get("dtype") for one in (self.model, model)]
+            dtypes = [description.get("dtype") for description in (self.model, model)]
             unknown = name == "weights" and weights == self.model.get("weights") and None not in dtypes and dtypes[0] != dtypes[1]
             note = f"its dtype is {dtypes[0]} and the cache's {dtypes[1]}: load the model in {dtypes[0]}"
             raise InvalidParameter(
@@ -400,7 +400,7 @@ def basis_bytes(
         entries.append(LayerEntry(sides.get("k"), sides.get("v")))
     states = _states(frames or {}, balanced or {}, dtype)
     arrays |= {state.where: array for state, array in states.items()}
-    turned = [*(one.rope for one in (frames or {}).values()), *(one.rope for one in (balanced or {}).values())]
+    turned = [*(part.rope for part in (frames or {}).values()), *(part.rope for part in (balanced or {}).values())]
     limits = [rope.longest for rope in turned if rope is not None and rope.longest is not None]
     if limits:
         model = {**model, LONGEST: str(min(limits))}
@@ -433,10 +433,10 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
         if keys.mean is not None:
             add(layer, MEAN, "F32", keys.mean.numpy())
         add_rope(layer, keys.rope)
-    for (layer, side), one in sorted(frames.items()):
-        add_rows(layer, f"{side}.frames", one.rows)
-        add(layer, f"{side}.scales", "U8", one.scales.astype(numpy.uint8))
-        add_rope(layer, one.rope)
+    for (layer, side), side_frames in sorted(frames.items()):
+        add_rows(layer, f"{side}.frames", side_frames.rows)
+        add(layer, f"{side}.scales", "U8", side_frames.scales.astype(numpy.uint8))
+        add_rope(layer, side_frames.rope)
     if frames:
         tables = next(iter(frames.values())).tables
         add(0, FREQUENCIES, "U16", tables.frequencies.astype(numpy.uint16))

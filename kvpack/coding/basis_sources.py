@@ -45,8 +45,8 @@ def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.Path
     Files in a folder are tried smallest first; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis, which
     names the digest, and the errors of reading a file or listing a folder.
     """
-    for one in source if isinstance(source, list | tuple) else [source]:
-        for candidate in _candidates(one, digest):
+    for location in source if isinstance(source, list | tuple) else [source]:
+        for candidate in _candidates(location, digest):
             if candidate.digest == digest:
                 return candidate
     raise MissingBasis(

@@ -119,15 +119,15 @@ def _side(rules: Sequence[tuple[Items, Spelled]]) -> tuple[Spelled, list[Excepti
 def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[Exceptions]:
     """Return ``rules`` without those that later rules replace or that repeat ``base``, in an order that depends only on their effect."""
     left: list[tuple[Range, Spelled]] = []
-    for one, codec in reversed(rules):
-        parts = [one]
+    for items, codec in reversed(rules):
+        parts = [items]
         for later, _ in left:
             parts = [rest for part in parts for rest in part.without(later)]
         left += ((part, codec) for part in reversed(parts))
     left.reverse()
     ordered: list[tuple[Range, Spelled]] = []
     # A rule stays behind those before it that may cover one of its layers and have another codec.
-    before = [{i for i, (one, codec) in enumerate(left[:j]) if codec != of and one.may_meet(it)} for j, (it, of) in enumerate(left)]
+    before = [{i for i, (items, codec) in enumerate(left[:j]) if codec != of and items.may_meet(it)} for j, (it, of) in enumerate(left)]
     waiting = set(range(len(left)))
     while waiting:
         free = [number for number in waiting if not before[number] & waiting]
@@ -146,21 +146,21 @@ def _exceptions(rules: Sequence[tuple[Range, Spelled]], base: Spelled) -> list[E
 def _grouped(rules: Iterable[tuple[Range, Spelled]]) -> list[Exceptions]:
     """Combine neighboring rules with the same codec, and join ranges that touch."""
     groups: list[tuple[list[Range], Spelled]] = []
-    for one, codec in rules:
+    for items, codec in rules:
         if groups and groups[-1][1] == codec:
-            groups[-1][0].append(one)
+            groups[-1][0].append(items)
         else:
-            groups.append(([one], codec))
+            groups.append(([items], codec))
     return [Exceptions(tuple(_joined(sorted(ranges))), codec) for ranges, codec in groups]
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:
     joined = list(ranges[:1])
-    for before, one in pairwise(ranges):
-        if one.counts == before.counts != BOTH and one.begin == joined[-1].end + 1:
-            joined[-1] = joined[-1]._replace(end=one.end)
+    for before, after in pairwise(ranges):
+        if after.counts == before.counts != BOTH and after.begin == joined[-1].end + 1:
+            joined[-1] = joined[-1]._replace(end=after.end)
         else:
-            joined.append(one)
+            joined.append(after)
     return joined
 
 
@@ -168,11 +168,11 @@ def _merged_sides(k: Sequence[Exceptions], v: Sequence[Exceptions]) -> list[tupl
     """Return the exceptions of both sides, each with its sides; equal ones are combined if the order on each side allows it."""
     result: list[tuple[str, Exceptions]] = []
     rest = list(v)
-    for one in k:
-        if one in rest:
-            place = rest.index(one)
-            result += [*(("v", other) for other in rest[:place]), ("kv", one)]
+    for exception in k:
+        if exception in rest:
+            place = rest.index(exception)
+            result += [*(("v", other) for other in rest[:place]), ("kv", exception)]
             rest = rest[place + 1 :]
         else:
-            result.append(("k", one))
+            result.append(("k", exception))
     return [*result, *(("v", other) for other in rest)]

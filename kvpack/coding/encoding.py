@@ -281,10 +281,10 @@ def _encode_groups_again(
         return
     places = (groups[:, None] * group + torch.arange(group, device=x.device)).flatten()
     places = places[places < tokens]
-    some = chosen[:, places]
-    token, sequence = some.T.nonzero().unbind(1)
+    chosen_here = chosen[:, places]
+    token, sequence = chosen_here.T.nonzero().unbind(1)
     norms = None if coded is None else torch.empty(*x.shape[:2], len(places), dtype=torch.float32, device=x.device)
-    encoded = encode_all(codec, replaced(x[:, :, places], token, sequence, some, group), where, before, coded=norms)
+    encoded = encode_all(codec, replaced(x[:, :, places], token, sequence, chosen_here, group), where, before, coded=norms)
     if coded is not None and norms is not None:
         coded[:, :, places] = norms
     for name, entry in codec.row_layouts.items():

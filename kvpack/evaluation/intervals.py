@@ -28,7 +28,7 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
     With a single pair, the difference alone decides.
     """
-    differences = [one - other for one, other in zip(values, others, strict=True)]
+    differences = [value - other for value, other in zip(values, others, strict=True)]
     interval = student_t(differences)
     return differences[0] < 0 if interval is None else interval[1] < 0
 

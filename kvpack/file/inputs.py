@@ -87,7 +87,7 @@ class Inputs:
             raise InvalidParameter(f"starts has {len(self.starts)} positions, and undetermined {len(self.undetermined)} texts")
         if not _is_tuple(self.rows, bytes):
             raise InvalidParameter(f"rows is {shown(self.rows)}, expected a tuple of bytes, the ids of each row")
-        if not _is_tuple(self.hidden, tuple) or not all(len(one) == 3 and _is_tuple(one, int) for one in self.hidden):
+        if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
             raise InvalidParameter(f"hidden is {shown(self.hidden)}, expected a tuple of (row, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
             raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; found {', '.join(map(_described, self.rows))}")
@@ -131,7 +131,7 @@ class Inputs:
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
         rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in kept) else ()
         begin, end = first + start, first + stop
-        clipped = (Hidden(row, max(begin, one), min(end, two)) for row, one, two in self.hidden)
+        clipped = (Hidden(row, max(begin, first_hidden), min(end, two)) for row, first_hidden, two in self.hidden)
         hidden = tuple(stretch for stretch in clipped if stretch.start < stretch.stop)
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]

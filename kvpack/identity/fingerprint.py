@@ -165,8 +165,8 @@ def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the values of ``x``, which accelerate may offload until a call needs them."""
     hook = vars(module).get("_hf_hook")
-    for one in getattr(hook, "hooks", (hook,)):
-        values = getattr(one, "weights_map", None)
+    for inner in getattr(hook, "hooks", (hook,)):
+        values = getattr(inner, "weights_map", None)
         if values is not None and name in values:
             moved: torch.Tensor = values[name].to(x.dtype)
             return moved

@@ -56,16 +56,16 @@ class Weights:
 
     def hold(self) -> None:
         """Wait until later changes of the weights cannot affect the digest."""
-        for one in self._devices:
-            one.hold()
+        for device in self._devices:
+            device.hold()
         self._host.wait()
 
     @cached_property
     def text(self) -> str:
         """Return ``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
-        for one in self._devices:
-            result |= one.texts()
+        for device in self._devices:
+            result |= device.texts()
         total = hashlib.sha256()
         for name, number in zip(self._names, self._numbers, strict=True):
             total.update(f"{json_text([name, result[number]])}\n".encode())

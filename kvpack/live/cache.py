@@ -262,7 +262,7 @@ class LiveCache:
         self._settled(layer)
         if not self._known:
             self._known = True
-            both = (each.sides for each in self._chosen(None) if len(each.sides) == len(SIDES))
+            both = (candidate.sides for candidate in self._chosen(None) if len(candidate.sides) == len(SIDES))
             warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], live.device)
         result = live.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts

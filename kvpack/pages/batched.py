@@ -43,7 +43,7 @@ def supports(codec: Codec) -> bool:
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(one, Balanced | ChannelScale | KeyMean | RawPositions) for one in side_cars) and all(
+    return all(isinstance(side_car, Balanced | ChannelScale | KeyMean | RawPositions) for side_car in side_cars) and all(
         packing.binary for packing in codec.packings().values()
     )
 

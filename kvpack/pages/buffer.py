@@ -65,11 +65,11 @@ class PageBuffer:
         shared = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
         if shared is None:
             return ""
-        one, other = shared
-        shape, strides = list(tensors[one].shape), list(tensors[one].stride())
-        if one == other:
-            return f"{names[one]}: values of its shape {shape} share memory, by strides {strides}"
-        return f"{names[one]} and {names[other]}: values of their shapes {shape} and {list(tensors[other].shape)} share memory"
+        first, other = shared
+        shape, strides = list(tensors[first].shape), list(tensors[first].stride())
+        if first == other:
+            return f"{names[first]}: values of its shape {shape} share memory, by strides {strides}"
+        return f"{names[first]} and {names[other]}: values of their shapes {shape} and {list(tensors[other].shape)} share memory"
 
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry

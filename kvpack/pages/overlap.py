@@ -50,8 +50,8 @@ def share(x: Strided, y: Strided) -> bool:
 
 def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
     """Return the numbers of two tensors that share bytes, or of one that shares bytes with itself, twice; None if none do."""
-    for number, one in enumerate(tensors):
-        if shares_with_itself(one):
+    for number, tensor in enumerate(tensors):
+        if shares_with_itself(tensor):
             return number, number
     folded = _folded(tensors)
     if folded is not None and not shares_with_itself(folded):
@@ -68,9 +68,9 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
 
 def _folded(tensors: list[Strided]) -> Strided | None:
     """Combine equal tensors at equal distances into one with another axis; tensors of one pool combine first by layers, then by sides."""
-    if len({one[1:] for one in tensors}) != 1:
+    if len({tensor[1:] for tensor in tensors}) != 1:
         return None
-    begins = sorted(one.begin for one in tensors)
+    begins = sorted(tensor.begin for tensor in tensors)
     half = len(begins) // 2
     for parts in (1, 2):
         if len(begins) % parts:

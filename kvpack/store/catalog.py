@@ -222,7 +222,7 @@ def restored_times(catalog: Catalog) -> dict[bytes, int]:
             used[parent] = max(used[parent], used[key] + 1)
     for key, basis in catalog.bases.items():
         listed[key] = basis.stored.used_ns
-        needing = [used[one] + 1 for one, entry in catalog.entries.items() if basis.digest.hex() in entry.recipe]
+        needing = [used[user] + 1 for user, entry in catalog.entries.items() if basis.digest.hex() in entry.recipe]
         used[key] = max([basis.stored.used_ns, *needing])
     return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
 

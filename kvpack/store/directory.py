@@ -249,7 +249,7 @@ class Directory(OneTier):
     def undescribed(self, also: str | None = None) -> Sequence[Stored]:
         """Return the entries that the index does not describe, and those that it describes as the kind ``also``."""
         result = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
-        return [Stored(one.key, one.size, self._used(one)) for one in result]
+        return [Stored(entry.key, entry.size, self._used(entry)) for entry in result]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, by key."""
@@ -399,7 +399,7 @@ class Sizes:
     def total(self) -> tuple[int, int]:
         """Return the number of entries and their total bytes."""
         listed = [self._of(folder) for folder in ENTRY_FOLDERS]
-        return sum(one.entries for one in listed), sum(one.size for one in listed)
+        return sum(part.entries for part in listed), sum(part.size for part in listed)
 
     def _of(self, folder: str) -> _Listed:
         now, path = time.time_ns(), os.path.join(self._folder.root, folder)

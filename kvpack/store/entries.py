@@ -186,7 +186,7 @@ class Reader:
         if shape != self.shape:
             numbers = range(min(len(shape), len(self.shape)))
             at = next((number for number in numbers if shape[number] != self.shape[number]), len(numbers))
-            held = [f"{len(one)} layers, layer {at}: {one[at] if at < len(one) else 'none'}" for one in (shape, self.shape)]
+            held = [f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)]
             raise InvalidHeader(f"{file.where}: is of another shape, sides with heads and head dims: {held[0]}; the store's: {held[1]}")
 
     def _check_key(self, named: Named, key: bytes, where: str) -> None:

@@ -101,7 +101,7 @@ class Folder:
     def to_make(self, path: str) -> int:
         """Return the bytes of the missing folders that an entry at ``path`` needs."""
         leaf = os.path.dirname(path)
-        missing = sum(not os.path.isdir(one) for one in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
+        missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
             return 0
         above = self.root

@@ -33,7 +33,7 @@ class Collector:
     def remove(self, store: Measured) -> None:
         """Forget ``store``."""
         with self._lock:
-            self._stores = [(one, labels) for one, labels in self._stores if one is not store]
+            self._stores = [(other, labels) for other, labels in self._stores if other is not store]
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.parser import text_string_to_metric_families

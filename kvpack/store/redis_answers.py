@@ -31,7 +31,7 @@ def integer(answer: Any) -> int:
 
 def integers(count: int) -> Callable[[Any], list[int]]:
     """Return a check for ``count`` integers."""
-    return lambda answer: [integer(one) for one in _listed(answer, f"{count} integers", count)]
+    return lambda answer: [integer(item) for item in _listed(answer, f"{count} integers", count)]
 
 
 def data(most: int) -> Callable[[Any], bytes]:
@@ -48,8 +48,8 @@ def data(most: int) -> Callable[[Any], bytes]:
 def data_list(answer: Any) -> list[bytes]:
     """Check that the reply is a list of bytes."""
     result = _listed(answer, "a list of bytes")
-    for one in result:
-        if type(one) is not bytes:
+    for item in result:
+        if type(item) is not bytes:
             raise _wrong(answer, "a list of bytes")
     return result
 
@@ -119,7 +119,7 @@ def stored(front_bytes: int) -> Callable[[Any], list[Any]]:
         if answer == [-1] and type(answer[0]) is int:
             return [-1]
         found = _listed(answer, "what was evicted, and results", 4)
-        results = [result(one) for one in _listed(found[3], "results")]
+        results = [result(item) for item in _listed(found[3], "results")]
         return [integer(found[0]), integer(found[1]), data(_MESSAGE_BYTES)(found[2]), results]
 
     return check

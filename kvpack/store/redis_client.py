@@ -135,7 +135,7 @@ class Client:
                     pipeline.execute_command(*command)
                 answers = pipeline.execute(raise_on_error=False)
             checks = [check for check, *_ in commands]
-            return [one if isinstance(one, Exception) else check(one) for check, one in zip(checks, answers, strict=True)]
+            return [answer if isinstance(answer, Exception) else check(answer) for check, answer in zip(checks, answers, strict=True)]
 
         nothing: Sequence[Any] = ()
         return self._guard.ask(operation, ask, nothing) if commands else nothing

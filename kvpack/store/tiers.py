@@ -198,7 +198,7 @@ class Tiers:
         return "\n".join(lines) + "\n"
 
     def _timed(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
-        number = next(number for number, one in enumerate(self._backends) if one is backend)
+        number = next(number for number, other in enumerate(self._backends) if other is backend)
         return self._tier_counters[number].timed(operation)
 
     def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
@@ -216,7 +216,7 @@ class Tiers:
         for backend in backends if entries else ():
             with self._timed(backend, "save"):
                 answers.append(backend.put_all(chain, entries, now_ns))
-        return [any(each) for each in zip(*answers, strict=True)] if answers else [False] * len(entries)
+        return [any(results) for results in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
     def _in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1

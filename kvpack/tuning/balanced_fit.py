@@ -71,10 +71,10 @@ def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[s
     """
     own_costs, other = [], []
     for pair in halves:
-        if not all(one.tokens for one in pair):
+        if not all(half.tokens for half in pair):
             return None
-        moments = [(one.keys / one.tokens, one.queries / one.rows) for one in pair]
-        frames = [frames_of(*one) for one in moments]
+        moments = [(half.keys / half.tokens, half.queries / half.rows) for half in pair]
+        frames = [frames_of(*half) for half in moments]
         own_costs += [cost_of(frame, *given) for frame, given in zip(frames, moments, strict=True)]
         other += [cost_of(frame, *given) for frame, given in zip(frames, reversed(moments), strict=True)]
     return {"own": float(torch.cat(own_costs).mean()), "other": float(torch.cat(other).mean())}

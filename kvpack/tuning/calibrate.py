@@ -120,8 +120,8 @@ def run(
     if turns is not None:
         places = places_of(tokens - score, for_frames)
         halves = halves and [
-            (spread_moments(one, rope, places), spread_moments(other, rope, places))
-            for (one, other), rope in zip(halves, turns, strict=True)
+            (spread_moments(half, rope, places), spread_moments(other, rope, places))
+            for (half, other), rope in zip(halves, turns, strict=True)
         ]
         # All contexts have the first positions: they count twice.
         report = spread_keys(report, turns, [0, *places_of(tokens - score, for_rows)])
@@ -134,7 +134,7 @@ def run(
 
     frames = None if framing is None else frames_of_all(report, framing, step)
     rows = {} if only else rows_of_all(report, step)
-    balanced = None if halves is None else balanced_of_all([one + other for one, other in halves], turns, lambda *_: step())
+    balanced = None if halves is None else balanced_of_all([half + other for half, other in halves], turns, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
     if read_again:
@@ -203,7 +203,7 @@ def _windows_for_widths(text: Text, most_positions: int | None, settings: Settin
 def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
     """Return the average share of ``tokens`` in each layer that was not counted, because recipes such as klt-1.75 keep it raw."""
     counted = [float(count) for name, count in found.counts.items() if name.endswith(".k")]
-    counted = counted or [float(one.tokens + other.tokens) for one, other in halves or ()]
+    counted = counted or [float(half.tokens + other.tokens) for half, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 

@@ -55,8 +55,8 @@ def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Al
         left = budget - priced.file_bytes(chosen)
         gains = sorted(
             (loss - losses[place][chosen[place]], place, codec)
-            for place, of in losses.items()
-            for codec, loss in of.items()
+            for place, codec_losses in losses.items()
+            for codec, loss in codec_losses.items()
             if loss < losses[place][chosen[place]] and priced.stream_bytes(place, codec) - priced.stream_bytes(place, chosen[place]) <= left
         )
         fitting = (chosen | {place: codec} for _, place, codec in gains)

@@ -70,7 +70,7 @@ def _row(found: Measurement, search: Search, exact: list[float], losses: dict[st
 
 
 def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
-    differences = [result - of for result, of in zip(loss.log_perplexities, exact, strict=True)]
+    differences = [result - reference for result, reference in zip(loss.log_perplexities, exact, strict=True)]
     return {
         "kl_divergence": loss.kl_divergence,
         "kl_divergences": loss.kl_divergences,
@@ -86,7 +86,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
     ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" for one recipe, else "undecided".
     """
-    differences = [loss - of for loss, of in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
+    differences = [loss - other for loss, other in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
     interval = student_t(differences)
     if tuned is uniform:
         verdict = "the same"

@@ -154,7 +154,7 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
             losses[place][other] = search.windows.loss(recipe_text(tuned.allocation | {place: other})).kl_divergence
     free = set(losses)
     while True:
-        kept = {place: of if place in free else {tuned.allocation[place]: 0.0} for place, of in losses.items()}
+        kept = {place: place_losses if place in free else {tuned.allocation[place]: 0.0} for place, place_losses in losses.items()}
         result = within_budget(search, "exchange", kept)
         if result.loss.kl_divergence < tuned.loss.kl_divergence:
             return result

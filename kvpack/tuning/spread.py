@@ -49,7 +49,7 @@ def spread_keys(found: Statistics, ropes: Sequence[Rope | None], places: Sequenc
         turns = _turns(rope, sums[name].shape[-1], places)
         sums[name] = sums[name] @ turns.mean(0)
         products[name], costs[name] = _turned(products[name], turns), _turned(costs[name], turns)
-        samples[name] = [one @ turns[number % len(turns)].to(one.dtype) for number, one in enumerate(samples[name])]
+        samples[name] = [part @ turns[number % len(turns)].to(part.dtype) for number, part in enumerate(samples[name])]
     return replace(found, sums=sums, products=products, costs=costs, samples=samples)
 
 

@@ -166,7 +166,7 @@ class Statistics:
         for first, predicted in beginnings(count, tokens.shape[1] - count):
             known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
             gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
-            depends |= any(bool(one.any()) for part in gradients for pair in part for one in pair)
+            depends |= any(bool(gradient.any()) for part in gradients for pair in part for gradient in pair)
             for number, layer_gradients in enumerate(zip(*gradients, strict=True)):
                 for side, views in self._views(number, layer_gradients, framing):
                     _add(self.costs, side, torch.stack([_squares(view, ~raw[number][:first]) for view in views]))
@@ -210,7 +210,7 @@ class Statistics:
         for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
             yield f"{number}.{side}", list(values)
             if framing is not None:
-                yield f"{number}.{side}.frames", [framing.view(number, side, one) for one in values]
+                yield f"{number}.{side}.frames", [framing.view(number, side, value) for value in values]
 
     def _count(self, name: str, values: torch.Tensor, counted: torch.Tensor, chosen: torch.Tensor) -> None:
         x = values[0].to(torch.float64)[:, counted]
@@ -221,7 +221,7 @@ class Statistics:
 
     def write(self, path: str) -> None:
         """Replace the file ``path`` with these statistics. Raises WriteFailed."""
-        tensors = {f"samples.{name}.{n}": one for name, parts in self.samples.items() for n, one in enumerate(parts)}
+        tensors = {f"samples.{name}.{n}": tensor for name, parts in self.samples.items() for n, tensor in enumerate(parts)}
         for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
         metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows)}
@@ -300,7 +300,7 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
-    flat, over = [one for pair in leaves for one in pair], cache_names.over(model, DynamicCache(leaves))
+    flat, over = [leaf for pair in leaves for leaf in pair], cache_names.over(model, DynamicCache(leaves))
     with torch.enable_grad():
         logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):

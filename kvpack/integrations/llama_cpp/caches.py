@@ -86,17 +86,19 @@ def import_slot(
         states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
         opaque: list[DenseLayer] | None = [] if is_opaque(file) else None
         for number in range(layers):
-            of = int(number in windows)
-            section = file.sections[of]
-            keys, values = next(left[of])
+            section_number = int(number in windows)
+            section = file.sections[section_number]
+            keys, values = next(left[section_number])
             if opaque is not None:
                 ids = b"" if number else file.ids
-                opaque.append(opaque_layer(reader, keys, values, orders[of], len(section.positions), section.transposed, ids))
+                opaque.append(opaque_layer(reader, keys, values, orders[section_number], len(section.positions), section.transposed, ids))
                 continue
             k, v = (
                 None
                 if block is None
-                else _values(reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[of], turned)
+                else _values(
+                    reader, f"{where}: layer {number}", block, len(section.positions), heads[number], orders[section_number], turned
+                )
                 for block, turned in ((keys, False), (values, section.transposed))
             )
             states.append((k, v, tokens - len(section.positions)))
@@ -157,7 +159,7 @@ def export_slot(
     held: list[int | None] = [tokens, None]
     latents = not any(name.startswith("v.") for name in cache[0].states) if opaque else cache[0].v is None
     for number, layer in enumerate(cache):
-        of, window = int(number in windows), windows.get(number)
+        section_number, window = int(number in windows), windows.get(number)
         if opaque:
             kept, blocks = opaque_blocks(number, layer, transposed, latents)
             _check_opaque(number, kept, tokens, window)
@@ -168,10 +170,12 @@ def export_slot(
                 for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
                 if side is not None
             ]
-        if held[of] not in (None, kept):
-            raise InvalidParameter(f"layer {number} would write {kept} tokens, but earlier layers {held[of]}, and all share the same cells")
-        held[of] = kept
-        for stored, block in zip(sides[of], blocks, strict=False):
+        if held[section_number] not in (None, kept):
+            raise InvalidParameter(
+                f"layer {number} would write {kept} tokens, but earlier layers {held[section_number]}, and all share the same cells"
+            )
+        held[section_number] = kept
+        for stored, block in zip(sides[section_number], blocks, strict=False):
             stored.append(block)
         if progress:
             progress(number + 1, len(cache))
@@ -215,8 +219,8 @@ def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
             raise InvalidParameter(
                 f"{where}: sliding-window layers hold {held_tokens} of {tokens} tokens, but layer {number} has a window of {window}"
             )
-    one, other = file.sections[0], file.sections[-1]
-    if (one.streams, one.sequence, one.transposed) != (other.streams, other.sequence, other.transposed):
+    full, other = file.sections[0], file.sections[-1]
+    if (full.streams, full.sequence, full.transposed) != (other.streams, other.sequence, other.transposed):
         raise InvalidParameter(f"{where}: its full-attention and sliding-window layers differ in streams, sequence or layout")
     return tokens
 

@@ -300,7 +300,7 @@ class _Forward:
         self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
         # generate asks what the method takes.
         self.__signature__ = inspect.signature(model.forward)
-        self._names = [name for name, one in self.__signature__.parameters.items() if one.kind is not one.VAR_KEYWORD]
+        self._names = [name for name, parameter in self.__signature__.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
     @property
     def is_of_its_class(self) -> bool:

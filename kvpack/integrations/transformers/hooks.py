@@ -244,12 +244,12 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
             logits, past = model(token_ids).to_tuple()
         cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
     """
-    hooks, one = Hooks.on(model), Recording()
-    hooks.recordings.append(one)
+    hooks, record = Hooks.on(model), Recording()
+    hooks.recordings.append(record)
     try:
-        yield one
+        yield record
     finally:
-        hooks.recordings.remove(one)
+        hooks.recordings.remove(record)
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:

@@ -33,10 +33,12 @@ class ModelSnapshot:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
         result = self._modules
-        self._parts: list[dict[str, Any]] = [part for one in result for part in (one._modules, one._parameters, one._buffers) if part]
-        self._hooks = [hooks for one in result for hooks in (one._forward_hooks, one._forward_pre_hooks)]
-        self._attributes = [vars(one) for one in result]
-        self._tensors = [x for one in result for x in chain(one._parameters.values(), one._buffers.values()) if x is not None]
+        self._parts: list[dict[str, Any]] = [
+            part for module in result for part in (module._modules, module._parameters, module._buffers) if part
+        ]
+        self._hooks = [hooks for module in result for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [vars(module) for module in result]
+        self._tensors = [x for module in result for x in chain(module._parameters.values(), module._buffers.values()) if x is not None]
         configs = {
             id(value): value for attributes in self._attributes for value in attributes.values() if isinstance(value, PretrainedConfig)
         }
@@ -71,7 +73,7 @@ class ModelSnapshot:
         return self._code.foreign if odd is None else f"weights are of type {odd.__name__}"
 
     def _objects(self) -> Iterator[Any]:
-        values = (attributes(of) for attributes, of in self._own)
+        values = (attributes(module) for attributes, module in self._own)
         return chain.from_iterable(chain(map(dict.values, self._parts), map(dict.values, self._settings), values, self._code.objects()))
 
     def _now(self) -> tuple[Any, ...]:
@@ -112,7 +114,7 @@ class _Code:
 
     def objects(self) -> Iterator[Iterable[Any]]:
         """Yield the objects that the code reads from classes and modules by name."""
-        yield from (one.values() for one in self.classes)
+        yield from (cls.values() for cls in self.classes)
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
@@ -122,7 +124,7 @@ class _Code:
         if isinstance(value, partial):
             return (value.func,)
         if isinstance(value, property):
-            return (one for one in (value.fget, value.fset, value.fdel) if one is not None)
+            return (function for function in (value.fget, value.fset, value.fdel) if function is not None)
         if isinstance(value, FunctionType):
             return self._called(value)
         place = value.__module__ if isinstance(value, type) else type(value).__module__

@@ -375,7 +375,7 @@ def _names_sections(config: Any) -> bool:
 def _file_sets_sections(name: str) -> bool:
     """Return True if a class in the module with that name sets what ``Model`` looks for; a configuration need not list sections."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
-    codes = [init.__code__ for one in classes if isinstance(init := vars(one).get("__init__"), FunctionType)]
+    codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
 
 

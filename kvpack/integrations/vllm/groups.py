@@ -127,7 +127,10 @@ def _group(vllm_config: Any, group: Any) -> Group:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         # Blocks of as many bytes may hold other heads: of all layers the values are packed as those of one.
         shape = ("page_size_bytes", "num_kv_heads", "head_size", "head_size_v", "dtype")
-        result = {(type(one), *(getattr(one, name, None) for name in shape)): one for one in spec.kv_cache_specs.values()}
+        result = {
+            (type(layer_spec), *(getattr(layer_spec, name, None) for name in shape)): layer_spec
+            for layer_spec in spec.kv_cache_specs.values()
+        }
         if len(result) != 1:
             raise InvalidParameter(
                 f"the layers {', '.join(group.layer_names)} are one group with {len(result)} shapes of blocks, but rows have one: "

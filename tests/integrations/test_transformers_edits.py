@@ -305,6 +305,23 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         KvpackCache.load(path, model).release()
 
 
+def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path) -> None:
+    """Such as one with adapters whose effect kvpack does not know: it is refused where a model is named, and told where none can be."""
+    peft = pytest.importorskip("peft")
+    settings = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
+    unknown = peft.get_peft_model(small_llama(), settings).eval()
+    path = saved(small_llama(), tmp_path / "file")
+    why = "has the adapter .*AdaptionPrompt.*, which kvpack does not know"
+    with pytest.raises(InvalidParameter, match=f"and this one cannot be compared with it: .*{why}.*; if both compute the same, write "):
+        KvpackCache.load(path, unknown)
+    cache = replace(kvpack.load(path), model={})
+    KvpackCache.of(cache, unknown).release()
+    with KvpackCache(unknown, "raw") as past, torch.inference_mode():
+        unknown(IDS, past_key_values=past)
+        with pytest.warns(KvpackWarning, match=f"the cache cannot name its model, so nothing notices if another one continues it: .*{why}"):
+            assert not past.packed.model
+
+
 def test_adapters_are_compared_by_every_weight(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

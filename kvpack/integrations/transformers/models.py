@@ -54,6 +54,8 @@ _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
+_SAME = "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
+"""What to do about a cache of a model that only seems to be another one."""
 _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """Kinds of PEFT's adapters that are a cache."""
 
@@ -214,13 +216,14 @@ def _check_takes_given_cache(model: Any) -> None:
 
 
 class Named:
-    """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named.
+    """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
+    ``unnamed``.
 
     The digest of its weights is computed in the background, from their values at creation: nobody may change them before ``hold``.
     """
 
-    def __init__(self, identity: Identity | None = None, weights: Weights | None = None) -> None:
-        self._identity, self._weights = identity, weights
+    def __init__(self, identity: Identity | None = None, weights: Weights | None = None, unnamed: str = "") -> None:
+        self._identity, self._weights, self.unnamed = identity, weights, unnamed
 
     def hold(self) -> None:
         """Wait until later changes cannot affect the digest of the weights."""
@@ -255,8 +258,8 @@ def named(model: Any) -> Named:
         with contextlib.suppress(InvalidParameter):
             weights = weights_of(model_parts)
         return Named(Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
-    except InvalidParameter:
-        return Named()
+    except InvalidParameter as error:
+        return Named(unnamed=str(error))
 
 
 def identity_of(model: Any) -> dict[str, str]:
@@ -288,7 +291,8 @@ def weights_now(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> Named:
-    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model.
+    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model, or one that
+    cannot be named.
 
     If both know digests of the weights, these are compared instead of the name, because the same model may be in another folder. A
     KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``named(model)``, empty if the cache names
@@ -299,7 +303,8 @@ def check_identity(cache: Cache, model: Any) -> Named:
     this = named(model)
     fields = dict(this.fields)
     if not fields:
-        return this
+        told = "the cache names the model that computed it, and this one cannot be compared with it"
+        raise InvalidParameter(f"{told}: {this.unnamed}; {_SAME}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:
@@ -317,8 +322,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
         if recorded != actual:
             verb = "are" if field == "weights" else "is"
             raise InvalidParameter(
-                f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}; "
-                "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
+                f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}; {_SAME}"
             )
     if kind == SAMPLE and compared:
         warning = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .cache_lock import CacheLock
 from .changes import ModelState, checkpointed
@@ -193,7 +194,12 @@ class Tracking:
         self._hold()
         if model is not None:
             self._verify(model)
-        return self._first.fields if self._is_new and self._first is not None else None
+        if not self._is_new or self._first is None:
+            return None
+        if self._first.unnamed:
+            told = "the cache cannot name its model, so nothing notices if another one continues it"
+            warnings.warn(f"{told}: {self._first.unnamed}", KvpackWarning, 4)
+        return self._first.fields
 
     def _name_model(self) -> None:
         """Name the model of the first token; its weights are read during the pass."""

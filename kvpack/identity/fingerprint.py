@@ -41,14 +41,14 @@ _INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_pa
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
 """Packages whose private attributes are known to change no key and no value; those of other modules may be constants."""
-_OF_CALLS = ("cache", "state", "long_inv_freq")
-"""Words in the names of attributes in which calls leave values."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that define the state of a module."""
 _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 _NOTED_POSITIONS = "rope_deltas"
 """Attribute in which a model notes the position of the text after the last prompt's images; None before the first prompt."""
+_OF_CALLS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
+"""Words in the names of attributes in which calls leave values."""
 _HUB_FOLDER = "models--"
 """Prefix of a model's folder in the hub's cache folder."""
 _FREQUENCIES = "inv_freq"

@@ -233,13 +233,13 @@ def _section(reader: Reader, kind: str, latents: bool) -> Section:
 
 def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
     cells = np.frombuffer(reader.take(count * _CELL.itemsize, f"the {count} cells of its {kind} layers"), _CELL)
-    numbers = cells["sequence"]
-    strange = np.flatnonzero((cells["sequences"] != 1) | (numbers != numbers[0]) | (numbers < 0) | (numbers >= _MAX_STREAMS))
+    owners = cells["sequence"]
+    strange = np.flatnonzero((cells["sequences"] != 1) | (owners != owners[0]) | (owners < 0) | (owners >= _MAX_STREAMS))
     if len(strange):
         sequences, sequence = (int(cells[field][strange[0]]) for field in ("sequences", "sequence"))
         raise InvalidParameter(
             f"{reader.where}: cell {strange[0]} of its {kind} layers belongs to {sequences} sequences, the first "
-            f"{sequence}; every cell must belong to one, here {int(numbers[0])}, below {_MAX_STREAMS}; {_OTHER_CELLS}"
+            f"{sequence}; every cell must belong to one, here {int(owners[0])}, below {_MAX_STREAMS}; {_OTHER_CELLS}"
         )
     transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:

@@ -12,11 +12,13 @@ import pytest
 
 from kvpack.file import container
 from spec.generate.vector_files import FOLDER, manifest
-from support import spec_readers
+from support import file_parts, spec_readers
+from support.parts import Parts
 from support.reader_programs import ENTRY_READERS, READERS, READERS_FOLDER, Answer
 from support.vector_checks import Expected
 
 LINES = manifest()
+PLACES = ("model", "recipe", "start", "codecs.0", "layers.0", *(f"layers.0.{name}" for name in ("k", "v", "k.runs", "k.tail_dtype")))
 DECODED = "valid/group-dim-3.kvpack"
 REFUSED = "invalid/header-batch-0.kvpack"
 
@@ -50,6 +52,30 @@ def test_an_entry_of_another_class_is_a_difference(tmp_path: Path) -> None:
     assert list(spec_readers.entry_differences(reader)) == []
     answers |= {"encrypted-damaged.entry": "Undecryptable", "encrypted-by-another-key.entry": "DigestMismatch"}
     assert len(list(spec_readers.entry_differences(reader))) == 2
+
+
+@pytest.mark.scenario
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_refuses_values_of_other_types(name: str, tmp_path: Path) -> None:
+    """Every value of the header in turn, as one that many languages take for false: 0, "", an empty array, map or bytes, nil."""
+    if reason := spec_readers.missing(name):
+        pytest.skip(reason)
+    path = tmp_path / "x.kvpack"
+    whole = (FOLDER / DECODED).read_bytes()
+    wrong = []
+    with spec_readers.started(name) as reader:
+        for place in PLACES:
+            for value in (0, "", [], {}, b"", None):
+                parts = Parts.of(whole)
+                old = file_parts.place(parts, place)
+                if type(value) is type(old) or (value is None and place in ("layers.0.k", "layers.0.v")):
+                    continue
+                file_parts.edit(place, value)(parts)
+                path.write_bytes(parts.joined())
+                answer = reader.read(path)
+                if (answer.kind, answer.rule) != ("InvalidHeader", "container-11"):
+                    wrong.append((place, value, answer.kind, answer.rule))
+    assert wrong == []
 
 
 def test_a_refusal_of_another_class_is_a_difference() -> None:

@@ -1,7 +1,7 @@
 // Decoding of each codec to the coded frame (codecs/*.md). A decoder takes the streams of a side and returns
-// a function of a row and values, which puts the values of one token of one head. A row has: b, h and t;
-// head and token, counted over all sequences and heads; run, inRun and group, the token's place in runs; and
-// ofRun and ofGroup, those of the head counted in the same way.
+// a function of a row and values, which puts the values of one token of one head; the token's symbols are in
+// data.digits. A row has: b, h and t; head and token, counted over all sequences and heads; run, inRun and
+// group, the token's place in runs; and ofRun and ofGroup, those of the head counted in the same way.
 
 import { badPayload, must } from "./errors.js";
 import { HALF, floats, range, roundToHalf } from "./numbers.js";
@@ -33,8 +33,7 @@ const plain = (name) => (data) => {
 };
 
 function lossless(data, { dim, chunk, fraction }) {
-  const { unpack, digits } = data.symbols();
-  const [codes] = digits;
+  const [codes] = data.digits;
   const frequencies = data.u16("frequencies");
   const segments = new Segments(data, data.u16("word_counts"), "lossless-6");
   const symbols = new Uint8Array(chunk * dim);
@@ -52,7 +51,6 @@ function lossless(data, { dim, chunk, fraction }) {
   };
   return (row, u) => {
     if (row.ofGroup !== current) decodeSegment(row);
-    unpack(row.token);
     for (let c = 0, at = (row.inRun % chunk) * dim; c < dim; c++, at++) {
       const word = ((codes[c] >> fraction) << 15) | (symbols[at] << fraction) | (codes[c] & mask);
       bits[0] = word << 16;
@@ -81,8 +79,7 @@ function byteScales(data) {
 }
 
 function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: ofToken }) {
-  const { unpack, digits } = data.symbols();
-  const [codes] = digits;
+  const [codes] = data.digits;
   const table = small ? byteScales(data) : null;
   const scales = small ? data.u8("scales") : data.finite("scales");
   const middle = (2 ** bits - 1) / 2;
@@ -92,7 +89,6 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
   const pairs = byToken ? dim : Math.ceil(dim / size);
   const shift = byToken ? 0 : Math.log2(size);
   return ({ b, t, token, ofGroup, ofRun }, u) => {
-    unpack(token);
     // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis
     // channel.
     const at = 2 * pairs * (byToken ? ofGroup : token);
@@ -124,20 +120,18 @@ function elements(name) {
 }
 
 function minifloat(data, { dim, element, granularity, scale_dtype: dtype }) {
-  const { unpack, digits } = data.symbols();
-  const [codes] = digits;
+  const [codes] = data.digits;
   const values = elements(element);
   const blocks = granularity === "block" ? data.u8("block_scales") : null;
   const ofBlocks = Float64Array.from({ length: 256 }, (_, code) => 2 ** (code - 127));
   if (dtype === "e4m3") ofBlocks.set(elements("e4m3"));
   const shift = dtype === "e8m0" ? 5 : 4;
   const perToken = Math.ceil(dim / 2 ** shift);
-  if (dtype === "e8m0" && blocks.includes(255)) badPayload("minifloat-7", "an e8m0 scale is NaN");
-  if (dtype === "e4m3" && blocks.some((code) => code > 0x7e))
-    badPayload("minifloat-8", "an e4m3 scale is NaN or below zero");
+  must(dtype !== "e8m0" || !blocks.includes(255), "minifloat-7", "an e8m0 scale is NaN");
+  const positive = dtype !== "e4m3" || blocks.every((code) => code <= 0x7e);
+  must(positive, "minifloat-8", "an e4m3 scale is NaN or below zero");
   const scales = dtype === "e8m0" ? null : data.finite(dtype === "e4m3" ? "global_scale" : "scale");
   return ({ b, run, token, ofRun }, u) => {
-    unpack(token);
     const index = { head: ofRun, token }[granularity] ?? b * data.side.runs.length + run;
     const scale = scales ? scales[index] : 1;
     for (let j = 0; j < dim; j++) {
@@ -149,12 +143,11 @@ function minifloat(data, { dim, element, granularity, scale_dtype: dtype }) {
 }
 
 function scalar(data, { dim, isHigh, magnitudes }) {
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const norms = data.norms("norm");
   const values = magnitudes.map((table) => Float32Array.from([...table, ...table.map((x) => -x)]));
   const next = [0, 0];
   return ({ token }, u) => {
-    unpack(token);
     next.fill(0);
     for (let c = 0; c < dim; c++) {
       const i = isHigh[c];
@@ -165,14 +158,13 @@ function scalar(data, { dim, isHigh, magnitudes }) {
 
 function octahedral(data, codec) {
   const { dim, triplets, b_dir: bits, indexBits, normInIndex, joined, lengths } = codec;
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const norms = data.norms("norm");
   const directions = octahedralDirections(codec.directions);
   const area = 4 ** (bits - 1);
   const last = digits.at(-1);
   const padding = codec.arrangement === "direct" ? codec.packings[0].n : 0;
   return ({ token }, u) => {
-    unpack(token);
     for (let i = triplets; i < padding; i++)
       if (digits.some((digit) => digit[i])) badPayload("octahedral-5", `the padding triplet ${i} is not 0`);
     for (let i = 0; i < triplets; i++) {
@@ -188,18 +180,15 @@ function octahedral(data, codec) {
   };
 }
 
+// The direction of each index, three components each.
 function octahedralDirections(table) {
-  const count = table.length;
-  const result = new Float32Array(3 * count * count);
-  for (let j = 0; j < count; j++)
-    for (let i = 0; i < count; i++) {
-      const z = 1 - table[i] - table[j];
-      const x = z >= 0 ? table[i] : 1 - table[j];
-      const y = z >= 0 ? table[j] : 1 - table[i];
-      const l = Math.sqrt(x * x + y * y + z * z);
-      result.set([x / l, y / l, z / l], 3 * (i + count * j));
-    }
-  return result;
+  const one = (a, b) => {
+    const z = 1 - a - b;
+    const [x, y] = z >= 0 ? [a, b] : [1 - b, 1 - a];
+    const l = Math.sqrt(x * x + y * y + z * z);
+    return [x / l, y / l, z / l];
+  };
+  return Float32Array.from([...table].flatMap((b) => [...table].flatMap((a) => one(a, b))));
 }
 
 let lastWords = {};
@@ -228,12 +217,11 @@ function codewords(seed, secondary) {
 }
 
 function quaternion(data, { dim, low = 0, seed, secondary, radius_bits: bits }) {
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const scales = data.finite("scale");
   const words = codewords(seed, secondary);
   const [first, second, radii] = [digits[0], digits[1], digits.at(-1)];
   return ({ token }, u) => {
-    unpack(token);
     const unit = f32(scales[token] / (2 ** bits - 1));
     for (let i = 0; 4 * i < dim; i++) {
       const at = 4 * (low ? second[i] * low + first[i] : first[i]);
@@ -254,21 +242,16 @@ function direction(turns, parts) {
   return [turned[[0, 3, 2, 1][quarter % 4]], turned[[1, 0, 3, 2][quarter % 4]]].map((x) => f32(x) + 0);
 }
 
-function directionTable(bins) {
-  const result = new Float32Array(2 * bins);
-  for (let k = 0; k < bins; k++) result.set(direction(2 * k + 1, 2 * bins), 2 * k);
-  return result;
-}
+const directionTable = (bins) => Float32Array.from(range(bins, (k) => direction(2 * k + 1, 2 * bins)).flat());
 
 function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
   const directions = directionTable(bins);
   const [first, second, codes] = [digits[0], digits[1], digits.at(-1)];
   // The norm of each code that a token has; NaN for those not computed yet.
   const table = new Float64Array(2 ** bits);
   return ({ token }, u) => {
-    unpack(token);
     table.fill(NaN);
     for (let i = 0; 2 * i < dim; i++) {
       const at = 2 * (low ? second[i] * low + first[i] : first[i]);
@@ -284,13 +267,12 @@ function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
 }
 
 function polar(data, { dim, levels, radii: count, angle_table: bytes, anglesOfFirst }) {
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const radii = data.finite("radius");
   const above = Float32Array.from([...floats(bytes, "F32")].flatMap((psi) => [Math.cos(psi), Math.sin(psi)]));
   const first = directionTable(anglesOfFirst);
   let [next, values] = [new Float64Array(dim), new Float64Array(dim)];
   return ({ token }, u) => {
-    unpack(token);
     for (let i = 0; i < count; i++) values[i] = radii[token * count + i];
     for (let l = levels.length - 1; l >= 0; l--) {
       const { pairs, equal, odd, tables, stream, from } = levels[l];
@@ -330,15 +312,14 @@ function klt(data, codec) {
   const stored = codec.rows === "basis" ? null : data.finite("rows");
   const basis = stored ? null : data.basis(codec.basis, "klt-5");
   const vectors = stored ?? basis?.vectors(layer, codec.side, dim, side.heads);
-  const { unpack, digits } = data.symbols();
+  const { digits } = data;
   const codes = runs ? data.u8("codes") : null;
   if (runs) checkShortRuns(codec, codes);
-  const ofHeads = runs && Array.from({ length: side.heads }, (_, h) => shortColumns(runs, h));
+  const ofHeads = runs && range(side.heads, (h) => shortColumns(runs, h));
   const size = vectors && (stored ? vectorCount(dim) * dim : vectors.length / side.heads);
-  const starts = Int32Array.from({ length: dim }, (_, j) => (1 + j) * dim);
+  const starts = Int32Array.from(range(dim, (j) => (1 + j) * dim));
   const factors = new Float64Array(dim);
   return ({ b, h, t, token, ofRun }, u) => {
-    unpack(token);
     if (!vectors) return;
     const at = size * (stored ? ofRun : h);
     const tables = at + (2 + dim) * dim;
@@ -360,13 +341,14 @@ function klt(data, codec) {
 
 // The columns of one head that have codes: the width of each, and where its code begins in a row of bytes.
 function shortColumns(runs, head) {
-  const ofHead = runs.filter((run) => run.head === head && run.width);
-  return ofHead.flatMap(({ first, width, count, byte }) =>
-    Array.from({ length: count }, (_, j) => {
-      const bit = j * width;
-      return { column: first + j, width, byte: byte + (bit >> 3), bit: bit & 7 };
-    }),
-  );
+  const columns = ({ first, width, count, byte }) =>
+    range(count, (j) => ({
+      column: first + j,
+      width,
+      byte: byte + ((j * width) >> 3),
+      bit: (j * width) & 7,
+    }));
+  return runs.filter((run) => run.head === head && run.width).flatMap(columns);
 }
 
 function checkShortRuns({ shortRuns, rowBytes }, codes) {
@@ -396,7 +378,7 @@ function transform(data, codec) {
   const decodeBlock = (b, h, group) => {
     const index = (b * heads + h) * groups + group;
     const count = tokens[b * groups + group];
-    const rows = Array.from({ length: columns[index] }, (_, c) => (layer ? c * heads + h : c));
+    const rows = range(columns[index], (c) => (layer ? c * heads + h : c));
     const tables = rows.map((row) => table((layer ? 0 : h * n) + row, codec.step));
     const levels = new Float64Array(rows.length * count);
     let next = segments.decode(index, levels.length, tables, count || 1, symbols);
@@ -419,8 +401,8 @@ function transform(data, codec) {
   const step = 2 ** (-codec.step / 16);
   return ({ b, h, group, inRun, ofGroup }, u) => {
     const block = layer ? b * groups + group : ofGroup;
-    const all = Array.from({ length: block === current ? 0 : layer ? heads : 1 }, (_, i) => (layer ? i : h));
-    if (all.length) blocks = all.map((head) => decodeBlock(b, head, group));
+    if (block !== current)
+      blocks = (layer ? range(heads, (i) => i) : [h]).map((i) => decodeBlock(b, i, group));
     current = block;
     const token = inRun % chunk;
     const base = layer ? h * dim : h * (1 + n) * n;
@@ -452,7 +434,7 @@ function transformStreams(data, { dim, chunk, side: which }) {
   if (columns.some((count) => count > dim)) badPayload("transform-9", `a block has more columns than ${dim}`);
   const join = (name) => {
     const words = data.u16(name);
-    return Float64Array.from({ length: words.length / 2 }, (_, i) => words[2 * i] + 65536 * words[2 * i + 1]);
+    return range(words.length / 2, (i) => words[2 * i] + 65536 * words[2 * i + 1]);
   };
   const segments = new Segments(data, join("word_counts"), "transform-10");
   return { segments, tokens, columns, positions: which === "k" ? join("positions") : null };

@@ -1,8 +1,8 @@
 // From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
 
 import { DECODERS, addRows } from "./codecs.js";
-import { badPayload, missingBasis, need } from "./errors.js";
-import { finite, floats, hex, isZero, view } from "./numbers.js";
+import { badPayload, missingBasis, must, need } from "./errors.js";
+import { finite, floats, hex, isZero, range, view } from "./numbers.js";
 import { LOG_NORMS } from "./parameters.js";
 import { Rotation } from "./rotation.js";
 
@@ -43,7 +43,7 @@ class SideData {
   }
 
   // The digits of a row of code streams, stream after stream, once unpack(row) has put them there.
-  symbols(packings = this.side.codec.packings) {
+  symbols(packings) {
     const planes = packings.map(({ name, planes }) => planes.map((_, plane) => this.u16(`${name}.${plane}`)));
     const unpack = (row) => packings.forEach((columns, i) => columns.unpack(planes[i], row));
     return { unpack, digits: packings.flatMap((columns) => columns.digits) };
@@ -62,6 +62,8 @@ class SideData {
 export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;
+  const { unpack, digits } = data.symbols(codec.packings);
+  data.digits = digits;
   const decoder = DECODERS[codec.id](data, codec);
   const steps = sideCarSteps(data, codec);
   const { batch, heads, tokens } = range;
@@ -79,6 +81,7 @@ export function decodeSide(side, bytes, bases, range) {
     row.inRun = t - row.start;
     row.group = row.firstGroup + Math.floor(row.inRun / codec.group);
     row.ofGroup = head * side.groups + row.group;
+    unpack(row.token);
     decoder(row, values);
     for (const step of steps) step(values, row);
     if (!data.missing) out.set(values, place(b, h, t));
@@ -230,7 +233,7 @@ const STEPS = {
       "side-cars-18",
       `k.${frame} of the basis is for ${h} heads of ${n} channels`,
     );
-    const starts = Int32Array.from({ length: dim }, (_, j) => j * dim);
+    const starts = Int32Array.from(range(dim, (j) => j * dim));
     const factors = new Float64Array(dim);
     return (u, row) => {
       for (let j = 0; j < dim; j++) factors[j] = f32(u[j]);
@@ -267,10 +270,8 @@ function sideCarSteps(data, codec) {
   return (data.missing ? ["qjl"] : ORDER).map((name) => made[name]).filter(Boolean);
 }
 
-function checkCount(what, count, entries) {
-  if (count !== entries)
-    badPayload("side-cars-5", `${count} ${what} are 1, and there are ${entries} entries`);
-}
+const checkCount = (what, count, entries) =>
+  must(count === entries, "side-cars-5", `${count} ${what} are 1, and there are ${entries} entries`);
 
 // Put the raw values of the tokens in `entries`: a Map from token · batch + sequence to an entry.
 function putRaw(data, name, entries) {
@@ -289,8 +290,7 @@ function rawPositions(data) {
   const words = data.u16("raw_positions");
   const bytes = data.u8("raw_values");
   const [count, entries] = [data.entries("raw_positions"), data.entries("raw_values")];
-  if (count !== entries)
-    badPayload("side-cars-12", `${count} raw positions and ${entries} entries of raw_values`);
+  must(count === entries, "side-cars-12", `${count} raw positions and ${entries} entries of raw_values`);
   const positions = new Map();
   const entryBytes = count ? bytes.length / count : 0;
   let last = -1;

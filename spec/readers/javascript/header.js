@@ -62,8 +62,9 @@ export const sidesOf = (layer) => [layer.k, layer.v].filter(Boolean);
 function readLayer(map, index, codecs) {
   const what = `layer ${index}`;
   const { k, v } = readMap(map, LAYER, what);
-  const layer = { k: k && readSide(k, "k", index, codecs), v: v && readSide(v, "v", index, codecs) };
-  if (!k || !v) return layer;
+  const side = (value, which) => (value === null ? null : readSide(value, which, index, codecs));
+  const layer = { k: side(k, "k"), v: side(v, "v") };
+  if (!layer.k || !layer.v) return layer;
   const [one, other] = [layer.k, layer.v];
   need(
     one.batch === other.batch,

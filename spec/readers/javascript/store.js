@@ -1,9 +1,10 @@
 // Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent,
 // functions return null; damaged ones are refused.
 
-import { KvpackError, badHeader, digestMismatch, notKvpack, unsupported } from "./errors.js";
+import { KvpackError, badHeader, digestMismatch, need, notKvpack, unsupported } from "./errors.js";
+import { sidesOf } from "./header.js";
 import { fromBytes, open } from "./kvpack.js";
-import { concat, equalBytes, littleEndian, sha256, subtle } from "./numbers.js";
+import { concat, equalBytes, sha256, subtle, view } from "./numbers.js";
 import { xxh3 } from "./xxhash.js";
 
 const FIELDS = ["model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"];
@@ -11,54 +12,41 @@ const ascii = (text) => new TextEncoder().encode(text);
 
 // UTF-8, with each lone surrogate encoded as if it were a character.
 function encodeText(text) {
-  const parts = [];
-  for (const character of text) {
+  const lone = (point) =>
+    Uint8Array.of(0xe0 | (point >> 12), 0x80 | ((point >> 6) & 63), 0x80 | (point & 63));
+  const encode = (character) => {
     const point = character.codePointAt(0);
-    const lone = point >= 0xd800 && point < 0xe000;
-    parts.push(
-      lone
-        ? Uint8Array.of(0xe0 | (point >> 12), 0x80 | ((point >> 6) & 63), 0x80 | (point & 63))
-        : ascii(character),
-    );
-  }
-  return concat(...parts);
-}
-
-function unsigned(value, width) {
-  return Uint8Array.from({ length: width }, (_, i) => Number((BigInt(value) >> BigInt(8 * i)) & 255n));
+    return point >= 0xd800 && point < 0xe000 ? lone(point) : ascii(character);
+  };
+  return concat(...[...text].map(encode));
 }
 
 export function lengthPrefixed(bytes) {
-  return concat(unsigned(bytes.length, 8), bytes);
+  return concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
 }
+
+// The SHA-256 of byte strings, each after its length.
+const keyOf = (...parts) => sha256(concat(...parts.map(lengthPrefixed)));
 
 // The root of an identity: its fields by name, "" for those that are left out.
 export function rootKey(fields) {
   const pairs = [["format", "1"], ...FIELDS.map((name) => [name, fields[name] ?? ""])];
-  return sha256(
-    concat(
-      ...pairs.flatMap(([name, value]) => [lengthPrefixed(ascii(name)), lengthPrefixed(encodeText(value))]),
-    ),
-  );
+  return keyOf(...pairs.flatMap(([name, value]) => [ascii(name), encodeText(value)]));
 }
 
 export function chunkKey(parent, ids, inputs = new Uint8Array(0)) {
-  const bytes = concat(...ids.map((id) => unsigned(id, 4)));
-  const parts = [lengthPrefixed(parent), lengthPrefixed(bytes)];
-  return sha256(concat(...parts, ...(inputs.length ? [lengthPrefixed(inputs)] : [])));
+  const bytes = new Uint8Array(Uint32Array.from(ids).buffer);
+  return keyOf(parent, bytes, ...(inputs.length ? [inputs] : []));
 }
 
 // S(x): the root of models that keep states, or the key of the states after a chunk.
-export function statesKey(key) {
-  return sha256(concat(lengthPrefixed(ascii("kvpack-states 1")), lengthPrefixed(key)));
-}
+export const statesKey = (key) => keyOf(ascii("kvpack-states 1"), key);
 
 // The key of a basis by the SHA-256 of its file; `encryption`: { id, tenant } where entries are encrypted.
-export async function basisKey(digest, encryption = null) {
-  if (!encryption) return digest;
-  const parts = [ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant)];
-  return sha256(concat(...parts.map(lengthPrefixed)));
-}
+export const basisKey = async (digest, encryption = null) =>
+  encryption
+    ? keyOf(ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant))
+    : digest;
 
 const HEAD = "kvpack-encrypted ";
 const damaged = (what) => digestMismatch("store-5", `the encrypted entry ${what}`);
@@ -92,11 +80,11 @@ function checkIdentity({ header }, identity, start) {
   const names = FIELDS.filter((name) => name !== "recipe" && name !== "tenant");
   const expected = new Map(names.map((name) => [name === "model" ? "name" : name, identity[name] ?? ""]));
   for (const [name, value] of expected)
-    if ((header.model.get(name) ?? "") !== value) badHeader("store-2", `the entry is of another ${name}`);
-  if ([...header.model.keys()].some((name) => !expected.has(name)))
-    badHeader("store-2", "the entry's model has other fields");
-  if (header.recipe !== (identity.recipe ?? "")) badHeader("store-2", "the entry is of another recipe");
-  if (header.start !== start) badHeader("store-2", `the entry starts at ${header.start}, not at ${start}`);
+    need((header.model.get(name) ?? "") === value, "store-2", `the entry is of another ${name}`);
+  const known = [...header.model.keys()].every((name) => expected.has(name));
+  need(known, "store-2", "the entry's model has other fields");
+  need(header.recipe === (identity.recipe ?? ""), "store-2", "the entry is of another recipe");
+  need(header.start === start, "store-2", `the entry starts at ${header.start}, not at ${start}`);
 }
 
 function checkPayload(file, bytes, digest) {
@@ -104,8 +92,8 @@ function checkPayload(file, bytes, digest) {
   const from = first ? file.dataStart + Number(first.offset) : bytes.length;
   if (!equalBytes(xxh3(bytes.subarray(from)), digest))
     digestMismatch("store-3", "the payload does not have its digest");
-  if (file.header.tensors.some(({ filter }) => filter !== "none"))
-    badHeader("store-19", "a tensor of the entry has a filter");
+  const plain = file.header.tensors.every(({ filter }) => filter === "none");
+  need(plain, "store-19", "a tensor of the entry has a filter");
 }
 
 // Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.
@@ -118,19 +106,17 @@ export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }
   if (!(idBytes >= 0 && idBytes % 4 === 0)) badHeader("store-2", "the file is not the entry of a chunk");
   const parent = record.slice(32, 64);
   const inputs = record.slice(81, 81 + record[80]);
-  const ids = [];
-  for (let at = 81 + inputs.length; at < record.length; at += 4)
-    ids.push(Number(littleEndian(record, at, 4)));
+  const ids = [...view(record.slice(81 + record[80]), Uint32Array)];
   const own = await chunkKey(parent, ids, inputs);
-  if (!equalBytes(record.subarray(0, 32), key) || !equalBytes(own, key))
-    badHeader("store-2", "the entry has another key");
+  const same = equalBytes(record.subarray(0, 32), key) && equalBytes(own, key);
+  need(same, "store-2", "the entry has another key");
   checkIdentity(file, identity, start);
-  for (const layer of file.layers)
-    for (const side of [layer.k, layer.v])
-      if (side && (side.batch !== 1 || side.tail || side.packed !== ids.length))
-        badHeader("store-19", "a side of the entry is not one sequence of its tokens, all packed");
-  if (file.header.starts.some((value) => value !== start))
-    badHeader("store-19", "a layer of the entry has another start");
+  for (const { batch, tail, packed } of file.layers.flatMap(sidesOf)) {
+    const plain = batch === 1 && !tail && packed === ids.length;
+    need(plain, "store-19", "a side of the entry is not one sequence of its tokens, all packed");
+  }
+  const starts = file.header.starts.every((value) => value === start);
+  need(starts, "store-19", "a layer of the entry has another start");
   checkPayload(file, bytes, record.subarray(64, 80));
   return { file, parent, inputs, ids };
 }

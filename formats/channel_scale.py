@@ -98,7 +98,7 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``, at least 1: max(1, r / 4), where r is a channel's rms over the median rms.
 
         A channel's rms is that of the median of spans of 16 tokens, because an outlier in one token would scale the channel of all others.
-        Without the means of pages, the factors are max(1, min(r, (r / 8)^3)), times those of ``_by_means``. Balanced factors are
+        Without the means of pages, the factors are max(1, min(r, (r / 8)^3)), times those of ``_mean_factors``. Balanced factors are
         proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _squares(run, run.blocks)
@@ -118,7 +118,7 @@ class ChannelScale(ValueMap):
             # Steep, so that few channels are scaled by less than their size.
             factor = torch.minimum((ratio / _ORDINARY_LESS_MEAN) ** 3, ratio).clamp_min(1.0)
             if self.dim % 2 == 0:
-                factor = factor * _by_means(squares, _squares(run, run.whole).median(2, keepdim=True).values)
+                factor = factor * _mean_factors(squares, _squares(run, run.whole).median(2, keepdim=True).values)
         return {STREAM: factor.clamp_max(_LARGEST).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -157,7 +157,7 @@ def _squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Te
     return squares
 
 
-def _by_means(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return factors by the mean squares of keys without the means of their pages and with them, ``[batch, kv_head, 1, dim]`` each.
 
     Queries are unknown, but in the two channels that RoPE rotates into each other they are about as large as whole keys. So factors

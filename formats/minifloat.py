@@ -164,7 +164,7 @@ class Minifloat(CodecFamily):
             largest = largest.amax(1, keepdim=True)
         scale = run_scales(self, largest, None if before is None else before[self.run_scale])
         if not torch.isfinite(scale).all():
-            _ = stored_norm(_over(largest, self.format.largest), "F16", "scale")
+            _ = stored_norm(_divide(largest, self.format.largest), "F16", "scale")
         return RunEncoder({self.run_scale: scale}, lambda block, _: self._encode(block, scale))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,18 +181,18 @@ class Minifloat(CodecFamily):
                 scales = block_exponents(largest, self.element)
                 # 2^(127 - code): the reciprocal of a power of two is one.
                 inverse = (2 * E8M0_BIAS - scales << 23).view(torch.float32)
-                scaled = self._of_channels(grouped * inverse[..., None])
+                scaled = self._from_blocks(grouped * inverse[..., None])
             else:
                 factor = run_scale.unsqueeze(-1)
-                scales = encoded(_quotient(_over(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
+                scales = encoded(_quotient(_divide(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
                 scale = element_values("e4m3", x.device).index_select(0, scales.reshape(-1)).view(scales.shape) * factor
-                scaled = self._of_channels(_quotient(grouped, scale[..., None]))
+                scaled = self._from_blocks(_quotient(grouped, scale[..., None]))
             streams["block_scales"] = scales.to(torch.uint8)
         else:
             if run_scale is None:
                 largest = x.abs().amax(-1) if x.numel() else x.new_zeros(x.shape[:-1])
                 dtype = NORMS[self.scale_dtype]
-                _ = stored_norm(_over(largest, self.format.largest), dtype, "scale")
+                _ = stored_norm(_divide(largest, self.format.largest), dtype, "scale")
                 run_scale = streams["scale"] = _scale_for(largest, self.format.largest, dtype == "F16")
             scaled = _quotient(x, run_scale.to(torch.float32).unsqueeze(-1))
         return self.pack("codes", encoded(scaled, self.element)) | streams
@@ -203,7 +203,7 @@ class Minifloat(CodecFamily):
         whole = functional.pad(values, (0, spare)) if spare else values
         return whole.reshape(*values.shape[:-1], self.blocks, self.block)
 
-    def _of_channels(self, grouped: torch.Tensor) -> torch.Tensor:
+    def _from_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
         """Invert ``_in_blocks``."""
         return grouped.flatten(-2)[..., : self.dim]
 
@@ -216,11 +216,11 @@ class Minifloat(CodecFamily):
         if self.run_scale is not None:
             # The product of both has at most six significant bits.
             scale = element_values("e4m3", codes.device).index_select(0, scales.reshape(-1)).view(scales.shape)
-            return self._of_channels(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
+            return self._from_blocks(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
         # 2^(code - 127) as two normal numbers: the smallest would be subnormal, and a device may take that for zero.
         half = scales >> 1
         first, second = (half + 64 << 23).view(torch.float32), (scales - half + 63 << 23).view(torch.float32)
-        return self._of_channels(grouped.mul_(first[..., None]).mul_(second[..., None]))
+        return self._from_blocks(grouped.mul_(first[..., None]).mul_(second[..., None]))
 
     @property
     def error_spread(self) -> float:
@@ -354,14 +354,14 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
     """Return ``largest`` / ``most`` in binary16 (``half``) or float32, one unit larger if a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
-    scale = _over(largest, most).to(torch.float16 if half else torch.float32)
+    scale = _divide(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
     # An element takes values up to half a step above its largest.
     short = scale.to(torch.float32) * (most * _MORE_THAN_LARGEST) < largest
     return (bits + short.to(bits.dtype)).view(scale.dtype)
 
 
-def _over(x: torch.Tensor, number: float) -> torch.Tensor:
+def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
     """Divide ``x`` by ``number``, correctly rounded on every device; on CUDA, PyTorch multiplies by a number's reciprocal instead."""
     return x / x.new_full((), number)
 

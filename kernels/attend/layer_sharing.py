@@ -70,11 +70,11 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -
 
 def _known_pages(pages: Sequence[PackedRun]) -> _Pages | None:
     if pages not in _known:
-        _known[pages] = _looked_at(pages)
+        _known[pages] = _look_at(pages)
     return _known[pages]
 
 
-def _looked_at(pages: Sequence[PackedRun]) -> _Pages | None:
+def _look_at(pages: Sequence[PackedRun]) -> _Pages | None:
     if not 0 < len(pages) <= MAX_PAGES:
         return None
     kind: list[Hashable] = [len(pages)]

@@ -267,14 +267,14 @@ class Call:
         if self._attends_at_once(turned, one, memory):
             (part,) = one.parts
             self._decode(part, memory)
-            return lower_right(turned, *_held(part, memory, 0, part.stop), self._scale)
+            return lower_right(turned, *_decoded(part, memory, 0, part.stop), self._scale)
         sums = torch.empty(*q.shape[:3], self._columns, dtype=torch.float32, device=self._device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self._device)
         empty = True
         for part in one.parts:
             self._decode(part, memory)
             if part.start + part.seen < part.own:
-                k, v = _held(part, memory, part.seen, part.own - part.start)
+                k, v = _decoded(part, memory, part.seen, part.own - part.start)
                 output = flash.attend(
                     turned, k, v, scale=self._scale, first=part.start + part.seen, tokens=self._tokens,
                     behind=self._shape[2] - one.first, causal=self._options.causal, softcap=self._options.softcap,
@@ -285,7 +285,12 @@ class Call:
                 empty = False
             if part.own < part.stop:
                 self._add_own(
-                    sums, lse, turned, *_held(part, memory, part.own - part.start, part.stop - part.start), part.own - one.position, empty
+                    sums,
+                    lse,
+                    turned,
+                    *_decoded(part, memory, part.own - part.start, part.stop - part.start),
+                    part.own - one.position,
+                    empty,
                 )
                 empty = False
             if part.seen:
@@ -310,7 +315,7 @@ class Call:
             whole = self._uncut and self._options.causal and not self._options.sink_logits and self._frames[1].is_original
             few = self._tokens <= MAX_TOKENS_AT_ONCE and self._shape[:3].numel() * self._tokens <= MAX_SCORES_AT_ONCE
             one_block = len(self._passes) == len(one.parts) == 1
-            self._at_once[allowed] = whole and few and one_block and takes_lower_right(q, *_held(one.parts[0], memory, 0, self._tokens))
+            self._at_once[allowed] = whole and few and one_block and takes_lower_right(q, *_decoded(one.parts[0], memory, 0, self._tokens))
         return self._at_once[allowed]
 
     def _add_own(
@@ -332,11 +337,11 @@ class Call:
         q = q.reshape(self._batch, self._heads, -1, q.shape[3])
         if part.splits > 1:
             q = q.repeat_interleave(part.splits, 0)
-        output = dense(q, *_held(part, memory, 0, part.seen, part.splits), self._scale, False)
+        output = dense(q, *_decoded(part, memory, 0, part.seen, part.splits), self._scale, False)
         flash.merge(sums, lse, *output, part.splits, empty)
 
 
-def _held(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _decoded(part: _Part, memory: torch.Tensor, start: int, stop: int, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the decoded tokens ``[start, stop)`` of keys and of values in ``memory``."""
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 

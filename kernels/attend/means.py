@@ -60,7 +60,7 @@ def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Me
     rows: list[list[int]] = []
     places: dict[int, int] = {}
     pages = 0
-    for segment in {id(segment_): segment_ for segment_ in found}.values():
+    for segment in {id(part): part for part in found}.values():
         # Segments begin anywhere in a page of tokens, and each in a block of its own.
         within = segment.start % key_mean.tokens
         places[id(segment)] = pages * key_mean.tokens + within
@@ -70,7 +70,7 @@ def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Me
             of_codes = codes + first * streams[0].row, codes_batch, codes_head
             rows.append([min(PAGES, count - first), *of_codes, scales + 2 * first, *scales_strides])
         pages += -(-count // PAGES) * PAGES
-    return Means(key_mean, torch.from_numpy(numpy.array(rows, numpy.int64)), pages), [places[id(segment_)] for segment_ in found]
+    return Means(key_mean, torch.from_numpy(numpy.array(rows, numpy.int64)), pages), [places[id(part)] for part in found]
 
 
 def launch_of(

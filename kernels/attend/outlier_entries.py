@@ -38,11 +38,11 @@ def of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor
     """
     kept = _entries.setdefault(page, {})
     if (start, stop) not in kept:
-        kept[start, stop] = _of_page(page, start, stop)
+        kept[start, stop] = _page_entries(page, start, stop)
     return kept[start, stop]
 
 
-def _of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def _page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
     assert isinstance(codec, WithSideCars)
     side_car = codec.side_car(Outliers)

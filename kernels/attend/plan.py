@@ -188,8 +188,8 @@ def _launch(
     k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
     k_streams, v_streams = aligned_streams(rows, k_tiles, k_address), aligned_streams(rows, v_tiles, v_address)
     constants = {
-        "K": bind(k_tiles, places[0], k_outliers, k_streams, _whole(rows, 3, k_tiles, shape), fast, whole_means),
-        "V": bind(v_tiles, places[1], v_outliers, v_streams, _whole(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, places[0], k_outliers, k_streams, _whole_tiles(rows, 3, k_tiles, shape), fast, whole_means),
+        "V": bind(v_tiles, places[1], v_outliers, v_streams, _whole_tiles(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],
@@ -279,7 +279,7 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     return False
 
 
-def _whole(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
+def _whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
     """Return True if the tokens of a warp's tile are always in one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()

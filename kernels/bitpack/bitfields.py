@@ -175,7 +175,7 @@ def whole_planes(
 
 
 @triton.constexpr_function
-def _beside(field: int) -> str:
+def _neighbor(field: int) -> str:
     return f"{{ .reg .pred p; .reg .b32 a; and.b32 a, $3, 0xFFFF; setp.ge.u32 p, a, {field}; selp.b32 $0, $2, $1, p; }}"
 
 
@@ -193,7 +193,7 @@ def beside(
     """Select ``value``, a 16-bit tile, in columns whose field is before ``FIELD``, and ``other`` elsewhere, for stream ``NUMBER``."""
     own = of_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST and WIDTH % 2 == 0:
-        value = tl.inline_asm_elementwise(_beside(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_neighbor(FIELD), "=r,r,r,r", [value, other, own], dtype=value.dtype, is_pure=True, pack=2)
     else:
         value = tl.where(own < FIELD, value, other)
     return value

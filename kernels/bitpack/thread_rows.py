@@ -61,8 +61,8 @@ def load_rows(
 
     Unmasked tiles never end a stream whose words are cut (``plan``).
     """
-    tokens = _by_halves(token)
-    valids = _by_halves(valid)
+    tokens = _split_halves(token)
+    valids = _split_halves(valid)
     ELEMENTS: tl.constexpr = ROWS[0] if ROWS[0] % 2 else ROWS[0] // 2
     words = ()
     for which in tl.static_range(2):
@@ -73,7 +73,7 @@ def load_rows(
 
 
 @triton.jit
-def _by_halves(values: tl.tensor) -> tl.tuple:
+def _split_halves(values: tl.tensor) -> tl.tuple:
     """Split ``[warp, token]`` into two ``[warp * token / 2]``; with two axes the compiler would spread a warp over both."""
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2

@@ -108,7 +108,7 @@ class Decoder:
         compiled = library.library()
         assert compiled is not None
         if compiled.kvpack_unpack(ctypes.byref(call)):
-            raise MemoryError("there is not enough memory for the buffers of unpacking")
+            raise MemoryError("not enough memory to unpack: the buffers could not be allocated")
 
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:

@@ -82,7 +82,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
             library.Stream.of(out[:, :, part.start :]), out.nbytes >= MANY_BYTES, threads, level,
         )  # fmt: skip
         if compiled.kvpack_unpack(ctypes.byref(call)):
-            raise MemoryError("there is not enough memory for the buffers of unpacking")
+            raise MemoryError("not enough memory to unpack: the buffers could not be allocated")
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:

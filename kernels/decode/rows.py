@@ -158,7 +158,7 @@ def work_of(
     rows[:, 2] += starts
     out_aligned = 1
     if pages is not None:
-        rows = _of_pages(rows, pages.moves)
+        rows = _repeat_for_pages(rows, pages.moves)
         out_aligned = divides_all(pages.moves[:, 1])
     kinds = []
     for number, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
@@ -184,7 +184,7 @@ def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch
     return tensor.to(device, non_blocking=True)
 
 
-def _of_pages(
+def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
     """Repeat ``rows`` of a work table for every page, and append two integers to each: the page's output offset and its status index."""

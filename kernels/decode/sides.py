@@ -111,7 +111,7 @@ def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepa
     """Return the launch that decodes ``parts`` into outputs like ``out``, from token ``start`` of the side; None if it needs several."""
     if not parts:
         return None
-    codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
+    codec, packed = _codec_besides_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if unpack.supports(codec, out):
         return unpack.prepare(codec, packed, out)
     return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
@@ -119,7 +119,7 @@ def _prepared(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepa
 
 def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
     """Decode ``parts``, as in ``_prepared``, by other means; return True on success."""
-    codec, packed = _beside_raw(parts[0].page.codec), [part.packed(start) for part in parts]
+    codec, packed = _codec_besides_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
             begin = part.first + part.start - start
@@ -131,7 +131,7 @@ def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
     return parts[0].start % codec.token_group == 0 and decode.decode_into(codec, packed, out, True)
 
 
-def _beside_raw(codec: Codec) -> Codec:
+def _codec_besides_raw(codec: Codec) -> Codec:
     """Return the codec that decodes all but raw tokens, if it has no other side-cars."""
     return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw is codec.family else codec
 

@@ -94,14 +94,14 @@ def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
 
 def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
     """Return the chunks of ``parts``, each with its own words."""
-    counts = [_in_order(joined(streams["word_counts"])) for streams in parts]
+    counts = [_sort_rows(joined(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(part.numel() for part in words)])
     begins = [own.cumsum(0) - own + int(first) for own, first in zip(counts, firsts, strict=False)]
-    columns = _cat([_in_order(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
+    columns = _cat([_sort_rows(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
     heads = parts[0]["columns"].shape[1]
     used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).repeat(1, heads).flatten()
-    tokens = [_in_order(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
+    tokens = [_sort_rows(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
     result = Chunks(
         words=_cat(words),
         begins=_cat(begins),
@@ -109,7 +109,7 @@ def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> 
         columns=columns,
         used=used,
         tokens=_cat(tokens).clamp_max(codec.chunk).to(torch.int32),
-        states=_cat([_in_order(streams["states"].view(torch.int16)) for streams in parts]),
+        states=_cat([_sort_rows(streams["states"].view(torch.int16)) for streams in parts]),
     )
     # Some of them may still be views of the streams, and one row stands for many in an expanded one.
     return Chunks(*(tensor.contiguous() for tensor in result))
@@ -119,7 +119,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _in_order(stream: torch.Tensor) -> torch.Tensor:
+def _sort_rows(stream: torch.Tensor) -> torch.Tensor:
     """Sort rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
     return stream.movedim(2, 0).flatten(0, 2)
 

@@ -193,14 +193,14 @@ def decode(
     bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
     scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    scale = _of_columns(scale, BINS, TRANSPOSED)
-    centre = _of_columns(centre, BINS, TRANSPOSED)
+    scale = _spread_over_columns(scale, BINS, TRANSPOSED)
+    centre = _spread_over_columns(centre, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
     return decode_pairs(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
-def _of_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+def _spread_over_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Spread ``value``, ``[warp, token, 2]`` of both tokens, over a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))

@@ -187,9 +187,9 @@ def load(
             mask = (channel < DIM)[None, :]
             if MASKED:
                 if DUAL:
-                    mask = mask & tl.where(second == 0, _any(valid[0]), _any(valid[1]))
+                    mask = mask & tl.where(second == 0, _any_valid(valid[0]), _any_valid(valid[1]))
                 else:
-                    mask = mask & _any(valid)
+                    mask = mask & _any_valid(valid)
             loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
@@ -248,7 +248,7 @@ def _load_scale_rows(
         # The first token of each warp stands for all of its own.
         address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
         if MASKED:
-            row = tl.load(address, _any(valid), 0)
+            row = tl.load(address, _any_valid(valid), 0)
         else:
             row = tl.load(address)
         found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
@@ -276,7 +276,7 @@ def _load_scale_rows(
 
 
 @triton.jit
-def _any(valid: tl.tensor) -> tl.tensor:
+def _any_valid(valid: tl.tensor) -> tl.tensor:
     """Return a mask, ``[warp, 1]``, of the warps with a valid token."""
     return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 

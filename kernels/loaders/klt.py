@@ -190,7 +190,7 @@ def decode(
     if TILE.kind == SELECTED:
         value = _selected(loaded, column_fields, TILE, REGISTERS, TRANSPOSED, FAST)
     elif TILE.kind == LOOKED_UP:
-        value = _looked_up(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
+        value = _look_up(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
     else:
         value = _pairs(loaded, column_fields, table, TILE, REGISTERS, SHARED, FAST)
     return (value,)
@@ -212,7 +212,7 @@ def _as_loaded(register: Register, tile: Tile) -> Register:
 
 
 @triton.jit
-def _of_halves(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
+def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
     """Select ``lower`` for tokens in the lower half of their word, else ``upper``: from ``[1, column, 1]`` to ``[1, column, token]``.
 
     Registers hold tokens in pairs, so that this needs at most two per column.
@@ -238,7 +238,7 @@ def _selected(
     ENTRIES: tl.constexpr = TILE.entries
     position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
     if TILE.parity >= 0:
-        position = _of_halves(position, position + 16, loaded, constants, TILE)
+        position = _select_half(position, position + 16, loaded, constants, TILE)
     zero = _constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
     change = _constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
     if FAST:
@@ -252,7 +252,7 @@ def _selected(
 
 
 @triton.jit
-def _looked_up(
+def _look_up(
     loaded: tl.tuple,
     constants: tl.tuple,
     table: tl.tensor,
@@ -347,13 +347,13 @@ def _code(
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
     position = _constant(constants, TILE.position, COUNT, TRANSPOSED) - STRIDE
     if TILE.parity >= 0 and len(SELECTORS) == 0:
-        position = _of_halves(position, position + 16, loaded, constants, TILE)
+        position = _select_half(position, position + 16, loaded, constants, TILE)
     word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     for number in tl.static_range(len(SELECTORS)):
         selector = _constant(constants, SELECTORS[number], COUNT, TRANSPOSED)
         if ODD_SELECTORS[number] != SELECTORS[number]:
             odd_selector = _constant(constants, ODD_SELECTORS[number], COUNT, TRANSPOSED)
-            selector = _of_halves(selector, odd_selector, loaded, constants, TILE)
+            selector = _select_half(selector, odd_selector, loaded, constants, TILE)
         word = permuted(word, _register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
     first = tl.full((1, 1, 1), TILE.first_entry, tl.int32)
     if TILE.own_entry >= 0:

@@ -165,10 +165,10 @@ def load(
     if KIND == PER_TOKEN:
         loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, FAST)
     elif KIND == PER_RUN:
-        loaded = loaded + (_of_run(pointers[PLANES], token),)
+        loaded = loaded + (_load_run_number(pointers[PLANES], token),)
     else:
         if CONSTANTS.global_scale:
-            loaded = loaded + (_of_run(pointers[PLANES + 1], token),)
+            loaded = loaded + (_load_run_number(pointers[PLANES + 1], token),)
         loaded = loaded + _load_block_scales(pointers[PLANES], first, token, valid, CONSTANTS, MASKED)
         if not CONSTANTS.in_order:
             STEPS: tl.constexpr = CONSTANTS.steps
@@ -178,7 +178,7 @@ def load(
 
 
 @triton.jit
-def _of_run(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
+def _load_run_number(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Load the number of a run, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 

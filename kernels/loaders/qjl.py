@@ -125,7 +125,7 @@ def _power(position: int) -> float:
 
 
 @triton.constexpr_function
-def _alone(position: int) -> str:
+def _isolate_bit(position: int) -> str:
     """Return PTX that masks all bits of each word except the one at ``position``, moved by ``_shift``."""
     shift = _shift(position)
     moved = f"shl.b32 a, $1, {shift};" if shift > 0 else f"shr.b32 a, $1, {-shift};" if shift else "mov.b32 a, $1;"
@@ -174,7 +174,7 @@ def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, C
     BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
     word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
-        value = tl.inline_asm_elementwise(_alone(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_isolate_bit(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
         value = tl.where((word >> BIT) & 1 == 1, _power(BIT), 0.0).to(tl.float16)
     return (value,)

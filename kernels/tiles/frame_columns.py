@@ -66,7 +66,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
             blocks += [[first, len(channels), before] for first in range(0, own, BLOCK_COLUMNS)]
             before += len(channels)
-        return torch.cat(_as_many(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
+        return torch.cat(_repeat_to_equal_counts(parts), 2).contiguous().to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=256)
@@ -80,7 +80,7 @@ def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, 
         for codec, channels in frames:
             back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[:, list(channels)]
             parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
-        return torch.cat(_as_many(parts), 1).contiguous().to(device)
+        return torch.cat(_repeat_to_equal_counts(parts), 1).contiguous().to(device)
 
 
 def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
@@ -104,7 +104,7 @@ def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
         return _originals_of(codec).contiguous().to(device)
 
 
-def _as_many(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices; sequences and heads use them in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]

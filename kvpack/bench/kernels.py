@@ -201,8 +201,8 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
         seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
     else:
         layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
-        seconds = graph_seconds([_after_rotation(q, layer_) for layer_ in layers])
-        calls = [partial(kvpack.attend, q, layer_) for layer_ in layers]
+        seconds = graph_seconds([_after_rotation(q, one_layer) for one_layer in layers])
+        calls = [partial(kvpack.attend, q, one_layer) for one_layer in layers]
         whole, eager = graph_seconds(calls), eager_seconds(calls)
     return {
         "recipe": recipe, "decoded_first": kernels is None, "bytes": size, "seconds": seconds, "whole_seconds": whole,

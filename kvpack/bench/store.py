@@ -132,7 +132,7 @@ def run(
             step()
         report["entries"] = []
         for count in sorted(entries):
-            report["entries"].append(_among(os.path.join(temporary, "entries"), identity, count))
+            report["entries"].append(_cost_among(os.path.join(temporary, "entries"), identity, count))
             step()
     return report
 
@@ -278,7 +278,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
     results.put((started, put, again, got, size, failed))
 
 
-def _among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
+def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     """Return the cost of a chunk among ``count`` entries: the existing ones, plus small ones added up to that number."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]

@@ -166,11 +166,11 @@ def dense_states(past: Any) -> list[DenseLayer]:
             if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
                 break
         else:
-            return [_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+            return [_layer_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
     return layers_of_cache(past)
 
 
-def _of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
+def _layer_of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
     if isinstance(pair, DenseLayer):
         return pair
     skipped = pair[2] if len(pair) == 3 else 0

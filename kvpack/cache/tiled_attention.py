@@ -53,7 +53,7 @@ def attend_chunk(
         begin = max(begin, int(starts.min()))
     token_group = max(k.codec.token_group, v.codec.token_group)
     per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
-    k, v = _in_few_pages(k, per_tile), _in_few_pages(v, per_tile)
+    k, v = _merge_short_pages(k, per_tile), _merge_short_pages(v, per_tile)
     tiles = [(start, stop) for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]) if start < end and stop > begin]
     # The position of each row's query: rows are head-major inside a group, so positions repeat for each query head.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
@@ -113,7 +113,7 @@ def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 
-def _in_few_pages(side: Side, per_tile: int) -> Side:
+def _merge_short_pages(side: Side, per_tile: int) -> Side:
     """Merge the pages of ``side`` if most are smaller than half a tile: tiles end at page ends, and short tiles are no faster."""
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 

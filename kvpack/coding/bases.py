@@ -177,18 +177,18 @@ class Basis:
 
     def queries(self, layer: int) -> torch.Tensor:
         """Return E[q q^T] over the queries of each key head of ``layer``, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
-        return self._of_keys(self._queries, layer, "second moments of queries")
+        return self._key_factors(self._queries, layer, "second moments of queries")
 
     def mean(self, layer: int) -> torch.Tensor:
         """Return the mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
-        return self._of_keys(self._means, layer, "mean of keys before RoPE")
+        return self._key_factors(self._means, layer, "mean of keys before RoPE")
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
         """Loss that each layer and side causes at one width, by (layer, "k" or "v"); empty if it was not measured. Raises InvalidHeader."""
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
-    def _of_keys(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
+    def _key_factors(self, found: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
         if layer not in found:
             raise OutOfBounds(f"{self.where}: the basis has no {what} of layer {layer}: make them with kvpack calibrate")
         return found[layer]
@@ -279,8 +279,8 @@ class Basis:
             low, high = -60.0, 60.0
             for _ in range(_STEPS):
                 middle = (low + high) / 2
-                low, high = (middle, high) if self.bits_of(self._at_slope(2.0**middle, own), gain, own) > bits else (low, middle)
-            self._widths[key] = MappingProxyType(self._at_slope(2.0**high, own))
+                low, high = (middle, high) if self.bits_of(self._widths_at_slope(2.0**middle, own), gain, own) > bits else (low, middle)
+            self._widths[key] = MappingProxyType(self._widths_at_slope(2.0**high, own))
         return self._widths[key]
 
     @cached_property
@@ -288,7 +288,7 @@ class Basis:
         # Every layer and side of every pass asks for the same bits, and the search passes over the whole model.
         return {}
 
-    def _at_slope(self, slope: float, own: bool) -> dict[tuple[int, str], bytes]:
+    def _widths_at_slope(self, slope: float, own: bool) -> dict[tuple[int, str], bytes]:
         """Return the widths at which a further bit of any column lowers the weighted error by at most ``slope``."""
         result = {}
         for place in self._rows:

@@ -191,7 +191,7 @@ def _hqmq(words: str) -> str:
     return f"k=quaternion:{words},mean=64,mean_bits=4;v=quaternion:{words}"
 
 
-def _all() -> dict[str, Preset]:
+def _all_presets() -> dict[str, Preset]:
     result = _simple() | _rotations() | _groups() | _directions()
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
         keys, values = result[name].recipe.split(";")
@@ -199,7 +199,7 @@ def _all() -> dict[str, Preset]:
     return {name: preset if name in EXACT else replace(preset, recipe=f"{preset.recipe};{RAW_CLAUSE}") for name, preset in result.items()}
 
 
-PUBLISHED: dict[str, Preset] = _all()
+PUBLISHED: dict[str, Preset] = _all_presets()
 
 ADDITIONS: dict[str, Preset] = {
     "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the keys of the first and the last layer raw; no gain on a real model"),

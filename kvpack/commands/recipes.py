@@ -150,7 +150,7 @@ def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     layers."""
     shapes = basis.shapes
     if len(shapes) != 1:
-        raise InvalidParameter(f"{basis.where}: its layers differ in heads or head dims, {sorted(shapes)}, and one shape is priced")
+        raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}; prices need a single one")
     (shape,) = shapes
     result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
     for name in result.keys() & requested.keys():
@@ -190,7 +190,7 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
         "bits_per_value": stored,
         "bytes": size,
         "kl_divergence": _measured().get(name),
-        "breaks_on": _breaks_on(recipe, shape),
+        "breaks_on": _unsuitable_keys(recipe, shape),
         "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
     }
 
@@ -201,7 +201,7 @@ def _measured() -> dict[str, float]:
     return {row["recipe"]: row["kl_divergence"] for row in report["recipes"]}
 
 
-def _breaks_on(recipe: Recipe, shape: dict[str, int]) -> list[str]:
+def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     """Return descriptions of the keys for which the recipe is unsuitable."""
     from kvpack.cache.packing import spreads_channels
     from kvpack.formats.errors import MissingBasis

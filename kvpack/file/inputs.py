@@ -105,7 +105,7 @@ class Inputs:
         items = list(undetermined)
         if result and not any(text.endswith(ROWS_DIFFER) for text, _ in items):
             items += result
-        return _of(token_ids, items, known, hidden, first)
+        return _joined_inputs(token_ids, items, known, hidden, first)
 
     @property
     def tokens(self) -> int:
@@ -135,7 +135,7 @@ class Inputs:
         hidden = tuple(stretch for stretch in clipped if stretch.start < stretch.stop)
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
-        cut_inputs = _of(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+        cut_inputs = _joined_inputs(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
         cut_inputs = replace(cut_inputs, before=self._before(start))
         if self.sums is None:
             return cut_inputs
@@ -174,11 +174,11 @@ class Inputs:
         hidden = tuple(Hidden(row, *stretch[1:]) for row, index in enumerate(indices) for stretch in by_row.get(index, ()))
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
-        sums = None if self.sums is None else {place: (position, sums_[list(indices)]) for place, (position, sums_) in self.sums.items()}
+        sums = None if self.sums is None else {place: (position, kept[list(indices)]) for place, (position, kept) in self.sums.items()}
         before = self.before
         if before is not None and len(before) > 1:
             before = tuple(before[index] for index in indices)
-        return replace(_of(token_ids, items, rows, hidden, self.first), sums=sums, before=before)
+        return replace(_joined_inputs(token_ids, items, rows, hidden, self.first), sums=sums, before=before)
 
     def to_bytes(self) -> bytes:
         """Return the feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
@@ -237,14 +237,14 @@ class Inputs:
             if len(set(known)) > 1:
                 items = list(zip(inputs.undetermined, inputs.starts, strict=True))
                 differ = [] if _differ(inputs) else _rows(known, start)[2]
-                inputs = _of(inputs.token_ids, [*items, *differ], known)
+                inputs = _joined_inputs(inputs.token_ids, [*items, *differ], known)
             else:
                 inputs = replace(inputs, token_ids=known[0])
         if stored is None and not inputs.tokens and not hidden:
             return None
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
             reason = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
-            inputs = _of(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), reason], inputs.rows)
+            inputs = _joined_inputs(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), reason], inputs.rows)
         return replace(inputs, hidden=hidden)
 
     @classmethod
@@ -264,7 +264,7 @@ class Inputs:
                 end += 12 + size
         except ValueError:
             return cls(undetermined=(NOT_READABLE,))
-        return _of(ids, items)
+        return _joined_inputs(ids, items)
 
 
 def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
@@ -299,7 +299,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
                 own_row.append(stretch)
     in_order = tuple(stretch for row in sorted(hidden) for stretch in hidden[row])
     first = next((inputs.first for inputs, _ in parts[:1] if inputs is not None), None)
-    return _of(ids, dict.fromkeys(undetermined), tuple(rows), in_order, first)
+    return _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), in_order, first)
 
 
 def _check_follows(ids: tuple[bytes, ...], inputs: Inputs, number: int) -> None:
@@ -345,7 +345,7 @@ def _rows(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], 
     return rows[0][: same * ID_BYTES], tuple(rows), [(rows_differ(start, first + len(words[0])), start)]
 
 
-def _of(
+def _joined_inputs(
     token_ids: bytes,
     undetermined: Iterable[tuple[str, int]],
     rows: tuple[bytes, ...] = (),

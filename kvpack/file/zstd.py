@@ -43,7 +43,7 @@ def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -
         if frame.dict_id:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, and dictionaries are not allowed")
         if checksums and not frame.has_checksum:
-            raise InvalidPayload(f"{name}: the zstd frame has no content checksum, which every frame has in a file with {FEATURE!r}")
+            raise InvalidPayload(f"{name}: the zstd frame has no content checksum, which {FEATURE!r} requires of every frame")
         if not size:
             return _no_content(name, stored)
         # The decompressor allocates the size that the frame states, now known to be ``size``; max_output_size would not limit it.

@@ -52,12 +52,12 @@ def _in_effect(layer: Any) -> list[str]:
     """Return the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
-    known = _known(layer)
+    known = _known_attributes(layer)
     applied = [] if layer.disable_adapters else [name for name in active if name in known and name not in merged]
     return merged + applied
 
 
-def _known(layer: Any) -> set[str]:
+def _known_attributes(layer: Any) -> set[str]:
     known: set[str] = set()
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         values: Any = layer
@@ -72,7 +72,7 @@ def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
     layer: Any = part.module
     if any(getattr(layer, "sample_at_inference", {}).get(name) for name in chosen):
         raise InvalidParameter(f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference: its values are random")
-    others = _known(layer) - set(chosen)
+    others = _known_attributes(layer) - set(chosen)
     state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": chosen}
     return [class_name(type(layer)), sorted(state.items()), _module_state(part.name, layer, others)]
 

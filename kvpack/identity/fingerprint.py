@@ -96,7 +96,7 @@ def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
     It covers the configuration of a model, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
     """
-    return text_digest([_settings(config), [_module(part) for part in _of_the_model(found)]])
+    return text_digest([_settings(config), [_module(part) for part in _model_modules(found)]])
 
 
 def dtype_text(model: Any) -> str:
@@ -126,7 +126,7 @@ def check_deterministic(found: Iterable[ModelPart]) -> None:
                     )
 
 
-def _of_the_model(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
+def _model_modules(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
     return [part for part in found if not part.adapter]
 
 
@@ -134,7 +134,7 @@ def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
     """Return the state of the model by name: the state of each module, sorted, including the extra attributes of quantized modules."""
     usual: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
-    for part in _of_the_model(found):
+    for part in _model_modules(found):
         module, kind = part.module, type(part.module)
         if kind not in usual:
             usual[kind] = _has_usual_state(kind)

@@ -67,7 +67,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
         result.append(ModelPart(name, module, adapter))
         children = module._modules
         if adapter == "around":
-            waiting.append((name, _held(module)))
+            waiting.append((name, _inner_module(module)))
         elif adapter == "layer":
             # A wrapper may keep its own layer between itself and the module.
             inside = [children.get(place) for place in (*_BASES, "token_adapter")]
@@ -133,7 +133,7 @@ def _names(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "peft"}
 
 
-def _held(module: torch.nn.Module) -> torch.nn.Module:
+def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
     result = module._modules.get("base_model") or module._modules.get("model")
     if result is None:
         raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {BY_HAND}")

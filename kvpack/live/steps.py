@@ -164,6 +164,6 @@ class Steps:
             # Some of its tokens will be gone when a graph is replayed.
             return None
         scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        options_ = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
+        call_options = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
         with float32_no_grad(self._layer.device):
-            return GrowingCall(q, view, options_)
+            return GrowingCall(q, view, call_options)

@@ -309,14 +309,14 @@ def _contents(
     for stored in listed:
         own = stored.size if 0 < stored.size <= max_entry_bytes else 0
         if waiting and (len(waiting) == _ENTRIES_AT_ONCE or size + own > _BYTES_AT_ONCE):
-            yield from _asked(backend, waiting, max_entry_bytes, front)
+            yield from _peeked(backend, waiting, max_entry_bytes, front)
             waiting, size = [], 0
         waiting.append(stored)
         size += own
-    yield from _asked(backend, waiting, max_entry_bytes, front)
+    yield from _peeked(backend, waiting, max_entry_bytes, front)
 
 
-def _asked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, front: bool) -> Iterator[tuple[Stored, Data | None]]:
+def _peeked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, front: bool) -> Iterator[tuple[Stored, Data | None]]:
     # Checked before any byte is fetched or mapped: others may have written the entries.
     keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
     result = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))

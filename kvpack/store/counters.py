@@ -148,11 +148,11 @@ class Counters:
         lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
         for name, (meaning, value) in gauges.items():
             lines += [f"# HELP kvpack_store_{name} {meaning}", f"# TYPE kvpack_store_{name} gauge", f"kvpack_store_{name} {value}"]
-        lines += _of_tiers(tiers)
+        lines += _tier_lines(tiers)
         return "\n".join(lines) + "\n"
 
 
-def _of_tiers(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
+def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the counters and sizes of each tier, with a label tier that is 0 for the fastest."""
     if not tiers:
         return []

@@ -124,7 +124,7 @@ class Evictor:
             if count is not None:
                 self._keep_room(size, kept, count)
                 return count
-            if time.monotonic() > deadline or self._gives_way(size):
+            if time.monotonic() > deadline or self._exceeds_larger_budget(size):
                 raise NoRoom
             result = self._try_round(size, kept)
             if result is not None and result.missing and not result.unfinished:
@@ -153,7 +153,7 @@ class Evictor:
             if result is not None and result.missing:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
-    def _gives_way(self, size: int) -> bool:
+    def _exceeds_larger_budget(self, size: int) -> bool:
         """Return True if a larger budget is in effect that ``size`` more bytes would exceed: others' entries stay."""
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size

@@ -74,7 +74,7 @@ class Loader:
                 keys = keys[:count]
                 continue
             if cache is not None:
-                self._know(keys[first:count])
+                self._remember(keys[first:count])
                 chain, entries = [*self._before, *keys[:count]], result[: len(chunks)]
                 if after is not None and count == whole:
                     chain, entries = [*chain, after[0]], [*entries, after[1]]
@@ -127,7 +127,7 @@ class Loader:
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
                     result[at] = True
-        self._know([key for key, opens in zip(keys, result, strict=True) if opens])
+        self._remember([key for key, opens in zip(keys, result, strict=True) if opens])
         return result
 
     def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
@@ -142,7 +142,7 @@ class Loader:
             part = requested[begin : begin + at_once]
             for at, data in zip(part, self._backend.peek_each([keys[at] for at in part], front=True), strict=True):
                 result[at] = data is not None and self._opens(keys[at], numbers[at], data)
-        self._know([keys[at] for at in requested if result[at]])
+        self._remember([keys[at] for at in requested if result[at]])
         return result
 
     def _opens(self, key: bytes, number: int, data: Data) -> bool:
@@ -153,7 +153,7 @@ class Loader:
             return self._reads(key, number)
         return True
 
-    def _know(self, keys: Sequence[bytes]) -> None:
+    def _remember(self, keys: Sequence[bytes]) -> None:
         self._known.add(keys)
         self._doubted.remove(keys)
 

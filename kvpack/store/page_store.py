@@ -180,7 +180,7 @@ class PageStore:
         """Return the pieces of the entries of pages; those that cannot be encoded are counted and left out."""
         rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
         result: dict[int, list[memoryview]] = {}
-        for pages, group in _by_memory(numbers, parts):
+        for pages, group in _group_by_memory(numbers, parts):
             slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
             outcomes = self.codec.encode_into(pages, slots, [rows[number] for number in group], keys=chosen)
             for number, refused in zip(group, outcomes, strict=True):
@@ -322,7 +322,7 @@ class PageStore:
             rows: dict[int, Any] = {}
             for number, entry in result.items():
                 self._open(number, names, entry, rows)
-            for pages, group in _by_memory([*rows], parts):
+            for pages, group in _group_by_memory([*rows], parts):
                 slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
                 outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen, values=self._values)
                 for number, refused in zip(group, outcomes, strict=True):
@@ -417,7 +417,7 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
     return items(keys, what, "the engine's keys, which are bytes")
 
 
-def _by_memory(numbers: Sequence[int], parts: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
+def _group_by_memory(numbers: Sequence[int], parts: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
     """Yield consecutive pages in the same memory."""
     for _, group in groupby(numbers, lambda number: id(parts[number].pages)):
         same = [*group]

@@ -158,7 +158,7 @@ class Redis(OneTier):
                 rests += answers or [None] * len(group)
             parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
             parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=True)}
-            result += [_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
+            result += [_pad_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
         return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
@@ -453,7 +453,7 @@ def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[
         yield batch
 
 
-def _with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
+def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
     """Return an entry of ``size`` bytes that begins with ``parts``, up to ``end``.
 
     Zeros follow, which take no memory until they are read.

@@ -30,7 +30,7 @@ class Choice:
 
     def keys(self, catalog: Catalog) -> set[bytes]:
         """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is only by age, pages of engines."""
-        chains = None if self.tenant is None else _of_tenant(catalog, self.tenant)
+        chains = None if self.tenant is None else _tenant_keys(catalog, self.tenant)
         chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
         if self.model is self.recipe is self.tenant is None and self.used_before_ns is not None:
@@ -78,7 +78,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
     return count
 
 
-def _of_tenant(catalog: Catalog, tenant: str) -> set[bytes]:
+def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:
     identities = {(tuple(sorted(entry.model.items())), entry.recipe) for entry in catalog.entries.values() if entry.start == 0}
     named = [Identity.of_header(dict(model), recipe, tenant) for model, recipe in identities]
     return chains_from(catalog, (root for identity in named for root in roots_of(identity)))

@@ -63,7 +63,7 @@ def summarize(
         catalog = _describe(backend, progress)
     else:
         catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes)
-    for about, _, size in _abouts(catalog):
+    for about, _, size in _kinds_of_entries(catalog):
         summary.add(json.loads(about), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
     return summary
@@ -77,11 +77,11 @@ def describe_new(backend: Backend) -> None:
 
 def _describe(backend: Directory, progress: Progress | None) -> Catalog:
     catalog = read_catalog(backend, progress, listed=backend.undescribed())
-    backend.describe([(key, about) for about, key, _ in _abouts(catalog)])
+    backend.describe([(key, about) for about, key, _ in _kinds_of_entries(catalog)])
     return catalog
 
 
-def _abouts(catalog: Catalog) -> list[tuple[str, bytes, int]]:
+def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
     """Return the kind of each readable entry, with its key and size."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():

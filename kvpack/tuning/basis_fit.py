@@ -51,7 +51,7 @@ def rows_of_all(found: Statistics, step: Callable[[], None]) -> dict[tuple[int, 
         for head in range(len(sums)):
             mean = (sums[head] / found.counts[name]).numpy()
             covariance = (found.products[name][head] / found.counts[name]).numpy() - numpy.outer(mean, mean)
-            heads.append(_of_head(mean, covariance, cost[head].numpy(), samples[head].numpy()))
+            heads.append(_fit_head(mean, covariance, cost[head].numpy(), samples[head].numpy()))
         fitted[int(layer), side] = heads
         step()
     largest = max(deviations.max() for heads in fitted.values() for _, deviations, _ in heads)
@@ -97,7 +97,7 @@ def _floors(found: Statistics, costs: dict[str, torch.Tensor], least: float) -> 
     return floors
 
 
-def _of_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
+def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
     """Return the rows of mean and matrix, the weighted standard deviations of the columns, and the rows of the tables."""
     dim = len(mean)
     matrix, back, deviations = transform_of(covariance, cost)

@@ -144,8 +144,8 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
             packed[place], left_out[place] = {}, {}
             for codec in candidates[side]:
                 try:
-                    recipe_text_ = _recipe(side, codec, basis)
-                    packed[place][codec] = _pack(x.to(torch.bfloat16), norms, exact.prefix, recipe_text_, place, len(exact.pairs))
+                    clause = _recipe(side, codec, basis)
+                    packed[place][codec] = _pack(x.to(torch.bfloat16), norms, exact.prefix, clause, place, len(exact.pairs))
                 except (InvalidParameter, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:

@@ -112,7 +112,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
             if bits >= _MIN_BITS:
                 table = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :]
                 by_value = _levels(steps, DEAD_ZONE)
-                for symbols_, level, added in (
+                for table_counts, level, added in (
                     (counts, coded, None),
                     (seen, by_value, None),
                     (sums, by_value, steps),
@@ -120,7 +120,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
                 ):
                     at = table * (levels + 1) + numpy.where(numpy.abs(level) <= REACH, level + REACH, levels).astype(numpy.int64)
                     weights = None if added is None else added.ravel()
-                    symbols_ += numpy.bincount(at.ravel(), weights=weights, minlength=symbols_.size).reshape(symbols_.shape)
+                    table_counts += numpy.bincount(at.ravel(), weights=weights, minlength=table_counts.size).reshape(table_counts.shape)
     within = sums[:, :levels]
     deviations = 2.0 ** (MIN_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])

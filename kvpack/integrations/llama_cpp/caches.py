@@ -166,7 +166,7 @@ def export_slot(
         else:
             kept = _kept(number, layer, latents, tokens, window)
             blocks = [
-                _of_side(f"layer {number}", side, kind, dtype, kept, turned)
+                _stored_side(f"layer {number}", side, kind, dtype, kept, turned)
                 for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
                 if side is not None
             ]
@@ -277,7 +277,7 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
     return keys, values or None
 
 
-def _of_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
+def _stored_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
     """Return a side's newest tokens in llama.cpp's layout. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()

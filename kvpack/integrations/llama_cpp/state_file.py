@@ -253,8 +253,8 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
             f"{reader.where}: ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
             "has only latents; for such a model, pass latents=True, or --latents"
         )
-    numbers = () if latents else range(layers)
-    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in numbers)
+    value_layers = () if latents else range(layers)
+    values = tuple(_block(reader, f"the values of {kind} layer {number}", count, bool(transposed)) for number in value_layers)
     return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
 
 

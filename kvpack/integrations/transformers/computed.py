@@ -86,8 +86,8 @@ class Computed:
             start, stop = max(first, line.first), min(tokens, line.first + line.sums.shape[1], first + x.shape[2])
             if start >= stop:
                 continue
-            noted.append(_by_row(line.sums[:, start - line.first : stop - line.first]))
-            result.append(_by_row(checksums(x[:, :, start - first : stop - first])))
+            noted.append(_row_sums(line.sums[:, start - line.first : stop - line.first]))
+            result.append(_row_sums(checksums(x[:, :, start - first : stop - first])))
         before, now = list(zip(*noted, strict=True)), list(zip(*result, strict=True))
         rows = []
         for number, row in enumerate(now):
@@ -128,7 +128,7 @@ def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [result[number] for number in range(len(given))]
 
 
-def _by_row(sums: torch.Tensor) -> list[bytes]:
+def _row_sums(sums: torch.Tensor) -> list[bytes]:
     return [row.tobytes() for row in sums.cpu().numpy()]
 
 

@@ -48,7 +48,7 @@ class Hooks:
         handles: list[Any] = []
         for number, module in enumerate(inside):
             handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_after, state, number), with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
         watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
@@ -102,7 +102,7 @@ def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[
         passes.enter(module, arguments)
 
 
-def _after(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     arguments = arguments_of(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None

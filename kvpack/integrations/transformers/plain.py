@@ -84,7 +84,7 @@ def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
         if eager is not None:
             return eager  # type: ignore[no-any-return]
     raise InvalidParameter(
-        f"{type(module).__name__} has no eager attention that kvpack finds for plain tensors: compute them before "
+        f"{type(module).__name__} has no eager attention that kvpack can use for plain tensors: attend to them before "
         'model.set_attn_implementation("kvpack")'
     )
 

@@ -41,12 +41,12 @@ def reads_states(model: torch.nn.Module) -> bool:
 
     Passing that attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
     """
-    return any(read.states for read in _found(model))
+    return any(read.states for read in _readings(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
     """Return True if a module of ``model`` calls the set attention without the option ``sliding_window``, so that only its mask has one."""
-    return any(read.no_window for read in _found(model))
+    return any(read.no_window for read in _readings(model))
 
 
 class _Reading(NamedTuple):
@@ -56,7 +56,7 @@ class _Reading(NamedTuple):
     no_window: bool
 
 
-def _found(model: torch.nn.Module) -> Iterator[_Reading]:
+def _readings(model: torch.nn.Module) -> Iterator[_Reading]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
     return (_reading(function) for kind in classes for function in _functions(kind))
 
@@ -89,7 +89,7 @@ def _reading(function: Any) -> _Reading:
         and node.id in names
         and isinstance(node.ctx, ast.Load)
         and node.lineno > first
-        and not _passes_on(list(_above(node, parents)), updates)
+        and not _only_passes(list(_above(node, parents)), updates)
         for node in ast.walk(tree)
     )
     biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
@@ -107,7 +107,7 @@ def _is_update(node: ast.Assign) -> bool:
     )
 
 
-def _passes_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
+def _only_passes(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
     """Return True if a name within these nodes, innermost first, is passed to attention or kept, but not read."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):

@@ -46,26 +46,26 @@ class CapturedLength(PackedLength):
     would differ for some greater number raises InvalidParameter.
     """
 
-    def _as_for_greater(self, found: bool, greater: bool) -> bool:
+    def _compare(self, found: bool, greater: bool) -> bool:
         if found is not greater:
             raise InvalidParameter("the model compares the length of the cache on the host, and may decide differently as it grows")
         return found
 
     def __lt__(self, other: Any) -> Any:
-        return self._as_for_greater(int(self) < other, False)
+        return self._compare(int(self) < other, False)
 
     def __le__(self, other: Any) -> Any:
-        return self._as_for_greater(int(self) <= other, False)
+        return self._compare(int(self) <= other, False)
 
     def __gt__(self, other: Any) -> Any:
-        return self._as_for_greater(int(self) > other, True)
+        return self._compare(int(self) > other, True)
 
     def __ge__(self, other: Any) -> Any:
-        return self._as_for_greater(int(self) >= other, True)
+        return self._compare(int(self) >= other, True)
 
     def __eq__(self, other: object) -> bool:
         # It is equal to any greater number once.
-        return self._as_for_greater(isinstance(other, int) and int(self) <= int(other), False)
+        return self._compare(isinstance(other, int) and int(self) <= int(other), False)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

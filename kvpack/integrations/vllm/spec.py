@@ -129,10 +129,10 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:
         if self._packed is None:
-            self._packed = self._made_worker(kv_caches)
+            self._packed = self._make_worker(kv_caches)
         return self._packed
 
-    def _made_worker(self, kv_caches: Any) -> PackedWorker:
+    def _make_worker(self, kv_caches: Any) -> PackedWorker:
         rank = 0 if self.replicated_layout else self.config.parallel.rank
         pages = []
         for group, refs in zip(self._groups, kv_caches.group_data_refs, strict=True):

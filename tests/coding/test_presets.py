@@ -179,7 +179,7 @@ def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str
     for words, message in (
         (["klt-2"], "or --basis FILE in commands"),
         (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, and .*x.kvbasis is the basis of caches with 2: leave it out"),
-        (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers differ in heads or head dims, \[\(2, 32\), \(2, 48\)\]"),
+        (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers have different shapes, \[\(2, 32\), \(2, 48\)\]"),
     ):
         assert cli.main(["recipes", *map(str, words)]) != 0
         assert re.search(message, capsys.readouterr().err)

@@ -95,7 +95,7 @@ class Misfit:
     rare: bool
 
 
-class _Loss(NamedTuple):
+class Loss(NamedTuple):
     """A ``kind`` of misfit by ``factors`` ``[batch, token]``: tokens are raw above ``ratio``, and named above ``warned``.
 
     ``sizes`` ``[batch, kv_head, token]`` tell which head of a token it is.
@@ -151,7 +151,7 @@ def encode(
     if raw is not None:
         return _encode_beside_raw(codec, raw, x, where, before, position, norms)
     with float32_no_grad(x.device):
-        coded = _room_for_norms(codec, x)
+        coded = room_for_norms(codec, x)
         streams = encode_all(codec, x, where, before, position, coded)
         given = cache(partial(dispatch.norms, x))
         _report(_misfit_of(_losses(codec, x, streams, coded, None, given), where))
@@ -211,7 +211,7 @@ def _encode_beside_raw(
         chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = with_misfits(chosen, misfit(given(), shared))
-        coded = _room_for_norms(plain, x)
+        coded = room_for_norms(plain, x)
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
@@ -402,7 +402,7 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     )
 
 
-def _room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
+def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
     """Return memory for the norms of what ``codec``, without raw tokens, encodes of ``x``, if its errors are measured by them."""
     summary = codec.summary
     if not summary.changes_norms or (summary.error_spread and not summary.shared_scales):
@@ -417,23 +417,36 @@ def _losses(
     coded: torch.Tensor | None,
     kept: torch.Tensor | None,
     norms: Callable[[], torch.Tensor],
-) -> list[_Loss]:
+) -> list[Loss]:
     """Return what tokens of ``x`` lose, or cost others, in ``streams``; the arguments are those of ``token_errors.own_errors``."""
     shared, losses = codec.summary.shared_scales, []
     if shared:
         measured = norms() if coded is None else coded
         if HEADS in shared:
-            losses.append(_Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
+            losses.append(Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
         if TOKENS in shared:
-            losses.append(_Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
+            losses.append(Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
+    return losses + losses_of(codec, x, streams, coded, kept, norms)
+
+
+def losses_of(
+    codec: Codec,
+    x: torch.Tensor,
+    streams: Mapping[str, torch.Tensor],
+    coded: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    norms: Callable[[], torch.Tensor],
+) -> list[Loss]:
+    """Return what tokens of ``x`` lose by themselves, and what they cost others by a scale of their run, as ``own_errors``."""
+    losses = []
     for kind, measure, ratios in ((_OWN, own_errors, (OWN_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
         factors = measure(codec, x, streams, kept, coded, norms)
         if factors is not None:
-            losses.append(_Loss(kind, factors.amax(1), *ratios, factors))
+            losses.append(Loss(kind, factors.amax(1), *ratios, factors))
     return losses
 
 
-def _misfit_of(losses: Sequence[_Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:
+def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:
     """Return the largest of ``losses`` in tokens that are not ``kept``, bool ``[batch, token]``; None if nothing is lost.
 
     ``keeps_large``: tokens of high norm are among the ``kept`` ones. A page with many large tokens in one head causes no warning unless

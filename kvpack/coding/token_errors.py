@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 CODED_SPREAD = 1.4
 """Norms of what maps and means leave of ordinary tokens are less than this many times the usual ones."""
 
-_SAMPLED = 32
-"""One of this many tokens is enough to find the usual size of values."""
+_SAMPLED, _LEAST_SAMPLES = 32, 4
+"""One of this many tokens is enough to find the usual size of values, but not fewer than these of a short run."""
 
 
 def own_errors(
@@ -88,8 +88,8 @@ def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor
     tokens = x.shape[2]
     if least is None or tokens < 3:
         return None
-    step = _SAMPLED if tokens >= PAGE else 1
-    sizes = dispatch.norms(x[:, :, ::step]) / codec.dim**0.5
+    step = sample_step(tokens)
+    sizes = sizes_of(x[:, :, ::step])
     if not (sizes.amin() < least.amax()):
         return None
     sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
@@ -109,6 +109,16 @@ def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor
         top = largest.amax(2, keepdim=True)
     factors: torch.Tensor = largest / top * lost
     return factors.nan_to_num(0.0)
+
+
+def sample_step(tokens: int) -> int:
+    """Return how many tokens apart those are that ``crowding`` finds the usual size of ``tokens`` tokens by."""
+    return _SAMPLED if tokens >= PAGE else max(1, tokens // _LEAST_SAMPLES)
+
+
+def sizes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of each token and head of ``x`` ``[batch, kv_head, token, dim]``."""
+    return dispatch.norms(x) / float(x.shape[3]) ** 0.5
 
 
 def _without(sizes: torch.Tensor, left_out: torch.Tensor | None) -> torch.Tensor:

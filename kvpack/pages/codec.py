@@ -41,8 +41,8 @@ class PageCodec:
     by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of
     the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode tokens together, those above ``raw_high_norm``.
     ``raw_first`` is ignored, because a page has no position in the sequence. ``raw_tokens_left_out`` counts tokens without room, and one
-    KvpackWarning of a codec names those at whose cost other tokens or heads lose precision. Pages of fewer than 64 tokens have no room,
-    except for one token in those of the codec klt; tokens at the cost of others are counted there in host memory, and not on a device. A
+    KvpackWarning of a codec names those at whose cost others lose precision, or which means and scales do not fit. Pages of fewer than 64
+    tokens have no room, except for one token in those of the codec klt; such tokens are counted in host memory, and not on a device. A
     recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and InvalidParameter if the basis has
     other heads.
     """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -13,15 +14,18 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, misfits_of
+from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, losses_of, misfits_of, room_for_norms
+from kvpack.coding.token_errors import CODED_SPREAD, sample_step, sizes_of
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import TOKENS, norms_of
+from kvpack.formats.head_norms import TOKENS, has_large, norms_of
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, replaced, stored_positions, tokens_of_slots, values_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvpack.file.header import Contents
     from kvpack.file.row import RowLayout
     from kvpack.formats.base import Codec, Layout
@@ -32,8 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Side ``side`` of ``count`` layers from ``first`` on, all with ``codec``. ``places`` are those of the first layer's streams in a row.
-    """
+    """Side ``side`` of ``count`` layers from ``first`` on, all of ``codec``. ``places`` are those of the first layer's streams in a row."""
 
     geometry: PageGeometry
     codec: Codec
@@ -69,6 +72,14 @@ class Lane:
         Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
         """
         return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
+
+    @property
+    def measured(self) -> bool:
+        """True if tokens may lose precision because of maps and means, or because of a scale of their page.
+
+        No C code of pages encodes such a side.
+        """
+        return self.plain.summary.changes_norms or self.plain.summary.has_run_rows
 
     @property
     def slots(self) -> int:
@@ -122,6 +133,29 @@ Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
+class _Made(NamedTuple):
+    """Streams of one layer, and the norms of what they encode, ``[1, kv_head, token]``, if its codec changes norms."""
+
+    streams: Mapping[str, torch.Tensor]
+    coded: torch.Tensor | None
+
+
+class _Layers(Mapping[str, torch.Tensor]):
+    """Streams of layers, which are joined as sequences of a batch where they are asked for."""
+
+    def __init__(self, made: Sequence[_Made]) -> None:
+        self._made = made
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.cat([one.streams[name] for one in self._made])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made[0].streams)
+
+    def __len__(self) -> int:
+        return len(self._made[0].streams)
+
+
 class _Ready:
     """A lane over the memory of one engine."""
 
@@ -147,13 +181,19 @@ class _Ready:
         """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as in ``tokens_of_slots``."""
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
-        if raw is None:
-            self._encode(slot, row, threads, {})
-            return left_out
-        used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if tokens[0] >= 0}
+        used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
         # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
         rest = {number: self._rest(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
-        self._encode(slot, row, threads, rest)
+        made = self._encode(slot, row, threads, rest)
+        misfits = self._misfits(slot, made, used)
+        if misfits is not None:
+            more, lost = self._with_misfits(used, misfits)
+            left_out = left_out + lost
+            if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
+                used = more
+                self._encode(slot, row, threads, rest | {number: self._rest(slot, number, used[number]) for number in changed})
+        if raw is None:
+            return left_out
         for name in (POSITIONS, VALUES):
             self._raw_bytes(row, name)[:] = 0
         for number, tokens in used.items():
@@ -177,6 +217,48 @@ class _Ready:
         token, left_out = tokens_of_slots(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
+    def _misfits(self, slot: int, made: Sequence[_Made], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """Return what tokens beside the ``used`` ones lose, or cost others by a scale of the page; None if all fit.
+
+        Float32 ``[2, layer, token]``: ``Loss.factors`` over ``Loss.ratio``, and over ``Loss.warned``.
+        """
+        lane = self._lane
+        if not made or not lane.measured:
+            return None
+        dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
+        coded = None if made[0].coded is None else torch.cat([one.coded for one in made if one.coded is not None])
+        least = lane.plain.least_sizes(_Layers(made))
+        # What is exact takes a copy of the page.
+        if least is None:
+            fits = not lane.plain.summary.error_spread if coded is None else not has_large(coded, CODED_SPREAD)
+        else:
+            sample = torch.cat([tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors])
+            fits = coded is None and bool(sizes_of(sample).amin() >= least.amax())
+        if fits:
+            return None
+        x = torch.cat([tensor[slot].to(dtype)[None] for tensor in self._tensors])
+        kept = torch.zeros(lane.count, tokens, dtype=torch.bool, device=x.device)
+        for number, places in used.items():
+            kept[number, places] = True
+        losses = losses_of(lane.plain, x, _Layers(made), coded, kept, cache(partial(dispatch.norms, x)))
+        if not losses:
+            return None
+        factors = torch.stack([loss.factors.masked_fill(kept, 0.0) for loss in losses])
+        bounds = torch.tensor([[loss.ratio for loss in losses], [loss.warned for loss in losses]], device=factors.device)
+        return (factors / bounds[:, :, None, None]).amax(1)
+
+    def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
+        """Return ``used`` tokens of layers and the worst of the ``misfits`` for which there are slots, and counts of others, ``[2]``."""
+        result, left_out, (misfits, warned) = dict(used), numpy.zeros(2, numpy.int64), misfits
+        for number in (misfits > 1).any(1).nonzero()[:, 0].tolist():
+            own = used.get(number, torch.empty(0, dtype=torch.int64, device=misfits.device))
+            worst = misfits[number].argsort(descending=True)[: int((misfits[number] > 1).sum())]
+            room = max(0, self._lane.slots - len(own))
+            left_out += len(worst[room:]), int((warned[number, worst[room:]] > 1).sum())
+            if room:
+                result[number] = torch.cat([own, worst[:room]]).sort().values
+        return result, left_out
+
     def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
@@ -199,13 +281,16 @@ class _Ready:
         begin, end = self._lane.places[name]
         return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
 
-    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> None:
-        """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``."""
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[_Made]:
+        """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
+
+        Returns what was made of each layer, if C does not code all of them.
+        """
         if self._encoders is not None and not rest:
             address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
-                return
-        lane = self._lane
+                return []
+        lane, result = self._lane, []
         for number, tensor in enumerate(self._tensors):
             x, layer = rest[number][0] if number in rest else tensor[slot], lane.first + number
             streams = self._streams(row, number)
@@ -214,9 +299,13 @@ class _Ready:
             elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
                 streams["values"].copy_(x[None])
             else:
-                encoded = encode_all(lane.plain, x.to(lane.geometry.computed_dtype)[None], f"layers[{layer}].{lane.side}")
+                x = x.to(lane.geometry.computed_dtype)[None]
+                coded = room_for_norms(lane.plain, x)
+                encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", coded=coded)
+                result.append(_Made(encoded, coded))
                 for name, stream in encoded.items():
                     streams[name].copy_(stream)
+        return result
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row to ``slot``. Raises MemoryError."""

@@ -17,7 +17,7 @@ class LeftOut:
     """Counts, in ``count``, the tokens for which the pages of one codec had no room. Threads add to it.
 
     A token of low norm that is left out only has its own error. One of high norm, or one that a shared scale does not fit, is ``costly``:
-    tokens or heads that share scales with it lose precision.
+    tokens or heads that share scales with it lose precision. So is one that maps and means do not fit, which loses precision itself.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -38,9 +38,10 @@ class LeftOut:
                 return
             self._has_warned = True
         warnings.warn(
-            f"in pages of {self._tokens} tokens, {costly} tokens whose norm is far above the usual one have no room among the raw tokens: "
-            "tokens or heads that share scales with them lose precision. To avoid this, use larger pages, of 64 tokens or more, or write "
-            f"token_scale=fp16{PER_HEAD} for the codec group in the recipe. This warning is issued once; "
+            f"in pages of {self._tokens} tokens, {costly} tokens that differ too much from the others have no room among the raw tokens: "
+            "they, or tokens and heads that share scales with them, lose precision. To avoid this, use larger pages, of 64 tokens or more, "
+            f"with raw=0,0.6,4 in the recipe, or write token_scale=fp16{PER_HEAD} for the codec group and per=token for minifloat, and "
+            "leave mean= and channel_scale= out. This warning is issued once; "
             "PageCodec.raw_tokens_left_out goes on counting",
             KvpackWarning,
             stacklevel=3,

@@ -144,6 +144,61 @@ def test_a_token_that_costs_others_and_has_no_room_is_warned_of_once(recipe: str
         codec.encode_into(pages, [1], torch.empty(1, codec.nbytes, dtype=torch.uint8))
 
 
+FIT_BADLY = [("fp8", "v", 1e6), ("nvfp4", "v", 1e6), ("kvpack-2", "k", 40.0), ("k=scalar:b=3,mean=32;v=raw;raw=0,0.6,4", "k", 40.0)]
+
+
+@pytest.mark.parametrize(("recipe", "side", "value"), FIT_BADLY)
+def test_a_token_that_scales_and_means_do_not_fit_is_raw_where_there_is_room(recipe: str, side: str, value: float) -> None:
+    geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
+    pages, (k, v) = filled(geometry, 2)
+    k += 3
+    x = k if side == "k" else v
+    with warnings.catch_warnings(), PageCodec(recipe, geometry) as codec:
+        warnings.simplefilter("error")
+        rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+        assert codec.encode_into(pages, [0, 1], rows) == [None, None]
+        usual = decoded_side(codec, geometry, rows, side)
+        error = (usual[1, 1] - x[1, 1].float()).norm(dim=2)
+        x[1, 1, 1, 5, 9] = value
+        assert codec.encode_into(pages, [0, 1], rows) == [None, None]
+        assert codec.raw_tokens_left_out == 0
+        assert codec.check(rows, values=True) == [None, None]
+        decoded = decoded_side(codec, geometry, rows, side)
+    assert torch.equal(decoded[1, 1, :, 5], x[1, 1, :, 5].float())
+    others = [token for token in range(64) if token != 5]
+    assert ((decoded[1, 1] - x[1, 1].float()).norm(dim=2)[:, others] < 1.5 * error.amax(1, keepdim=True)).all()
+    assert torch.equal(decoded[0], usual[0])
+    assert torch.equal(decoded[1, 0], usual[1, 0])
+
+
+@pytest.mark.parametrize(("recipe", "side", "value"), [*FIT_BADLY, ("kv=minifloat:element=e4m3", "k", 1e6)])
+def test_a_token_that_scales_and_means_do_not_fit_is_counted_without_room(recipe: str, side: str, value: float) -> None:
+    geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)
+    pages, (k, v) = filled(geometry, 2)
+    k += 3
+    with PageCodec(recipe, geometry) as codec:
+        rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode_into(pages, [0, 1], rows)
+        (k if side == "k" else v)[1, 1, 1, 5, 9] = value
+        with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ too much") as caught:
+            codec.encode_into(pages, [0, 1], rows)
+        assert len(caught) == 1
+        assert codec.raw_tokens_left_out == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            codec.encode_into(pages, [1], rows[:1])
+        assert codec.raw_tokens_left_out == 2
+
+
+def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
+    """The decoded pages of ``rows``, float32 ``[layer, page, kv_head, token, dim]``."""
+    pages, (k, v) = filled(geometry, len(rows))
+    assert codec.decode_into(rows, pages, range(len(rows))) == [None] * len(rows)
+    return (k if side == "k" else v).float()
+
+
 def test_a_page_by_a_basis_has_slots() -> None:
     shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
     codec = PageCodec(kvpack.Recipe("klt-4", Basis.of_bytes(random_basis(shapes, SMALL.layers))), SMALL)

@@ -25,7 +25,7 @@ ROWS = 1 << 16
 """Rows whose searches are launched together."""
 WARPS = 1
 """Warps of a program: a single one never waits at a barrier, and the costs of 1,024 states fit its registers."""
-PROGRAMS_PER_CORE = 16
+PROGRAMS_PER_CORE = 32
 BACK_BYTES = 1 << 27
 """The most memory for the ways back of all programs: a byte per channel for every set of states that share what remains in the window."""
 
@@ -141,7 +141,9 @@ def _search(
         cost = tl.where((window >> BITS) == shared, cost, float("inf"))
     # Until every lane has stored its ways.
     tl.debug_barrier()
-    return tl.argmin(tl.reshape(cost, (STATES,)), 0)
+    # Not argmin of reshaped costs: compiled by Triton 3.6, it counts them in another order.
+    best = tl.min(tl.min(tl.min(cost, 2), 1), 0)
+    return tl.min(tl.min(tl.min(tl.where(cost == best, window, STATES), 2), 1), 0)
 
 
 @triton.jit

@@ -99,8 +99,8 @@ class Cache:
                 f"tokens from position {self.start} on, or inputs=None"
             )
         rows = () if self.inputs is None else self.inputs.rows
-        batch = next((side.batch for layer in self.layers for side in layer.sides.values()), len(rows))
-        if rows and len(rows) != batch:
+        batch = self._batch()
+        if rows and batch and len(rows) != batch:
             raise InvalidParameter(
                 f"the cache has {batch} sequences, but its inputs have the ids of {len(rows)}: pass inputs= with a row for each, in order, "
                 "or inputs=None"
@@ -159,11 +159,14 @@ class Cache:
         If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 without sides and states.
         """
         known = self.inputs.known if self.inputs is not None else (b"",)
+        ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
+        return torch.from_numpy(ids).expand(self._batch(), -1)
+
+    def _batch(self) -> int:
+        """Return the number of sequences: of the side or state with the fewest (spec/container.md, Token ids), or 0 without any."""
         sides = (side.batch for layer in self.layers for side in layer.sides.values())
         states = (state.shape[0] for layer in self.layers for state in layer.states.values())
-        batch = min((*sides, *states), default=0)
-        ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
-        return torch.from_numpy(ids).expand(batch, -1)
+        return min((*sides, *states), default=0)
 
     @property
     def stop(self) -> int:

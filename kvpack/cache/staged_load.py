@@ -166,7 +166,8 @@ def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], devi
     """Return the bytes of a layer's ``sides`` if the device checks all of them; the rules apply only to bytes whose digests match."""
     if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
-    return file.span(sides) if dispatch.checks_digests(device) else None
+    stored = any(side.nbytes for side in sides)
+    return file.span(sides) if stored and dispatch.checks_digests(device) else None
 
 
 def _copies(number: int, group: _Group) -> Iterator[Copy]:

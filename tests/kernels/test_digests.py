@@ -201,6 +201,11 @@ def test_the_first_digest_of_the_file_is_told(tmp_path: Path) -> None:
         load(path)
 
 
+def test_sides_without_stored_bytes_are_loaded(tmp_path: Path) -> None:
+    kvpack.save(kvpack.pack([(torch.zeros(1, 1, 0, 64),) * 2], "kivi-2"), tmp_path / "a")
+    assert load(tmp_path / "a").tokens == 0
+
+
 @pytest.mark.parametrize("recipe", ["kvpack-2", "octopus-3", "oscar-2", "kivi-2", "turboangle-k8v4", "int-3-med3", "fp16"])
 def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side-cars included, whose streams have few bytes, or none."""

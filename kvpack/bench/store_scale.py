@@ -1,6 +1,6 @@
 """kvpack bench store --location: the cost of a store with many entries, at a location that keeps them.
 
-Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
+Entries are chunks of 32 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
 filled first. The measurements then store some more, with the location's present size as its budget.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
 
-CHUNK, CHUNKS, DIM = 16, 100, 64
+CHUNK, CHUNKS, DIM = 32, 100, 64
 ENTRIES = 10_000
 LOOKED = 20
 """Prefixes that are matched and loaded."""
@@ -116,10 +116,8 @@ class _Scale:
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
         # The first ones as a store does, which counts the folder before it counts on.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
-            keys: list[bytes] = []
-            for key, pieces in self._entries(like, number):
-                keys.append(key)
-                put += backend.put(keys, pieces, time.time_ns())
+            prefix = dict(self._entries(like, number))
+            put += sum(backend.put_all([*prefix], dict(enumerate(prefix.values())), time.time_ns()))
             if progress:
                 progress(put, entries - existing)
         if isinstance(backend, Directory):

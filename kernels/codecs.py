@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def none(*_: Any) -> None:
-    """Support no parameters of the codec."""
+    """Return None: no parameters of the codec are supported."""
 
 
 def undone(*_: Any) -> bool:

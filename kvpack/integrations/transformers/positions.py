@@ -136,7 +136,7 @@ class RotaryPositions:
             self._refuse([start], start)
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens``."""
+        """Keep the positions of the first ``tokens`` tokens."""
         if not 0 < tokens < self._end:
             return
         if self._largest is None:

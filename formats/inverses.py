@@ -29,7 +29,7 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
         error = math.inf
     if not error <= INVERSE_ERROR:
         raise OutOfRange(
-            f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest; the most is {INVERSE_ERROR:.3g}: "
+            f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest, limit {INVERSE_ERROR:.3g}: "
             "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
         )
     return torch.from_numpy(inverse)

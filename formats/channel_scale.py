@@ -31,6 +31,9 @@ _ORDINARY = 4.0
 _ORDINARY_LESS_MEAN = 8.0
 """The same without the means of pages: where keys vary by themselves, so do queries, and errors in large channels count more."""
 
+_OUTLIER = 2.0
+"""A head with a larger factor than this has outlier channels."""
+
 _LARGEST = 65504.0
 
 BALANCED = "balanced"
@@ -98,8 +101,8 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``, at least 1: max(1, r / 4), where r is a channel's rms over the median rms.
 
         A channel's rms is that of the median of spans of 16 tokens, because an outlier in one token would scale the channel of all others.
-        Without the means of pages, the factors are max(1, min(r, (r / 8)^3)), times those of ``_mean_factors``. Balanced factors are
-        proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        Without the means of pages, the factors are max(1, min((r / 8)^6, 3 sqrt(r))), or in a head without outlier channels those of
+        ``_mean_factors``. Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _squares(run, run.blocks)
         if self.queries is not None:
@@ -115,10 +118,12 @@ class ChannelScale(ValueMap):
         if run.whole is None:
             factor = (ratio / _ORDINARY).clamp_min(1.0)
         else:
-            # Steep, so that few channels are scaled by less than their size.
-            factor = torch.minimum((ratio / _ORDINARY_LESS_MEAN) ** 3, ratio).clamp_min(1.0)
+            # Steep, so that few channels are left large. Queries may be large where keys are, so the root of a channel's size is the limit.
+            factor = torch.minimum((ratio / _ORDINARY_LESS_MEAN) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
-                factor = factor * _mean_factors(squares, _squares(run, run.whole).median(2, keepdim=True).values)
+                by_means = _mean_factors(squares, _squares(run, run.whole).median(2, keepdim=True).values)
+                # Outlier channels rule the norm of a key, which then tells no attention sink: sinks are coded, and are far from the mean.
+                factor = torch.where((factor > _OUTLIER).any(3, keepdim=True), factor, by_means)
         return {STREAM: factor.clamp_max(_LARGEST).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

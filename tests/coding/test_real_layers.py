@@ -190,3 +190,21 @@ def test_factors_by_means_lower_the_error_of_scores() -> None:
             # A softmax does not see what all scores of a query have in common.
             errors.append(scores.sub(scores.mean(3, keepdim=True)).square().mean().item())
         assert errors[1] < 0.85 * errors[0]
+
+
+def test_scores_survive_large_channels_that_queries_make_up_for() -> None:
+    """Any two pairs of RoPE are multiplied in the keys and divided in the queries, small ones of the layer among them."""
+    recipe = "k=scalar:b=3,norm=fp16,mean=128,channel_scale=fp16;v=raw;raw=4,0.6,4"
+
+    def error(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> float:
+        decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
+        assert decoded is not None
+        scores = q @ (decoded - k).repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        return scores.sub(scores.mean(3, keepdim=True)).square().mean().item()
+
+    for k, v, q in layers():
+        usual = error(k, v, q)
+        for first in range(0, 32, 4):
+            size = torch.ones(64)
+            size[[first, first + 1, first + 32, first + 33]] = 30.0
+            assert error(k * size, v, q / size) < 1.8 * usual

@@ -56,11 +56,8 @@ def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
     x[..., 7] *= 100
     factors = create("scalar", 64, b="2", mean="128", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
     pair = [7, 39]
-    assert factors[pair].min() > 60
-    assert (factors[[5, 37]] == 1).all()
-    others = [channel for channel in range(64) if channel % 32 not in (5, 7)]
-    # The constant says nothing about queries beyond 8 times the rest.
-    torch.testing.assert_close(factors[others], torch.full((60,), 8**0.25, dtype=torch.float16), rtol=0.02, atol=0)
+    assert factors[pair].min() > 25
+    assert (factors == 1).sum() == 62
     alone = create("scalar", 64, b="2", channel_scale="fp16").encode(x)["channel_scale"][0, 0, 0]
     assert alone[5] > 20
 
@@ -83,12 +80,12 @@ def test_channels_with_a_mean_are_coded_more_finely(offset: float) -> None:
     torch.testing.assert_close(found[..., 3], found[..., 19])
 
 
-@pytest.mark.parametrize("size", [4.0, 7.0, 10.0, 30.0, 1000.0])
+@pytest.mark.parametrize("size", [4.0, 7.0, 30.0, 1000.0])
 def test_channels_far_above_the_others_are_scaled_whether_or_not_queries_are_small(size: float) -> None:
     x = torch.randn(1, 2, 1024, 64, generator=torch.Generator().manual_seed(4))
     x[..., [3, 35]] *= size
     factor = scale(x)[..., [3, 35]] / scale(x).median()
-    expected = max(1.0, min(size, (size / 8) ** 3))
+    expected = max(1.0, min((size / 8) ** 6, 3 * size**0.5))
     torch.testing.assert_close(factor, torch.full_like(factor, expected), rtol=0.2, atol=0)
 
 

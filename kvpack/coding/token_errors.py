@@ -118,7 +118,7 @@ def sample_step(tokens: int) -> int:
 
 def sizes_of(x: torch.Tensor) -> torch.Tensor:
     """Return the root mean square of each token and head of ``x`` ``[batch, kv_head, token, dim]``."""
-    return dispatch.norms(x) / float(x.shape[3]) ** 0.5
+    return dispatch.norms(x) / math.sqrt(x.shape[3])
 
 
 def _without(sizes: torch.Tensor, left_out: torch.Tensor | None) -> torch.Tensor:

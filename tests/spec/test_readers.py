@@ -14,7 +14,7 @@ from kvpack.file import container
 from spec.generate.vector_files import FOLDER, manifest
 from support import file_parts, spec_readers
 from support.parts import Parts
-from support.reader_programs import ENTRY_READERS, READERS, READERS_FOLDER, Answer
+from support.reader_programs import ENTRY_READERS, PROGRAMS_FOLDER, READERS, READERS_FOLDER, Answer
 from support.vector_checks import Expected
 
 LINES = manifest()
@@ -128,7 +128,7 @@ def test_a_reader_that_differs_in_a_packed_page_is_found() -> None:
 
 def test_lines_fit_their_columns() -> None:
     sources = [path for folder in ("readers", "viewer") for path in (spec_readers.ROOT / "spec" / folder).rglob("*.[chj]*")]
-    sources = [path for path in sources if path.suffix in (".c", ".h", ".js")]
+    sources = [path for path in [*sources, *PROGRAMS_FOLDER.iterdir()] if path.suffix in (".c", ".h", ".js", ".mjs")]
     assert len(sources) > 30
     for path in sources:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -138,5 +138,6 @@ def test_lines_fit_their_columns() -> None:
 def test_the_reader_in_c_is_formatted() -> None:
     if (program := shutil.which("clang-format")) is None:
         pytest.skip("clang-format is not installed")
-    sources = [path for path in (READERS_FOLDER / "c").iterdir() if path.suffix in (".c", ".h")]
-    subprocess.run([program, "--dry-run", "-Werror", *map(str, sources)], check=True)
+    sources = [path for folder in (READERS_FOLDER / "c", PROGRAMS_FOLDER) for path in folder.iterdir() if path.suffix in (".c", ".h")]
+    style = f"--style=file:{READERS_FOLDER / 'c' / '.clang-format'}"
+    subprocess.run([program, style, "--dry-run", "-Werror", *map(str, sources)], check=True)

@@ -20,10 +20,11 @@ import numpy
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS_FOLDER = ROOT / "spec" / "readers"
+PROGRAMS_FOLDER = ROOT / "tests" / "support" / "readers"
 BUILD_FOLDER = ROOT / "build" / "readers"
 C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
 """How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
-READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(READERS_FOLDER / "javascript" / "answer.js"))}
+READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(PROGRAMS_FOLDER / "answer.mjs"))}
 """The command of each reader's program, or of its compiler."""
 ENTRY_READERS = ("c",)
 """Those whose programs read entries of stores."""
@@ -80,15 +81,15 @@ def _command(name: str) -> Sequence[str]:
     """Return the command that runs a reader; a C reader is compiled into ``BUILD_FOLDER`` when its sources have changed."""
     if name != "c":
         return READERS[name]
-    folder = READERS_FOLDER / "c"
+    folder, source = READERS_FOLDER / "c", PROGRAMS_FOLDER / "answer.c"
     digest = hashlib.sha256(" ".join(READERS[name]).encode())
-    for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]):
+    for path in [source, *sorted([*folder.glob("*.c"), *folder.glob("*.h")])]:
         digest.update(path.read_bytes())
     program = BUILD_FOLDER / digest.hexdigest()[:16]
     if not program.exists():
         BUILD_FOLDER.mkdir(parents=True, exist_ok=True)
         made = program.with_suffix(f".{os.getpid()}")
-        subprocess.run([*READERS[name], str(folder / "answer.c"), "-lm", "-o", str(made)], check=True)
+        subprocess.run([*READERS[name], f"-I{folder}", str(source), "-lm", "-o", str(made)], check=True)
         made.replace(program)
     return (str(program),)
 

@@ -1,4 +1,4 @@
-/* The program of the reader (../README.md): a line for each file, and a line as its answer. */
+/* The program of the reader (spec/readers/README.md): a line for each file, and a line as its answer. */
 #include "kvpack.c"
 
 #define LIMIT ((u64)1 << 32)

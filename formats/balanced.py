@@ -50,7 +50,7 @@ class Balanced(ValueMap):
 
     def __post_init__(self) -> None:
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"side-car {self.name}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
+            raise InvalidParameter(f"side-car {self.name}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
         if not 0 <= self.layer <= MAX_LAYER:
             raise InvalidParameter(f"side-car {self.name}: layer is {self.layer}, expected 0 to {MAX_LAYER}")
         if self.frame not in FRAMES:

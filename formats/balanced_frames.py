@@ -48,8 +48,8 @@ class BalancedFrames:
         growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), result.abs().sum(-2).amax(-1))
         if not bool((growth <= MAX_GROWTH).all()):
             raise OutOfRange(
-                f"the balanced frame of head {int(growth.argmax())} is badly conditioned: it, or its inverse, may make values "
-                f"{float(growth.max()):.4g} times as large, the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
+                f"the balanced frame of head {int(growth.argmax())} is ill-conditioned: it or its inverse can enlarge values "
+                f"{float(growth.max()):.4g} times, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
             )
         return result.to(self.matrices.device)
 

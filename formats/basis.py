@@ -39,7 +39,7 @@ MAX_LAYER = 4095
 
 def not_given(place: str) -> MissingBasis:
     """Create the error for a codec that needs ``place`` of its basis and was given no basis."""
-    return MissingBasis(f"the {place} are needed, and were not given: load or convert the cache with basis=")
+    return MissingBasis(f"the {place} are needed, and were not given: pass basis= when loading or converting the cache")
 
 
 LARGEST_GAIN = 65504.0

@@ -44,7 +44,7 @@ class ChannelOrder(ValueMap):
 
     def __post_init__(self) -> None:
         if self.dtype == "u8" and self.dim > _MAX_OF_U8:
-            raise InvalidParameter(f"side-car {STREAM} is u8, which names {_MAX_OF_U8} channels, and the head dim is {self.dim}")
+            raise InvalidParameter(f"side-car {STREAM} is u8, which can index only {_MAX_OF_U8} channels, but the head dim is {self.dim}")
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
@@ -53,7 +53,7 @@ class ChannelOrder(ValueMap):
             return None
         size = size_of_words(options)
         if not size:
-            message = f"channel_order is {dtype}, which has no effect without block_rotation=<size>"
+            message = f"channel_order is {dtype}, which has no effect without block_rotation=<size>: add that, or leave channel_order out"
             raise InvalidParameter(f"codec {options.codec}: {message}")
         return cls(dim, dtype, size)
 
@@ -94,7 +94,7 @@ class ChannelOrder(ValueMap):
             wrong = (numpy.sort(rows, -1) != numpy.arange(self.dim)).any(-1)
             if wrong.any():
                 at = first_place(wrong, first, orders.shape[:-1])
-                raise InvalidPayload(f"{where}.{STREAM}: the row at {at} does not name each of {self.dim} channels once")
+                raise InvalidPayload(f"{where}.{STREAM}: the row at {at} must list each of the {self.dim} channels exactly once")
 
 
 def _order(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

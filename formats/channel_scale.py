@@ -142,7 +142,7 @@ class ChannelScale(ValueMap):
             odd = ~((block > 0) & numpy.isfinite(block))
             if odd.any():
                 at = first_place(odd, first, factors.shape)
-                raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, channel scales are finite and above 0")
+                raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, expected a finite number above 0")
 
 
 def _squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
@@ -179,7 +179,9 @@ def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     Raises InvalidParameter if ``queries`` has another number of heads.
     """
     if len(queries) != keys.shape[1]:
-        raise InvalidParameter(f"the basis has queries of {len(queries)} heads, but the keys have {keys.shape[1]}")
+        raise InvalidParameter(
+            f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use the basis of this model"
+        )
     query = queries.to(keys.device, keys.dtype)[None, :, None]
     parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]
     scale = (parts[0].log2() - parts[1].log2()) / 4

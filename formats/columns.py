@@ -76,7 +76,7 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
     allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _fits(bases, f)]
     candidates = [Columns(symbols, bases, f) for f in allowed]
     if not candidates:
-        raise InvalidParameter(f"no column holds one symbol of alphabets {bases}")
+        raise InvalidParameter(f"a column cannot hold even one symbol of each alphabet {bases}: use smaller alphabets")
     best = min(candidates, key=lambda c: (c.row_bytes, c.column_bytes < 2, c.column_bytes, c.fields))
     return best.fields
 

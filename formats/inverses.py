@@ -29,8 +29,9 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
         error = math.inf
     if not error <= INVERSE_ERROR:
         raise OutOfRange(
-            f"{what} has no inverse, or only one that changes values by {error:.3g} of a token's largest, limit {INVERSE_ERROR:.3g}: "
-            "values can be decoded by this basis, but not encoded; kvpack calibrate on more text makes another"
+            f"{what} has no inverse that is accurate enough: the error is {error:.3g} of a token's largest value, the limit is "
+            f"{INVERSE_ERROR:.3g}. "
+            "This basis can decode values, but not encode them: run kvpack calibrate on more text"
         )
     return torch.from_numpy(inverse)
 
@@ -45,6 +46,6 @@ def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tenso
     result = float(reach.max())
     if not result <= LARGEST_DECODED:
         raise OutOfRange(
-            f"by {what} a channel may decode to {result:.6g}, the largest is {LARGEST_DECODED:.6g}: values can be decoded by this basis, "
-            "but not encoded; kvpack calibrate makes bases in the unit of a model's values"
+            f"with {what}, a channel could decode to {result:.6g}, but the limit is {LARGEST_DECODED:.6g}. This basis can decode values, "
+            "but not encode them: make one with kvpack calibrate, which keeps the scale of the model's values"
         )

@@ -49,7 +49,7 @@ class KeyMean(PageVector):
             if value not in known:
                 raise InvalidParameter(f"side-car {self.name}: {name} is {value}, expected one of {', '.join(map(str, known))}")
         if self.bits == 4 and self.dim % 2:
-            raise InvalidParameter(f"side-car {self.name}: bits is 4, which needs an even head dim, found {self.dim}; give mean_bits=8")
+            raise InvalidParameter(f"side-car {self.name}: bits is 4, which needs an even head dim, but dim is {self.dim}: use mean_bits=8")
 
     @classmethod
     def of_words(cls, dim: int, side: str, options: Options) -> Self | None:

@@ -79,7 +79,7 @@ class Klt(CodecFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
+            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
         if dict(self.fields).keys() == {CODES}:
             _check_head_widths(self.widths, self.dim)
             if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:
@@ -242,7 +242,7 @@ class Klt(CodecFamily):
             if not bool(stored.isfinite().all()):
                 found, largest = float(given.abs().max()), torch.finfo(wanted).max
                 raise OutOfRange(
-                    f"a row of the {self.place} holds {found:.6g}, the largest {self.rows} is {largest:.6g}: write rows=fp32, or leave "
+                    f"a row of the {self.place} holds {found:.6g}, but the largest {self.rows} is {largest:.6g}: write rows=fp32, or leave "
                     "rows out to read them from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
@@ -335,7 +335,7 @@ class Klt(CodecFamily):
                 row, place = divmod(int(wrong.reshape(-1).argmax()), self.row_bytes)
                 batch, token = divmod(first + row, arrays[CODES].shape[2])
                 at = [batch, 0, token, place]
-                raise InvalidPayload(f"{where}.{CODES}: the byte at {at} is {block[row, place]}, with bits of no column")
+                raise InvalidPayload(f"{where}.{CODES}: the byte at {at} is {block[row, place]}, expected zero bits after the last column")
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         rows = self.parts(streams)
@@ -441,7 +441,10 @@ def _digits_of(codes: torch.Tensor, width: int) -> torch.Tensor:
 def _check_head_widths(widths: bytes, dim: int) -> None:
     count = head_runs_of(dim)
     if not widths or len(widths) % count:
-        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, a head of {dim} channels has {count} runs of columns")
+        raise InvalidParameter(
+            f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one for each run of columns in a head of {dim} "
+            "channels"
+        )
     _check_sizes(widths)
 
 
@@ -449,12 +452,14 @@ def _check_sizes(widths: bytes) -> None:
     if max(widths) > MAX_WIDTH:
         raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected 0 to {MAX_WIDTH} bits in every byte")
     if not any(widths):
-        raise InvalidParameter("codec klt: widths is zero for every run, expected at least one run with a width")
+        raise InvalidParameter("codec klt: widths is zero for every run, expected a nonzero width in at least one")
 
 
 def _check_widths(widths: bytes, dim: int) -> None:
     if len(widths) != runs_of(dim):
-        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, {dim} channels have {runs_of(dim)} runs of columns")
+        raise InvalidParameter(
+            f"codec klt: widths has {len(widths)} bytes, expected {runs_of(dim)}, one for each run of columns of {dim} channels"
+        )
     _check_sizes(widths)
 
 

@@ -70,7 +70,7 @@ class Lossless(CodecFamily):
         super().__post_init__()
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
-                f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
+                f"codec {self.id}: chunk is {self.chunk}, or {self.chunk * self.dim} symbols at head dim {self.dim}; "
                 f"the limit is {rans.MAX_SYMBOLS}"
             )
         check_fields(self.id, self.fields, ("signed_fractions",))
@@ -258,12 +258,14 @@ class Lossless(CodecFamily):
             if (sums != rans.TOTAL).any():
                 at = first_place(sums != rans.TOTAL, first, arrays["frequencies"].shape[:-1])
                 raise InvalidPayload(
-                    f"{where}.frequencies: those at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
+                    f"{where}.frequencies: the frequencies at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
                 )
         check_states(arrays["states"], where)
         counted = sum(int(block.sum(dtype=numpy.int64)) for _, block in value_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
-            raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
+            raise InvalidPayload(
+                f"{where}.word_counts: the counts sum to {counted}, but {where}.words has {arrays['words'].shape[2]} words"
+            )
 
     def run_rules(self) -> tuple[RunRule, ...]:
         return (self._check_chunks,)

@@ -213,7 +213,7 @@ class Octahedral(CodecFamily):
 
 def _check_table(name: str, table: bytes, length: int) -> None:
     if len(table) != 4 * length:
-        raise InvalidParameter(f"codec octahedral: {name} has {len(table)} bytes, {length} binary32 values need {4 * length}")
+        raise InvalidParameter(f"codec octahedral: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
     values = struct.unpack(f"<{length}f", table)
     if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
         raise InvalidParameter(f"codec octahedral: {name} must ascend strictly within [0, 1], found {values}")

@@ -95,7 +95,9 @@ class Options:
         known = {str(value): value for value in range(low, high + 1)}
         words = text.split(".")
         if not set(words) <= set(known):
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} joined by dots", f"{name}={text}")
+            raise UnknownWord(
+                f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} separated by dots", f"{name}={text}"
+            )
         self._note(name, text, None)
         return tuple(known[word] for word in words)
 

@@ -48,7 +48,7 @@ class Outliers(FramePart):
 
     def __post_init__(self) -> None:
         if self.dim % CHUNK:
-            raise InvalidParameter(f"side-car outliers needs a head dim that is a multiple of {CHUNK}, found {self.dim}")
+            raise InvalidParameter(f"side-car outliers needs a head dim that is a multiple of {CHUNK}, but dim is {self.dim}")
         _ = self.packing
 
     @classmethod
@@ -129,7 +129,7 @@ class Outliers(FramePart):
         blocks = (block for plane in planes for _, block in value_blocks(plane))
         flags = sum(int(numpy.unpackbits(block.view(numpy.uint8)).sum(dtype=numpy.int64)) for block in blocks)
         if flags != values.shape[2]:
-            raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, {where}.{VALUES} holds {values.shape[2]}")
+            raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, but {where}.{VALUES} has {values.shape[2]}")
         check_finite(f"{where}.{VALUES}", values, "outliers")
 
 
@@ -138,7 +138,8 @@ def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
-        f"{chunks[batch, head, token, chunk, k].item():.6g}, the largest binary16 is 65504; scale the input, or leave the outliers out"
+        f"{chunks[batch, head, token, chunk, k].item():.6g}, but the largest binary16 is 65504: scale the input, or leave outliers out of "
+        "the recipe"
     )
 
 

@@ -172,7 +172,7 @@ def _check_dim(dim: int) -> None:
 def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
     angles = sum(len(level.pairs) << level.bits for level in levels[1:])
     if len(angle_table) != 4 * angles:
-        raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, {angles} binary32 angles need {4 * angles}")
+        raise InvalidParameter(f"codec polar: angle_table has {len(angle_table)} bytes, expected {4 * angles} for {angles} binary32 angles")
     for number, tables in enumerate(_tables(levels, angle_table), 1):
         for table in tables:
             values = struct.unpack(f"<{len(table) // 4}f", table)
@@ -192,7 +192,7 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
-            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} joined by dots at dim {dim}"
+            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} separated by dots at dim {dim}"
         )
     levels = []
     for number, word in enumerate(words):

@@ -51,7 +51,9 @@ class Qjl(ResidualSketch):
         seed = options.integer("qjl_seed", -1, 0, 2**64 - 1, omitted=str(DEFAULT_SEED))
         if not norm:
             if seed >= 0:
-                raise InvalidParameter(f"codec {options.codec}: qjl_seed is {seed}, which has no effect without qjl=fp16")
+                raise InvalidParameter(
+                    f"codec {options.codec}: qjl_seed is {seed}, which has no effect without qjl=fp16: add that, or leave qjl_seed out"
+                )
             return None
         return cls(dim, DEFAULT_SEED if seed < 0 else seed, norm, default_fields(dim, (2,)))
 

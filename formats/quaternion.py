@@ -187,7 +187,9 @@ def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) 
     if arrangement == "direct":
         base = next_power_of_two(alphabet)
         if base > MAX_BASE:
-            raise InvalidParameter(f"codec quaternion: secondary is {secondary}, direct expects 1 to {MAX_BASE // UNITS}")
+            raise InvalidParameter(
+                f"codec quaternion: secondary is {secondary}, expected 1 to {MAX_BASE // UNITS} for the direct arrangement"
+            )
         return {"symbol": (base, *radius)}
     low = 1 << factors_of_two(alphabet)
     split: dict[str, tuple[int, ...]] = {"codeword_low": (low,), "codeword_high": (alphabet // low,)}

@@ -32,6 +32,7 @@ def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequ
     if faulty.any():
         first = int(faulty.argmax())
         raise InvalidPayload(
-            f"{where}.words: the chunk at {list(place(first))} reads {found.read[first]} of its {counts[first]} words "
-            f"and ends in the states {sorted({int(state) for state in found.states[first]})[:4]}, expected all words and {rans.MIN_STATE}"
+            f"{where}.words: the chunk at {list(place(first))} uses {found.read[first]} of its {counts[first]} words "
+            f"and ends in the states {sorted({int(state) for state in found.states[first]})[:4]}, expected all words and the final state "
+            f"{rans.MIN_STATE}"
         )

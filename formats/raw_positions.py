@@ -173,7 +173,7 @@ class RawPositions(KeptTokens):
         """Raise InvalidPayload unless there are as many positions as rows of values; any values are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
-            raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, {where}.{VALUES} holds {rows} raw tokens")
+            raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Raise InvalidPayload for positions that are out of order or out of range, and for unused ones that are not zero."""
@@ -186,15 +186,15 @@ class RawPositions(KeptTokens):
             if wrong.any():
                 at = int(wrong.argmax())
                 raise InvalidPayload(
-                    f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}; the side has {tokens} packed tokens of {batch} "
-                    "sequences, and an unused position is all zero"
+                    f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}, expected one of {tokens} packed tokens in one of "
+                    f"{batch} sequences, or all zeros if unused"
                 )
             place = token * batch + sequence
             behind_unused = numpy.logical_or.accumulate(unused) | (used < first)
             wrong = ~unused & (behind_unused | (numpy.concatenate([[last], place[:-1]]) >= place))
             if wrong.any():
                 at = int(wrong.argmax())
-                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, does not follow the one before it")
+                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, is not above the one before it")
             here = int(numpy.count_nonzero(~unused))
             used, last = used + here, int(place[here - 1]) if here else last
         values = arrays[VALUES]
@@ -202,7 +202,7 @@ class RawPositions(KeptTokens):
         for first in range(used * width, values.shape[2] * width, BLOCK_VALUES):
             block = values_between(values, first, min(first + BLOCK_VALUES, values.shape[2] * width))
             if block.view(f"<u{block.dtype.itemsize}").any():
-                raise InvalidPayload(f"{where}.{VALUES}: a raw token behind the {used} that have a position is not zero")
+                raise InvalidPayload(f"{where}.{VALUES}: expected only zeros after the {used} raw tokens that have a position")
 
 
 def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def in_slots(
     values = exact.to(getattr(torch, TORCH_NAMES[raw.dtype]))
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
-        raise OutOfRange("a raw token is beyond the largest fp16, 65504; choose a wider raw_dtype")
+        raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
     positions = _words((token + 1).masked_fill(~used, 0).flatten(), torch.zeros_like(token).flatten()).view(*token.shape, _HALVES)
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
     rest = x
@@ -305,8 +305,8 @@ def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtyp
         entry, head, channel = torch.nonzero(lost)[0].tolist()
         raise OutOfRange(
             f"the raw token at batch {int(sequence[entry])}, head {head}, token {int(token[entry])} is "
-            f"{exact[entry, head, channel].item():.6g} at channel {channel}, the largest {dtype} is "
-            f"{torch.finfo(values.dtype).max:.6g}; {remedy}"
+            f"{exact[entry, head, channel].item():.6g} at channel {channel}, but the largest {dtype} is "
+            f"{torch.finfo(values.dtype).max:.6g}: {remedy}"
         )
     return values
 

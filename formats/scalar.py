@@ -162,7 +162,9 @@ def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
             raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, expected none without bits_high")
         return
     if len(channels) != length:
-        raise InvalidParameter(f"codec scalar: high_channels has {len(channels)} bytes, one bit per channel of {dim} needs {length}")
+        raise InvalidParameter(
+            f"codec scalar: high_channels has {len(channels)} bytes, expected {length}: one bit for each of {dim} channels"
+        )
     mask = int.from_bytes(channels, "little")
     if mask >> dim or not 0 < mask.bit_count() < dim:
         raise InvalidParameter(
@@ -172,7 +174,7 @@ def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
 
 def _check_table(name: str, table: bytes, length: int) -> None:
     if len(table) != 4 * length:
-        raise InvalidParameter(f"codec scalar: {name} has {len(table)} bytes, {length} binary32 values need {4 * length}")
+        raise InvalidParameter(f"codec scalar: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
     values = struct.unpack(f"<{length}f", table)
     if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
         raise InvalidParameter(f"codec scalar: {name} must ascend strictly within [0, 1], found {values}")

@@ -113,7 +113,7 @@ def _check_size(values: torch.Tensor, what: str) -> None:
     if not values.abs().amax().item() <= LARGEST:
         at = [int(i) for i in torch.nonzero(~(values.abs() <= LARGEST))[0]]
         raise OutOfRange(
-            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, the largest that 8 bits hold is {LARGEST:.0f}; "
+            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that 8 bits can hold is {LARGEST:.0f}: "
             "scale the input, or choose fp16 scales or a raw codec"
         )
 
@@ -129,4 +129,6 @@ def check(arrays: Mapping[str, Array], where: str) -> None:
             if infinite.any():
                 at = first_place(infinite, 2 * first, (*scale_range.shape[:-1], 2))
                 value = root.flat[infinite.argmax()]
-                raise InvalidPayload(f"{where}: code {code} of the range at {at} is {value} squared, the largest binary16 is 65504")
+                raise InvalidPayload(
+                    f"{where}: code {code} of the range at {at} decodes to {value} squared, but the largest binary16 is 65504"
+                )

@@ -52,11 +52,14 @@ class WithSideCars(Codec):
         none, any_kind = self.codec.exact_dtype is not None, self.codec.takes_side_cars
         if none or not (any_kind or all(map(attrgetter("of_every_codec"), self.side_cars))):
             refused = [side_car.name for side_car in self.side_cars if none or not side_car.of_every_codec]
-            raise InvalidParameter(f"codec {self.codec.id} takes no side-cars{'' if none else ' of this kind'}, found {', '.join(refused)}")
+            raise InvalidParameter(
+                f"codec {self.codec.id} does not support {'side-cars' if none else 'these side-cars'}: leave out {', '.join(refused)}"
+            )
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own center: "
-                f"{', '.join(side_car.name for side_car in self.page_vectors)} is for codecs that encode tokens one by one; leave out mean"
+                f"{', '.join(side_car.name for side_car in self.page_vectors)} works only with codecs that encode tokens one by one: leave "
+                "out mean"
             )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
@@ -421,7 +424,7 @@ def _finite(x: torch.Tensor, what: str) -> torch.Tensor:
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
         raise OutOfRange(
-            f"the value at batch {batch}, head {head}, token {token}, channel {channel} is beyond binary32 when {what}; "
+            f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows binary32 when {what}: "
             "scale the input, or choose a raw codec"
         )
     return x

@@ -68,10 +68,10 @@ class Transform(CodecFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, a SHA-256 has {DIGEST_BYTES}")
+            raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
-                f"codec {self.id}: chunk is {self.chunk} at head dim {self.dim}, {self.chunk * self.dim} symbols; "
+                f"codec {self.id}: chunk is {self.chunk}, or {self.chunk * self.dim} symbols at head dim {self.dim}; "
                 f"the limit is {rans.MAX_SYMBOLS}"
             )
 
@@ -308,11 +308,15 @@ class Transform(CodecFamily):
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
                 at = first_place(block > self.dim, first, arrays["columns"].shape)
-                raise InvalidPayload(f"{where}.columns: at {at} are {block[(block > self.dim).argmax()]}, a head has {self.dim}")
+                raise InvalidPayload(
+                    f"{where}.columns: the count at {at} is {block[(block > self.dim).argmax()]}, expected at most the head dim, {self.dim}"
+                )
         check_states(arrays["states"], where)
         counted = sum(int(joined(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
-            raise InvalidPayload(f"{where}.word_counts: they sum to {counted}, {where}.words holds {arrays['words'].shape[2]}")
+            raise InvalidPayload(
+                f"{where}.word_counts: the counts sum to {counted}, but {where}.words has {arrays['words'].shape[2]} words"
+            )
 
     def run_rules(self) -> tuple[RunRule, ...]:
         return (self._check_counts,)
@@ -324,7 +328,7 @@ class Transform(CodecFamily):
         tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
             b, row = (int(index) for index in numpy.argwhere(tokens != expected)[0])
-            raise InvalidPayload(f"{where}.tokens: at {[b, 0, row]} are {tokens[b, row]}, the run gives {expected[row]}")
+            raise InvalidPayload(f"{where}.tokens: the count at {[b, 0, row]} is {tokens[b, row]}, expected {expected[row]} from the run")
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
         return (self._check_symbols,)

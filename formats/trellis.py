@@ -183,12 +183,14 @@ def _words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _check_string(dim: int, bits: int) -> None:
     if dim * bits % WORD_BITS:
-        raise InvalidParameter(f"codec trellis: {dim} channels of {bits} bits, expected a multiple of {WORD_BITS} bits per token")
+        raise InvalidParameter(
+            f"codec trellis: {dim} channels of {bits} bits take {dim * bits} bits per token, expected a multiple of {WORD_BITS}"
+        )
 
 
 def _check_table(table: bytes, entries: int) -> None:
     if len(table) != 2 * entries:
-        raise InvalidParameter(f"codec trellis: table has {len(table)} bytes, {entries} binary16 values need {2 * entries}")
+        raise InvalidParameter(f"codec trellis: table has {len(table)} bytes, expected {2 * entries} for {entries} binary16 values")
     values = struct.unpack(f"<{entries}e", table)
     if not all(-1 <= value <= 1 for value in values):
         index = next(index for index, value in enumerate(values) if not -1 <= value <= 1)

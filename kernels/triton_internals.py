@@ -35,7 +35,7 @@ def expect(holds: bool, expected: str, found: object) -> None:
     """Raise KvpackError unless an assumption of the kernels ``holds``."""
     if not holds:
         raise KvpackError(
-            f"Triton {triton.__version__}: the kernels expect {expected}, found {found!r:.200}; "
+            f"Triton {triton.__version__}: the kernels expect {expected}, but found {found!r:.200}: "
             "set the environment variable KVPACK_KERNELS=torch, or install a version that kvpack was tested with"
         )
 
@@ -68,7 +68,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
         ctypes.c_void_p(kernel.function), MAX_DYNAMIC_SHARED_SIZE_BYTES, ctypes.c_int(size)
     )
     if error:
-        raise KvpackError(f"the CUDA driver refuses {size} bytes of dynamic shared memory: error {error}")
+        raise KvpackError(f"the CUDA driver refuses {size} bytes of dynamic shared memory (error {error}): set KVPACK_KERNELS=torch")
 
 
 def code_key(values: Iterable[Any]) -> str:
@@ -233,7 +233,7 @@ def _class_of(value: Any) -> Any:
         return None
     if isinstance(value, tuple):
         return type(value), *map(_class_of, value)
-    raise TypeError(f"an argument of the type {type(value).__name__}")
+    raise TypeError(f"kernels take no argument of type {type(value).__name__}")
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -266,7 +266,7 @@ def _check_held(queries: int, layer: Layer, sliding_window: int | None, lengths:
     """Raise InvalidParameter if a query sees tokens that the layer no longer contains."""
     if not layer.skipped:
         return
-    held = f"the layer holds tokens {layer.skipped} to {layer.seen} of its cache, not those before"
+    held = f"the layer holds only tokens {layer.skipped} to {layer.seen} of its cache"
     if lengths is not None:
         raise InvalidParameter(f"{held}; lengths= counts from the cache's first token: leave lengths= out")
     first = layer.seen - queries

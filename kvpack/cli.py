@@ -25,11 +25,11 @@ COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, re
 """The commands in the order of the help text; each module has ``add``."""
 EXIT_CODES = {
     0: "done",
-    1: "a file is refused, or a check failed",
-    2: "the request is wrong",
-    3: "the system refused: no such file, no space, no memory",
+    1: "a file was rejected, or a check failed",
+    2: "the request is invalid",
+    3: "a system error: no such file, no space, no memory",
     130: "interrupted",
-    141: "the reader of a pipe left",
+    141: "the reading end of a pipe was closed",
 }
 """Meaning of each exit code. A command with several files exits with the worst one (``kvpack.errors.WORST_FIRST``)."""
 SYSTEM_REFUSED = 3

@@ -75,7 +75,7 @@ def tile(packing: Columns) -> tuple[int, int]:
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape, because a kernel reads that many elements."""
     if tuple(tensor.shape) != expected:
-        raise InvalidParameter(f"{name}: shape {list(tensor.shape)}, the codec lays out {list(expected)}")
+        raise InvalidParameter(f"{name}: shape {list(tensor.shape)}, expected {list(expected)} from the codec")
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:

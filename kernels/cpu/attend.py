@@ -100,7 +100,7 @@ class Prepared:
             compiled = library.library()
             assert compiled is not None
             if compiled.kvpack_attend(ctypes.byref(call)):
-                raise MemoryError("there is not enough memory for the buffers of attention")
+                raise MemoryError("not enough memory to compute attention: the buffers could not be allocated")
             out = torch.zeros(batch, heads, rows, v_dim, dtype=torch.float32, device=q.device) if len(sums) != 1 else None
             for frame, part in sums.items():
                 mapped = part if frame is None else frame.original(part)

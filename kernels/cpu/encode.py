@@ -162,7 +162,7 @@ def _measured(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: i
     compiled = library.library()
     assert compiled is not None
     if compiled.kvpack_measure(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the buffers of encoding")
+        raise MemoryError("not enough memory to encode: the buffers could not be allocated")
     return result
 
 
@@ -220,7 +220,7 @@ def run(call: library.Encode) -> bool:
     assert compiled is not None
     failed = compiled.kvpack_encode(ctypes.byref(call))
     if failed == _MEMORY:
-        raise MemoryError("there is not enough memory for the buffers of encoding")
+        raise MemoryError("not enough memory to encode: the buffers could not be allocated")
     return bool(failed != _REFUSED)
 
 
@@ -310,7 +310,7 @@ def run_raw_slots(call: library.RawSlots) -> None:
     compiled = library.library()
     assert compiled is not None
     if compiled.kvpack_raw_slots(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory to choose raw tokens")
+        raise MemoryError("not enough memory to choose raw tokens: the buffers could not be allocated")
 
 
 def chooses(dtype: torch.dtype) -> bool:

@@ -82,7 +82,7 @@ def _split(call: library.Split) -> None:
     compiled = library.library()
     assert compiled is not None
     if compiled.kvpack_split(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the threads of encoding")
+        raise MemoryError("not enough memory to encode: the buffers of a thread could not be allocated")
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
@@ -123,4 +123,4 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
         level,
     )
     if compiled.kvpack_join(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the threads of unpacking")
+        raise MemoryError("not enough memory to unpack: the buffers of a thread could not be allocated")

@@ -50,7 +50,7 @@ def decode(
     more = (array.ctypes.data for array in (symbols, read, last))
     call = library.Rans(*addresses, _address(of_chunks), _address(of_symbols), *more, count, len(words), longest, threads, level)
     if compiled.kvpack_rans(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the threads of decoding")
+        raise MemoryError("not enough memory to decode: the buffers of a thread could not be allocated")
     return rans.Decoded(symbols, read, last)
 
 
@@ -77,7 +77,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
         symbols.ctypes.data, lengths.ctypes.data, _address(of_chunks), _address(of_symbols), *addresses, count, stride, threads, level
     )
     if compiled.kvpack_rans_encode(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the threads of encoding")
+        raise MemoryError("not enough memory to encode: the buffers of a thread could not be allocated")
     none = numpy.empty(0, numpy.uint16)
     return rans.Chunks(numpy.concatenate([none, *(row[stride - own :] for row, own in zip(words, written, strict=True))]), written, states)
 

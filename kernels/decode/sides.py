@@ -137,7 +137,10 @@ def _codec_besides_raw(codec: Codec) -> Codec:
 
 
 def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
-    """Return the raw tokens of ``parts``, which have no other side-cars, for an output from token ``start`` of the side on."""
+    """Return the raw tokens of ``parts``, for an output that begins at token ``start`` of the side.
+
+    None if the codec keeps no raw positions, or has other side-cars.
+    """
     if not parts:
         return None
     codec = parts[0].page.codec

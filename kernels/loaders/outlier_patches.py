@@ -119,7 +119,7 @@ def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> st
 
 @triton.jit
 def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return the token of each place, relative to the warp's tile ``TILE``; one of another tile is not in [0, ``TOKENS``)."""
+    """Return each place's token, relative to the warp's tile ``TILE``. Tokens of other tiles are outside [0, ``TOKENS``)."""
     return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
 
 

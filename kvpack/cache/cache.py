@@ -132,7 +132,7 @@ class Cache:
     def __getitem__(self, index: tuple[slice, slice]) -> Cache: ...
     def __getitem__(self, index: SupportsIndex | tuple[slice, slice]) -> Layer | Cache:
         if isinstance(index, SupportsIndex) and not isinstance(index, type):
-            index = integer(index, "a layer's number")
+            index = integer(index, "a layer index")
             if not -len(self) <= index < len(self):
                 raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
             return self.layers[index]
@@ -224,7 +224,7 @@ class Cache:
         if layers have states and none are known at ``stop`` (``states_at``). The whole range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens} tokens")
         held, states = self.layers, None
         if stop != self.tokens and (states := self.states_at.get(self.start + stop)) is not None:
             held = without_states(self).layers
@@ -364,7 +364,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
                 "in order"
             )
         if model != dict(other.model) or len(first) != len(other):
-            raise NotConsecutive(f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}")
+            raise NotConsecutive(
+                f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}: join caches of one "
+                "model"
+            )
         other.check_ends()
         for number, layer in enumerate(other):
             if layer.skipped:
@@ -388,9 +391,13 @@ def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
     """Return layer ``number`` of consecutive caches. Raises NotConsecutive."""
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
-            raise NotConsecutive(f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}")
+            raise NotConsecutive(
+                f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}: join caches with the same sides"
+            )
         if first.states.keys() != second.states.keys():
-            raise NotConsecutive(f"layers[{number}] has the states {list(first.states)}, then {list(second.states)}")
+            raise NotConsecutive(
+                f"layers[{number}] has the states {list(first.states)}, then {list(second.states)}: join caches with the same states"
+            )
     try:
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
         joined_k, joined_v = k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None

@@ -139,7 +139,7 @@ class Layer:
                 raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, but {given} was appended")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; both sides must have the same tokens")
+            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; both must have the same number")
         return replace(self, k=sides[0], v=sides[1])
 
     def to(self, device: torch.device | str) -> Layer:
@@ -164,7 +164,7 @@ def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count
     if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
         held = f"which holds {layer.tokens}"
         if layer.skipped:
-            held = f"which holds positions {first + layer.skipped} to {first + layer.seen} alone, not {first + start} to {first + stop}"
+            held = f"which holds only positions {first + layer.skipped} to {first + layer.seen}, not {first + start} to {first + stop}"
         raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {held}")
     if layer.states and stop != count:
         raise OutOfBounds(f"layers[{number}]: {_one_moment(layer, f'tokens {start} to {stop} of {count} were requested')}")

@@ -263,4 +263,4 @@ def _refuse(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "
         at = [int(i) for i in torch.nonzero(wrong)[0]]
         value = values[tuple(at)].item()
         shown = f"{value:#04x}" if isinstance(value, int) else str(value)
-        raise InvalidParameter(f"{what} at {at} is {shown}, which is {fault}; kvpack stores finite values")
+        raise InvalidParameter(f"{what} at {at} is {shown}, which is {fault}; kvpack stores only finite values")

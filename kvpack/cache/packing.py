@@ -241,7 +241,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
         actual, expected = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
         if actual.shape != expected.shape or (actual != expected).any():
             raise InvalidParameter(
-                f"layers[{place[0]}].{place[1]}: inputs were recorded for other values: rows or tokens have moved, or values were rounded: "
+                f"layers[{place[0]}].{place[1]}: inputs were recorded for other values (rows or tokens were moved, or values rounded): "
                 "record them after the last change to the cache, or leave inputs= out"
             )
 

@@ -41,7 +41,7 @@ class CachePart:
         last = max(ends, default=0)
         start, stop = (0, last) if tokens is None else _range(tokens)
         if not 0 <= start <= stop <= last:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {last}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {last} tokens")
         return cls(numbers, start, stop, last)
 
 

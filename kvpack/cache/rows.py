@@ -17,19 +17,19 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
     """Return ``indices`` as integers. Raises InvalidParameter unless they are a list or a rank-1 tensor with at least one integer."""
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:
-            raise InvalidParameter(f"rows of a batch are a list or a tensor of rank 1; found a tensor of shape {list(indices.shape)}")
+            raise InvalidParameter(f"rows is a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
         if indices.is_meta or indices.layout != torch.strided:
-            raise InvalidParameter(f"rows of a batch are a list or a dense tensor; found {shown(indices)} on {indices.device}")
+            raise InvalidParameter(f"rows is {shown(indices)} on {indices.device}, expected a list or a dense tensor")
         indices = indices.tolist()
     if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
-        raise InvalidParameter(f"rows of a batch are a list of integers, such as select([0, 2]); found {shown(indices)}")
+        raise InvalidParameter(f"rows is {shown(indices)}, expected a list of integers, such as select([0, 2])")
     rows = []
     for index in indices:
         if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
-            raise InvalidParameter(f"rows of a batch must be integers, such as select([0, 2]); found {shown(index)}")
+            raise InvalidParameter(f"rows contains {shown(index)}, expected integers, such as select([0, 2])")
         rows.append(integer(index, "a row of the batch"))
     if not rows:
-        raise InvalidParameter("no row of the batch was requested: pass at least one")
+        raise InvalidParameter("no rows were requested: pass at least one")
     return tuple(rows)
 
 

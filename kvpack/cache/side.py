@@ -156,7 +156,7 @@ class Side:
         check_floating(out.dtype)
         expected = (self.batch, self.heads, self.tokens, self.dim)
         if tuple(out.shape) != expected:
-            raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, and the side has {list(expected)}")
+            raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, expected {list(expected)}")
         if out.device != self.device:
             raise InvalidParameter(f"unpack_into: the tensor is on {out.device} and the cache is on {self.device}")
         with float32_no_grad(self.device):
@@ -296,7 +296,9 @@ class Side:
             if side.codec is not other.codec and side.codec != other.codec:
                 raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one first")
             if (side.batch, side.heads) != (other.batch, other.heads):
-                raise NotConsecutive(f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}")
+                raise NotConsecutive(
+                    f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}: join caches of the same shape"
+                )
             if side.tail.shape[2]:
                 raise NotConsecutive(
                     f"a side that ends in a raw tail of {side.tail.shape[2]} tokens cannot be followed by a page: "

@@ -340,10 +340,10 @@ class Basis:
                 continue
             dtypes = [description.get("dtype") for description in (self.model, model)]
             unknown = name == "weights" and weights == self.model.get("weights") and None not in dtypes and dtypes[0] != dtypes[1]
-            note = f"its dtype is {dtypes[0]} and the cache's {dtypes[1]}: load the model in {dtypes[0]}"
+            note = f"its dtype is {dtypes[0]}, but the cache's is {dtypes[1]}: load the model in {dtypes[0]}"
             raise InvalidParameter(
-                f"{self.where}: is the basis of a model whose {name} is {expected!r}, and that of the cache is {found!r}; "
-                f"{note if unknown else 'kvpack calibrate makes a basis of the model of the cache'}"
+                f"{self.where}: is the basis of a model whose {name} is {expected!r}, but the cache's is {found!r}: "
+                f"{note if unknown else 'kvpack calibrate makes a basis for the model of the cache'}"
             )
 
 

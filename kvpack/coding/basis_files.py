@@ -69,7 +69,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
     source = OnDisk(open_regular(where, "a basis"))
     try:
         if source.size > MAX_FILE_BYTES:
-            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the maximum for a basis")
+            raise LimitExceeded(f"{where}: has more than {MAX_FILE_BYTES} bytes, the limit for a basis")
         check_is_basis(container.File(source, where, None))
         yield BasisFile(source, where)
     finally:

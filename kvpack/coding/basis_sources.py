@@ -116,7 +116,7 @@ def bound(header: Header, source: Any = None) -> Header:
                 if part.bases_needed and part.source is not None:
                     heads = part.source.heads(part.dim) if isinstance(part, Transform) else part.source.heads
                     if heads != side.heads:
-                        raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, the {part.place} have {heads}")
+                        raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, but the {part.place} have {heads} heads")
     return replace(header, codecs=codecs)
 
 
@@ -142,7 +142,7 @@ def _with_frames(number: int, given: Codec, side_car: Balanced, basis: Basis) ->
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if frames.dim != side_car.dim:
-        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, the {side_car.place} have {frames.dim} channels")
+        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, but the {side_car.place} have {frames.dim} channels")
     return given.with_side_car(replace(side_car, source=frames))
 
 
@@ -157,13 +157,13 @@ def _with_rows(number: int, given: Codec, codec: Klt | Transform, basis: Basis) 
     if rows.dim != codec.dim:
         if not codec.bases_needed:
             return given
-        raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, the {codec.place} have {rows.dim} channels")
+        raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, but the {codec.place} have {rows.dim} channels")
     if not isinstance(codec, Transform):
         return given.with_family(replace(codec, source=rows))
     assert frames is not None
     if frames.count != (rows.heads if codec.scope == "head" else 1):
         raise InvalidHeader(
-            f"codecs[{number}]: scope is {codec.scope}, the {codec.place} have {frames.count} frames for {rows.heads} heads"
+            f"codecs[{number}]: scope is {codec.scope}, but the {codec.place} have {frames.count} frames for {rows.heads} heads"
         )
     return given.with_family(replace(codec, source=frames))
 

@@ -40,7 +40,7 @@ def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rul
     if clause.startswith("layers="):
         listed, colon, body = clause.removeprefix("layers=").partition(":")
         if not colon:
-            refuse(text, clause, clause, "a layers clause reads layers=<list>:<k, v or kv>=<codec>")
+            refuse(text, clause, clause, "a layers clause is written layers=<list>:<k, v or kv>=<codec>")
         items = tuple(_item(item, clause, text) for item in listed.split(","))
     sides, equals, codec = body.partition("=")
     if not equals or sides not in ("k", "v", "kv"):
@@ -59,7 +59,7 @@ def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rul
     for option in options.split(",") if options else []:
         name, equals, value = option.partition("=")
         if not equals:
-            refuse(text, option or codec, clause, f"option {option!r} of codec {codec_id} reads <name>=<value>")
+            refuse(text, option or codec, clause, f"option {option!r} of codec {codec_id} must be written <name>=<value>")
         if name in words:
             refuse(text, option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
         words[name] = value

@@ -44,7 +44,7 @@ BACKENDS = ("torch", "triton", "cpu")
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 """True if kernels use inline PTX: not if it is 0."""
 
-_SHORTFALL = "the C kernels: they were not built, or from other sources, when kvpack was installed (install it again with a C compiler)"
+_SHORTFALL = "the C kernels, which are missing or were built from other sources (reinstall kvpack with a C compiler)"
 
 
 def encode(

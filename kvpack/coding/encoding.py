@@ -96,9 +96,10 @@ class Misfit:
 
 
 class Loss(NamedTuple):
-    """A ``kind`` of misfit by ``factors`` ``[batch, token]``: tokens are raw above ``ratio``, and named above ``warned``.
+    """How badly tokens fit a codec, by one ``kind`` of misfit: ``factors`` ``[batch, token]``, larger for a worse fit.
 
-    ``sizes`` ``[batch, kv_head, token]`` tell which head of a token it is.
+    Tokens are kept raw above ``ratio``, and named in a warning above ``warned``. ``sizes`` ``[batch, kv_head, token]``
+    decide which of a token's heads the warning names.
     """
 
     kind: str

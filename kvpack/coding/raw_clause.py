@@ -26,7 +26,7 @@ def words_of(clause: str) -> dict[str, str]:
     try:
         choice_of(words)
     except UnknownWord as error:
-        raise InvalidParameter(f"{error} in {clause!r}, which reads {_SYNTAX}") from None
+        raise InvalidParameter(f"{error} in {clause!r}; write {_SYNTAX}") from None
     return words
 
 

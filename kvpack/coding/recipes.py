@@ -123,7 +123,7 @@ class Recipe:
         if codecs or layers or window is not None:
             if text is not None:
                 found = ", ".join(codecs) or "layers or window"
-                raise InvalidParameter(f"a recipe is text or codecs; found the text {shown(text)} and {found} too")
+                raise InvalidParameter(f"a recipe is either text or codecs, but got the text {shown(text)} and {found}")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
             text = _text_of(codecs, layers or {}, window)
         elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
@@ -150,7 +150,7 @@ class Recipe:
     def _parse(self, named: Mapping[str, str]) -> None:
         """Set everything except the text; ``named`` are presets and additions."""
         if not isinstance(self.text, str):
-            raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(self.text).__name__}")
+            raise InvalidType(f"a recipe is text, such as 'kvpack-3'; got a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
@@ -319,7 +319,7 @@ class Recipe:
         for rule in self.rules:
             for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:
-                    raise OutOfBounds(f"recipe {self._written!r} names layer {item}; the cache has {layers} layers")
+                    raise OutOfBounds(f"recipe {self._written!r} names layer {item}, but the cache has only {layers} layers")
 
     def _check_order(self) -> None:
         """Refuse a clause about some layers if a later clause covers all layers, because it would have no effect."""
@@ -409,7 +409,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
-        raise InvalidType(f"a recipe is text, such as 'kvpack-3'; found a {type(recipe).__name__}")
+        raise InvalidType(f"a recipe is text, such as 'kvpack-3'; got a {type(recipe).__name__}")
     named = None if recipe in PRESETS else split_path(recipe, PRESETS)
     if named is None:
         return _parsed(str(recipe), (*CODECS.values(), *SIDE_CARS.values()))

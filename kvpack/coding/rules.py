@@ -79,7 +79,7 @@ class Rule:
             if dtype not in _DTYPES[self.codec_id]:
                 kept = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidType(
-                    f"the codec {self.codec_id} keeps {kept} values, found {dtype}: use the recipe raw, which keeps every dtype"
+                    f"the codec {self.codec_id} supports only {kept} values, got {dtype}: use the recipe raw, which keeps every dtype"
                 )
             words["dtype"] = dtype
         if calibrated is not None or balanced is not None:

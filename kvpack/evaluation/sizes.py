@@ -26,7 +26,9 @@ def window_tokens(asked: int | None, default: int, text: Text, most_positions: i
     limit = min(len(text.ids) + len(text.start) - 1, most_positions or len(text.ids))
     tokens = min(default, limit) if asked is None else asked
     if not 2 <= tokens <= limit:
-        raise InvalidParameter(f"--tokens is {tokens}, expected an integer from 2 to {limit}, by the model's positions and {text.name}")
+        raise InvalidParameter(
+            f"--tokens is {tokens}, expected an integer from 2 to {limit}, as the model's positions and {text.name} allow"
+        )
     return tokens
 
 

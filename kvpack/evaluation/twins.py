@@ -31,7 +31,10 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not (layers and 0 < factor < float("inf")):
-        raise InvalidParameter(f"the twin multiplies k_proj by {factor} in {len(layers)} layers; it takes a number above 0, and a k_proj")
+        raise InvalidParameter(
+            f"--twin is {factor} for a model with {len(layers)} layers of k_proj and q_proj, expected a number above 0 and at least one "
+            "such layer"
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         before = model(sample).logits

@@ -173,7 +173,7 @@ def prefill(
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
         raise InvalidParameter(
-            f"{known.name} has layers that keep recurrent or convolution states: only keys and values are supported: use a model whose "
+            f"{known.name} has layers that keep recurrent or convolution states, but only keys and values are supported: use a model whose "
             "layers all have them"
         )
     cache, options = uncompressed(model), {} if positions is None else {"position_ids": positions}

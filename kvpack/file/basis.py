@@ -71,11 +71,13 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
             if not isinstance(codec, Raw) or codec.dtype not in DTYPES:
-                raise InvalidHeader(f"{where}: the codec of a basis is raw of {' or '.join(DTYPES)}, found {codec.params()!r:.200}")
+                raise InvalidHeader(f"{where}: the codec is {codec.params()!r:.200}, expected raw of {' or '.join(DTYPES)} in a basis")
             if side.batch != 1 or side.tail:
-                raise InvalidHeader(f"{where}: batch is {side.batch} and tail {side.tail}, a basis has batch 1 and no tail")
+                raise InvalidHeader(f"{where}: batch is {side.batch} and tail {side.tail}, expected batch 1 and no tail in a basis")
             if side.tokens < rows_of(codec.dim):
-                raise InvalidHeader(f"{where}: has {side.tokens} rows, a basis of {codec.dim} channels has at least {rows_of(codec.dim)}")
+                raise InvalidHeader(
+                    f"{where}: has {side.tokens} rows, expected at least {rows_of(codec.dim)} in a basis of {codec.dim} channels"
+                )
 
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:

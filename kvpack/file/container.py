@@ -75,7 +75,7 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
     for name, layout in contents.layouts.items():
         raw = _flat(name, arrays[name])
         if len(raw) != layout_bytes(layout):
-            raise InvalidParameter(f"{name} has {len(raw)} bytes, {layout.dtype} {list(layout.shape)} takes {layout_bytes(layout)}")
+            raise InvalidParameter(f"{name} has {len(raw)} bytes, expected {layout_bytes(layout)} for {layout.dtype} {list(layout.shape)}")
         frame = compressed(raw) if compress else None
         stored[name] = raw if frame is None else memoryview(frame)
         chosen = "none" if frame is None else "zstd"

@@ -41,7 +41,7 @@ VALUE_BYTES = 40
 def check_size(size: int, memory_limit: int) -> None:
     """Raise LimitExceeded for a file of more than ``memory_limit``."""
     if size > memory_limit:
-        raise LimitExceeded(f"has {size} bytes, memory_limit is {memory_limit}: pass a higher limit to load it")
+        raise LimitExceeded(f"has {size} bytes, but memory_limit is {memory_limit}: pass a higher limit to load it")
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
@@ -54,7 +54,9 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``memory_limit``."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
-        raise LimitExceeded(f"its tensors, decoded, take {decoded} bytes, memory_limit is {memory_limit}: pass a higher limit to load it")
+        raise LimitExceeded(
+            f"its tensors, decoded, take {decoded} bytes, but memory_limit is {memory_limit}: pass a higher limit to load it"
+        )
     frames = [sizes[tensor.name] for tensor in header.tensors if tensor.filter == "zstd"]
     sides = [side for layer in header.layers for _, side in layer.sides()]
     runs = sum(len(side.runs) for side in sides)
@@ -89,5 +91,5 @@ def _check(parts: dict[str, int], memory_limit: int) -> None:
     if total > memory_limit + FREE_BYTES:
         named = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)
         text = ", ".join(f"{size} for {part}" for size, part in named)
-        more = f"memory_limit is {memory_limit} and {FREE_BYTES} more are allowed"
+        more = f"but memory_limit is {memory_limit} (plus {FREE_BYTES} that are always allowed): pass a higher limit"
         raise LimitExceeded(f"takes up to {total} bytes in memory ({text}), {more}")

@@ -166,7 +166,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
-        raise Truncated(f"has {size} bytes, its JSON header ends at {start}")
+        raise Truncated(f"has {size} bytes, but its JSON header ends at {start}")
     if start % DATA_ALIGNMENT:
         raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}")
     entry = _HEADER_TENSOR.match(beginning)
@@ -176,7 +176,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     check_header_size(header_bytes)
     end = start + header_bytes
     if end > size:
-        raise Truncated(f"has {size} bytes, kvpack.header ends at {end}")
+        raise Truncated(f"has {size} bytes, but kvpack.header ends at {end}")
     if memory_limit is not None:
         check_front(size, start, header_bytes, memory_limit)
     tensor = bytes(source.read(start, end))
@@ -189,9 +189,9 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     data = bytes(source.read(0, min(size, len(front.text))))
     if data != front.text:
         at = _first_difference(data, front.text[: len(data)])
-        raise InvalidHeader(f"the JSON header differs at byte {at} of the file from the one that kvpack.header gives")
+        raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {at} of the file")
     if size != front.file_bytes:
-        raise Truncated(f"has {size} bytes, its header gives {front.file_bytes}")
+        raise Truncated(f"has {size} bytes, but its header gives {front.file_bytes}")
     return header, front
 
 
@@ -350,7 +350,7 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
 
 def newer(version: int) -> str:
     """Return the message for a file with a later major version."""
-    return f"written by a newer kvpack: format {version}, this one reads {FORMAT}"
+    return f"written by a newer kvpack in format {version}, but this one reads format {FORMAT}: upgrade kvpack"
 
 
 def _packed_side(side: SideEntry) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def unpacked_header(data: bytes) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, its length allows no more")
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, the limit for its length")
         return container
 
     try:

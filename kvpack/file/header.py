@@ -155,10 +155,10 @@ class TensorEntry:
         """Raise InvalidHeader or LimitExceeded unless this is the tensor ``name`` of ``layout``."""
         for field, found, expected in (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape)):
             if found != expected:
-                raise InvalidHeader(f"{field} is {found!r}, the layers and codecs give {expected!r} ({name})")
+                raise InvalidHeader(f"{field} is {found!r}, expected {expected!r} from the layers and codecs ({name})")
         size = layout_bytes(layout)
         if self.filter == "none" and self.stored_bytes != size:
-            raise InvalidHeader(f"stored_bytes is {self.stored_bytes}, without a filter the shape takes {size} ({name})")
+            raise InvalidHeader(f"stored_bytes is {self.stored_bytes}, expected {size} for the shape without a filter ({name})")
         if self.filter == "zstd" and size > MAX_RATIO * self.stored_bytes:
             raise LimitExceeded(
                 f"stored_bytes is {self.stored_bytes} for {size} decoded bytes, the limit is {MAX_RATIO} per stored byte ({name})"
@@ -202,7 +202,7 @@ class Contents:
                 raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is for keys only")
         if (named := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
             names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (named, used))
-            raise InvalidHeader(f"required names {names} of the features of codecs, the codecs have {uses}")
+            raise InvalidHeader(f"required lists the codec features {names}, but the codecs use {uses}")
         _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
@@ -256,7 +256,7 @@ class Contents:
         named, ignorable = feature in self.required, feature in self.ignorable
         if named != ignorable:
             places = ("required", "ignorable") if named else ("ignorable", "required")
-            raise InvalidHeader(f"{feature} is in {places[0]} and not in {places[1]}, expected both")
+            raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected both")
         return self.ignorable[feature] if named else None
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
@@ -281,15 +281,15 @@ class Contents:
 
     def _check_side(self, side: SideEntry) -> None:
         if side.codec >= len(self.codecs):
-            raise InvalidHeader(f"codec is {side.codec}, the file has {len(self.codecs)} codecs")
+            raise InvalidHeader(f"codec is {side.codec}, but the file has {len(self.codecs)} codecs")
         codec = self.codecs[side.codec]
         facts = codec.summary
         if facts.fixed_heads not in (None, side.heads):
-            raise InvalidHeader(f"heads is {side.heads}, the widths of codec {codec.id} are of {facts.fixed_heads} heads")
+            raise InvalidHeader(f"heads is {side.heads}, but the widths of codec {codec.id} are for {facts.fixed_heads} heads")
         if facts.token_group == 1 and len(side.runs) > 1 and not facts.has_run_rows:
-            raise InvalidHeader(f"runs has {len(side.runs)} entries, a codec that encodes tokens one by one has at most 1")
+            raise InvalidHeader(f"runs has {len(side.runs)} entries, expected at most 1 for a codec that encodes tokens one by one")
         if (names := tuple(dict(side.entries))) != facts.entries:
-            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, the codec has {', '.join(facts.entries) or 'none'}")
+            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, expected {', '.join(facts.entries) or 'none'} from the codec")
         if side.window % facts.token_group:
             raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {facts.token_group}")
 
@@ -324,7 +324,7 @@ class Header(Contents):
         super().__post_init__()
         check("tensors", self.tensors, Rule(tuple, MAX_ENTRIES))
         if len(self.tensors) != len(self.layouts):
-            raise InvalidHeader(f"tensors has {len(self.tensors)} entries, the layers and codecs give {len(self.layouts)}")
+            raise InvalidHeader(f"tensors has {len(self.tensors)} entries, expected {len(self.layouts)} from the layers and codecs")
         for number, (tensor, (name, layout)) in enumerate(zip(self.tensors, self.layouts.items(), strict=True)):
             try:
                 tensor.check_against(name, layout)
@@ -366,7 +366,7 @@ def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
 
 def lacking(feature: str) -> str:
     """Return the error message for a required feature that this kvpack does not support."""
-    return f"the file needs the feature {feature!r:.200}, which this kvpack lacks; a newer one may read it"
+    return f"the file needs the feature {feature!r:.200}, which this kvpack does not support: install a newer kvpack"
 
 
 def within(where: str, error: KvpackError) -> KvpackError:

@@ -32,7 +32,7 @@ def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, by
     data = b"".join(_RECORD.pack(*stretch) for stretch in hidden)
     if len(data) > MAX_BINARY_BYTES:
         raise LimitExceeded(
-            f"the attention mask hides {len(data) // _RECORD.size} stretches of tokens, the limit is {MAX_BINARY_BYTES // _RECORD.size}: "
+            f"the attention mask hides {len(data) // _RECORD.size} ranges of tokens, the limit is {MAX_BINARY_BYTES // _RECORD.size}: "
             "save fewer sequences in a file, such as cache.select(range(1000))"
         )
     return ((FEATURE,), {FEATURE: data}) if data else ((), {})
@@ -44,17 +44,17 @@ def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidde
     Raises InvalidHeader, which names the record.
     """
     if not data or len(data) % _RECORD.size:
-        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each stretch, and at least one")
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each range, and at least one range")
     hidden = tuple(Hidden(*record) for record in _RECORD.iter_unpack(data))
     last = Hidden(-1, 0, 0)
     for number, stretch in enumerate(hidden):
         where = f"{_PLACE}: record {number}"
         if stretch.row >= batch:
-            raise InvalidHeader(f"{where} is of sequence {stretch.row}, the file has {batch}")
+            raise InvalidHeader(f"{where} names sequence {stretch.row}, but the file has {batch} sequences")
         if not start <= stretch.start < stretch.stop <= stop:
-            raise InvalidHeader(f"{where} is of positions {stretch.start} to {stretch.stop}, expected a part of {start} to {stop}")
+            raise InvalidHeader(f"{where} covers positions {stretch.start} to {stretch.stop}, expected a range within {start} to {stop}")
         if stretch.row < last.row or (stretch.row == last.row and stretch.start <= last.stop):
             before = tuple(last)
-            raise InvalidHeader(f"{where} is of {tuple(stretch)} after {before}, expected ascending stretches, and tokens between them")
+            raise InvalidHeader(f"{where} is {tuple(stretch)} after {before}, expected ascending ranges with tokens between them")
         last = stretch
     return hidden

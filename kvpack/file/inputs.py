@@ -76,7 +76,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
-            raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; found {_described(self.token_ids)}")
+            raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; got {_described(self.token_ids)}")
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {shown(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
@@ -90,9 +90,9 @@ class Inputs:
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
             raise InvalidParameter(f"hidden is {shown(self.hidden)}, expected a tuple of (row, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
-            raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; found {', '.join(map(_described, self.rows))}")
+            raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; got {', '.join(map(_described, self.rows))}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
-            raise InvalidParameter("token_ids are the ids that all rows begin with; found a row that begins with others")
+            raise InvalidParameter("token_ids must be the ids that all rows begin with; got a row that begins with others")
         object.__setattr__(self, "hidden", tuple(Hidden(*stretch) for stretch in self.hidden))
 
     @classmethod

@@ -40,16 +40,16 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
     """Parse the first position of every layer from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
     if len(data) != START_BYTES * len(layers):
-        raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, {len(layers)} layers take {START_BYTES * len(layers)}")
+        raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))
     for number, (first, layer) in enumerate(zip(starts, layers, strict=True)):
         _check_start(number, first, start, layer)
     if all(first == start for first in starts):
-        raise InvalidHeader(f"{FEATURE} is named, and every layer starts at {start}, as the file does: expected no feature")
+        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, like the file: expected no such feature")
     return starts
 
 
 def _check_start(number: int, first: int, start: int, layer: HasSides) -> None:
     check(f"ignorable[{FEATURE!r}][{number}]", first, Rule(int, MAX_TOKENS, start))
     if first != start and layer.k is None and layer.v is None:
-        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, a layer without sides has the file's start {start}")
+        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, expected the file's start {start} for a layer without sides")

@@ -56,7 +56,8 @@ class StateEntry:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidHeader(
-                f"{_PLACE} names a state {self.name!r:.80} in layer {self.layer}, expected a-z, 0-9, _ and ., a letter first"
+                f"{_PLACE} names a state {self.name!r:.80} in layer {self.layer}, expected a name of a-z, 0-9, _ and . that begins with a "
+                "letter"
             )
         if not self.shape:
             raise InvalidHeader(f"{self.where} has no sizes, expected 1 to {MAX_SIZES}")
@@ -92,13 +93,13 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
     """Parse the states in the entry ``data``, in file order. Raises InvalidHeader or LimitExceeded, which name the position."""
     if not data or len(data) % _RECORD.size:
-        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one")
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
     last = (-1, "")
     batches: defaultdict[int, dict[str, int]] = defaultdict(dict)
     for state in states:
         if state.layer >= len(layers):
-            raise InvalidHeader(f"{_PLACE} names a state of layer {state.layer}, the file has {len(layers)} layers")
+            raise InvalidHeader(f"{_PLACE} names a state of layer {state.layer}, but the file has {len(layers)} layers")
         if (state.layer, state.name) <= last:
             raise InvalidHeader(f"{_PLACE} has {state.where} after {last[0]}.state.{last[1]}, expected ascending layers and names")
         last = state.layer, state.name

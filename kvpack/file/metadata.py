@@ -75,7 +75,7 @@ def _value(where: str, value: Any) -> bytes:
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
             raise InvalidParameter(
-                f"{where} is an integer of {value.bit_length()} bits, expected one of 64 bits with its sign: write it as text"
+                f"{where} is an integer of {value.bit_length()} bits, expected a signed 64-bit integer: write it as text"
             )
         return bytes([INTEGER]) + struct.pack("<q", value)
     if isinstance(value, float) and math.isfinite(value):

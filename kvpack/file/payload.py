@@ -142,4 +142,4 @@ def check_pads(source: Source, span: Span, first: int, last: int, memory: memory
 def check_pad(name: str, pad: memoryview) -> None:
     """Raise InvalidPayload unless the ``pad`` before tensor ``name`` is zero."""
     if any(pad):
-        raise InvalidPayload(f"{name}: the pad before it holds {pad.hex()}, expected {len(pad)} zero bytes")
+        raise InvalidPayload(f"{name}: the padding before it is {pad.hex()}, expected {len(pad)} zero bytes")

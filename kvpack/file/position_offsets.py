@@ -48,13 +48,15 @@ def position_offsets(
 ) -> tuple[int, ...]:
     """Parse the offset of each sequence from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
     if not data or len(data) % OFFSET_BYTES:
-        raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one")
+        raise InvalidHeader(
+            f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"
+        )
     offsets = tuple(int.from_bytes(data[at : at + OFFSET_BYTES], "little", signed=True) for at in range(0, len(data), OFFSET_BYTES))
     sides = [(f"layers[{number}].{name}", first, side) for number, first in enumerate(starts) for name, side in layers[number].sides()]
     batches = {where: side.batch for where, _, side in sides} | {state.where: state.shape[0] for state in states}
     for where, batch in batches.items():
         if batch != len(offsets):
-            raise InvalidHeader(f"ignorable[{FEATURE!r}] has offsets for {len(offsets)} sequences, and {where} has {batch}")
+            raise InvalidHeader(f"ignorable[{FEATURE!r}] has offsets for {len(offsets)} sequences, but {where} has {batch}")
     stop = max((first + side.tokens for _, first, side in sides), default=start)
     for number, offset in enumerate(offsets):
         check(f"{stop} + ignorable[{FEATURE!r}][{number}]", stop + offset, Rule(int, MAX_TOKENS))

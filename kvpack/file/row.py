@@ -134,16 +134,16 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 def frame_of(data: memoryview, where: str) -> Frame:
     """Return the frame at the beginning of ``data``; only its size is checked. Raises NotKvpack, UnsupportedVersion and Truncated."""
     if len(data) < FRAME_BYTES:
-        raise Truncated(f"{where}: has {len(data)} bytes, the frame of a row has {FRAME_BYTES}")
+        raise Truncated(f"{where}: has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
     frame = Frame(*_FRAME.unpack_from(data))
     if frame.magic != MAGIC:
         if frame.magic.startswith(b"kvpack-row "):
-            raise UnsupportedVersion(f"{where}: is a row of another version, {frame.magic!r}; this kvpack reads version 1")
-        raise NotKvpack(f"{where}: does not begin like the row of a page, found {frame.magic!r}")
+            raise UnsupportedVersion(f"{where}: is a row of another version, {frame.magic!r}, but this kvpack reads version 1")
+        raise NotKvpack(f"{where}: is not the row of a page: it begins with {frame.magic!r}")
     if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
-        raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} from {FRAME_BYTES} on")
+        raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} of at least {FRAME_BYTES}")
     if frame.length > len(data):
-        raise Truncated(f"{where}: has {len(data)} bytes, the row has {frame.length}")
+        raise Truncated(f"{where}: has {len(data)} bytes, but the row has {frame.length}")
     return frame
 
 
@@ -170,9 +170,9 @@ def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: byte
     if any(any(row[begin:end]) for begin, end in pads):
         raise InvalidHeader(f"{where}: its padding is not zero")
     if frame.namespace != namespace:
-        raise InvalidHeader(f"{where}: is of the namespace {frame.namespace.hex()}, expected {namespace.hex()}")
+        raise InvalidHeader(f"{where}: has the namespace {frame.namespace.hex()}, expected {namespace.hex()}")
     if key is not None and frame.key != key:
-        raise InvalidHeader(f"{where}: is the row of the key {frame.key.hex()}, expected {key.hex()}")
+        raise InvalidHeader(f"{where}: has the key {frame.key.hex()}, expected {key.hex()}")
 
 
 def _aligned(at: int) -> int:

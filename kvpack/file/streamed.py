@@ -105,7 +105,7 @@ class _Data:
         layout, size = self._contents.layouts[name], self._sizes[name]
         expected = layout_bytes(layout)
         if size > expected or (whole and size != expected):
-            raise InvalidParameter(f"{name} has {size} bytes, {layout.dtype} {list(layout.shape)} takes {expected}")
+            raise InvalidParameter(f"{name} has {size} bytes, expected {expected} for {layout.dtype} {list(layout.shape)}")
 
 
 def _write_at(descriptor: int, data: memoryview, at: int) -> None:

@@ -304,7 +304,9 @@ class OnDisk:
     __del__ = close
 
     def _cut(self, size: int) -> Truncated:
-        return Truncated(f"had {self.size} bytes when it was opened, and ended at byte {size} when that was read: it was cut meanwhile")
+        return Truncated(
+            f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
+        )
 
 
 def _failed(what: str, error: OSError | ValueError, instead: str = "") -> MissingFile:

@@ -34,14 +34,14 @@ def decompressed(name: str, stored: memoryview, size: int, *, checksums: bool) -
 
     try:
         if stored[: len(_MAGIC)] != _MAGIC:
-            raise InvalidPayload(f"{name}: begins with {stored[: len(_MAGIC)].hex()}, a zstd frame with {_MAGIC.hex()}")
+            raise InvalidPayload(f"{name}: begins with {stored[: len(_MAGIC)].hex()}, expected {_MAGIC.hex()}, the magic of a zstd frame")
         frame = zstandard.get_frame_parameters(stored)
         if frame.content_size != size:
-            raise InvalidPayload(f"{name}: the zstd frame says that it holds {frame.content_size} bytes, the shape takes {size}")
+            raise InvalidPayload(f"{name}: the zstd frame declares {frame.content_size} bytes, but the shape takes {size}")
         if frame.window_size > MAX_WINDOW_BYTES:
             raise InvalidPayload(f"{name}: the zstd frame needs a window of {frame.window_size} bytes, the limit is {MAX_WINDOW_BYTES}")
         if frame.dict_id:
-            raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, and dictionaries are not allowed")
+            raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, but dictionaries are not allowed")
         if checksums and not frame.has_checksum:
             raise InvalidPayload(f"{name}: the zstd frame has no content checksum, which {FEATURE!r} requires of every frame")
         if not size:

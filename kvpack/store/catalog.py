@@ -229,7 +229,7 @@ def restored_times(catalog: Catalog) -> dict[bytes, int]:
 
 def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
     if named != stored.key:
-        raise InvalidHeader(f"{file.where}: the entry's key is {named.hex()}")
+        raise InvalidHeader(f"{file.where}: its header names the key {named.hex()}")
 
 
 def verify(
@@ -258,7 +258,9 @@ def verify(
                     named = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(named.parent, named.ids, named.inputs)
                     if not named.key == key == stored.key:
-                        raise InvalidHeader(f"{file.where}: names the key {named.key.hex()}, its parent, ids and inputs give {key.hex()}")
+                        raise InvalidHeader(
+                            f"{file.where}: names the key {named.key.hex()}, but its parent, ids and inputs give {key.hex()}"
+                        )
                 file.verify()
         except _Gone:
             continue

@@ -150,7 +150,9 @@ class Directory(OneTier):
 
         try:
             if not self.trust.may_write:
-                raise Untrusted(f"{self._folder.root} belongs to user {self.trust.owner}: others read it")
+                raise Untrusted(
+                    f"{self._folder.root} belongs to user {self.trust.owner}: only that user can store entries, others can read them"
+                )
             kind = self._kind(key)
             if kind is Kind.READABLE and self._renewed(path, used):
                 return True

@@ -166,7 +166,7 @@ def _wait_for_lock(descriptor: int) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while lock_now(descriptor) is False:
         if time.monotonic() > deadline:
-            raise BlockingIOError(f"the count of bytes was locked for {WAIT_SECONDS:g} s")
+            raise BlockingIOError(f"the byte count stayed locked for {WAIT_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
 
 

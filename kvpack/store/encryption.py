@@ -43,7 +43,9 @@ def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
     if encrypted_version(memoryview(data)[:FRONT_BYTES]) is None:
         return data
     name, _ = _checked_head(f"entry {key.hex()}", memoryview(data))
-    raise Undecryptable(f"entry {key.hex()}: is encrypted with the key {shown(name)}, and no key was given")
+    raise Undecryptable(
+        f"entry {key.hex()}: is encrypted with the key {shown(name)}, but no keys were given: pass encryption= (in commands, --key-file)"
+    )
 
 
 def shown(name: bytes) -> str:
@@ -120,7 +122,7 @@ class Cipher:
         secret = self._keys.get(name)
         if secret is None:
             at_hand = ", ".join(map(shown, self._keys))
-            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, the given keys are {at_hand}")
+            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, but the given keys are {at_hand}")
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
         decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()
@@ -130,7 +132,9 @@ class Cipher:
         try:
             decryptor.finalize()
         except self._invalid:
-            raise Undecryptable(f"{where}: its tag does not match: another key has the id {shown(name)}, or another entry") from None
+            raise Undecryptable(
+                f"{where}: its tag does not match: it was encrypted with another key of the id {shown(name)}, or as another entry"
+            ) from None
         del plain[len(sealed) :]
         return plain
 
@@ -142,14 +146,14 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
     """Check the digest, which covers every byte, and return the id of an encrypted entry's key and where its nonce begins."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
-        raise NotKvpack(f"{where}: is not encrypted, and a store with keys reads only encrypted entries")
+        raise NotKvpack(f"{where}: is not encrypted, but a store with keys reads only encrypted entries")
     if version > VERSION:
-        raise UnsupportedVersion(f"{where}: is encrypted by version {version}, this kvpack reads version {VERSION}")
+        raise UnsupportedVersion(f"{where}: is encrypted in version {version}, but this kvpack reads version {VERSION}: upgrade kvpack")
     # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
     if name is None or len(view) < sealed_bytes(name, 0):
-        raise Truncated(f"{where}: has {len(view)} bytes, and ends within its id, its nonce or its tag")
+        raise Truncated(f"{where}: is truncated: it has {len(view)} bytes and ends within its id, its nonce or its tag")
     if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
         raise LimitExceeded(f"{where}: has {len(view)} bytes, the limit for decryption is {sealed_bytes(name, MAX_PLAIN_BYTES)}")
     return name, len(MAGIC) + 1 + len(name)

@@ -161,7 +161,7 @@ class Reader:
         cache = files.read(file, check_values=self.check_values, basis=self.basis)
         check_payload(named.payload, file_payload_digest(file, view), where)
         if file.header.states:
-            raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, and a chunk of a prefix has none")
+            raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
         if any(layer.skipped for layer in cache if layer.sides):
             held = [cache.positions(number) for number in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
@@ -187,11 +187,13 @@ class Reader:
             numbers = range(min(len(shape), len(self.shape)))
             at = next((number for number in numbers if shape[number] != self.shape[number]), len(numbers))
             held = [f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)]
-            raise InvalidHeader(f"{file.where}: is of another shape, sides with heads and head dims: {held[0]}; the store's: {held[1]}")
+            raise InvalidHeader(
+                f"{file.where}: has another shape than the store's entries (heads and head dims of sides): {held[0]}; expected {held[1]}"
+            )
 
     def _check_key(self, named: Named, key: bytes, where: str) -> None:
         if named.key != key:
-            raise InvalidHeader(f"{where}: the entry's key is {named.key.hex()}")
+            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}")
 
 
 def open_entry(data: Data, key: bytes) -> container.File:
@@ -236,7 +238,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
     header = file.header
     for tensor in header.tensors:
         if tensor.filter != "none":
-            raise InvalidHeader(f"{file.where}: the tensor {tensor.name} has the filter {tensor.filter}, and tensors of entries have none")
+            raise InvalidHeader(f"{file.where}: the tensor {tensor.name} has the filter {tensor.filter}, expected none in an entry")
     for number, layer in enumerate(header.layers):
         values = 0
         for name, side in layer.sides():
@@ -247,7 +249,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
                 )
             values += side.heads * header.codecs[side.codec].dim * tokens
         if 2 * values > max_bytes:
-            raise LimitExceeded(f"{file.where}: layer {number}, decoded, has {2 * values} bytes, max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"{file.where}: layer {number}, decoded, has {2 * values} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
@@ -273,7 +275,7 @@ def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
     for number, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
-            raise LimitExceeded(f"the chunk of {key.hex()}: layer {number}, decoded, has {size} bytes, max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"the chunk of {key.hex()}: layer {number}, decoded, has {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def check_payload(named: bytes, digest: bytes, where: str) -> None:

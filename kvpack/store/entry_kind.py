@@ -66,7 +66,7 @@ PLAIN = Form()
 def check_size(where: str, size: int, max_bytes: int) -> None:
     """Raise LimitExceeded for anything larger than the largest entry, which is not read."""
     if size > max_bytes:
-        raise LimitExceeded(f"{where}: has {size} bytes, max_entry_bytes is {max_bytes}")
+        raise LimitExceeded(f"{where}: has {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def encrypted_version(beginning: bytes | memoryview) -> int | None:

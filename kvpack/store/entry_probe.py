@@ -41,7 +41,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[c
         holds_states = is_states(file)
         named_key = NamedStates.of(file).key if holds_states else check_entry(file, None, None, None).key
         if named_key != key:
-            raise InvalidHeader(f"{file.where}: the entry's key is {named_key.hex()}")
+            raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}")
         if more is not None and not holds_states:
             more(file)
 

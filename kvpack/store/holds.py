@@ -60,7 +60,7 @@ def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
 def read_hold(name: str, data: bytes) -> Pin:
     """Parse the pin in ``data``, in effect or not. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} and a time")
+        raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
     chain = split_keys(data[_HEAD.size + length :])
     if not chain:

@@ -80,8 +80,8 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     inputs = items(inputs, "inputs", "digests (bytes), one for each chunk")
     if len(inputs) not in (whole, begun):
         raise InvalidParameter(
-            f"inputs has {len(inputs)} digests, {tokens} token ids in chunks of {chunk} need {whole}: one for each chunk, b'' where "
-            "its token ids determine it"
+            f"inputs has {len(inputs)} digests, expected {whole} for {tokens} token ids in chunks of {chunk}: one for each chunk, b'' "
+            "if its token ids determine it"
         )
     for number, digest in enumerate(inputs):
         if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
@@ -148,7 +148,7 @@ def check_page(name: bytes, data: Data) -> None:
     row = memoryview(data)
     frame = check_row(row, where)
     if frame.length != len(data):
-        raise InvalidHeader(f"{where}: has {len(data)} bytes, its row {frame.length}")
+        raise InvalidHeader(f"{where}: has {len(data)} bytes, but its row has {frame.length}")
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if (actual := page_key(frame.namespace, frame.key, description)) != name:
-        raise InvalidHeader(f"{where}: holds the page {actual.hex()}")
+        raise InvalidHeader(f"{where}: holds the page {actual.hex()}, expected {name.hex()}")

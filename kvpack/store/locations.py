@@ -71,7 +71,7 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, loo
 def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
-        why = "is not a folder" if os.path.lexists(path) else "does not exist; a store makes its folder with the first chunk that it stores"
+        why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
         raise MissingFile(f"{location}: {why}")
     return open_backend(location, counters, form, options, looking=looking)
 
@@ -90,7 +90,7 @@ class Kind(NamedTuple):
 
 def _open_memory(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
-        raise InvalidParameter("memory has no other bound than max_bytes: pass max_bytes=")
+        raise InvalidParameter("a store in memory needs a budget: pass max_bytes=")
     return Memory(counters, **options)
 
 

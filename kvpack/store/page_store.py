@@ -341,7 +341,7 @@ class PageStore:
         try:
             row = decrypted_entry(names[number], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
-                raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, a row has {self.codec.nbytes}")
+                raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
             rows[number] = row
         except FAULTS as error:
             refuse(self._backend, self._counters, names[number], entry, error)

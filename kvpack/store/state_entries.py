@@ -42,15 +42,15 @@ class NamedStates:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, expected {2 * KEY_BYTES + DIGEST_BYTES}")
         named = cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES :])
         if named.key != (key := states_key(named.chunk)):
-            raise InvalidHeader(f"{where}: names the key {named.key.hex()}, that of its chunk gives {key.hex()}")
+            raise InvalidHeader(f"{where}: names the key {named.key.hex()}, but the key of its chunk gives {key.hex()}")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
             raise InvalidHeader(f"{where}: expected states and no tokens in an entry of states")
         for state in header.states:
             if state.shape[0] != 1:
-                raise InvalidHeader(f"{where}: {state.where} is of {state.shape[0]} sequences, expected one")
+                raise InvalidHeader(f"{where}: {state.where} has {state.shape[0]} sequences, expected one")
         for tensor in header.tensors:
             if tensor.filter != "none":
-                raise InvalidHeader(f"{where}: the tensor {tensor.name} has the filter {tensor.filter}, and tensors of entries have none")
+                raise InvalidHeader(f"{where}: the tensor {tensor.name} has the filter {tensor.filter}, expected none in an entry")
         return named
 
 
@@ -84,6 +84,6 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     check_header(file, position, model, recipe)
     named = NamedStates.of(file)
     if named.chunk != chunk:
-        raise InvalidHeader(f"{file.where}: are the states after the chunk {named.chunk.hex()}")
+        raise InvalidHeader(f"{file.where}: holds the states after the chunk {named.chunk.hex()}, expected {chunk.hex()}")
     check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return states_of(files.read(file))

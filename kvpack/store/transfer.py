@@ -74,7 +74,7 @@ def export_prefix(
     for entry, data in zip(prefix.entries, backend.peek_each([entry.stored.key for entry in prefix.entries]), strict=True):
         key = entry.stored.key
         if data is None:
-            raise MissingFile(f"entry {key.hex()} is gone")
+            raise MissingFile(f"entry {key.hex()} no longer exists")
         file = open_entry(decrypted_entry(key, data, cipher), key)
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
@@ -84,7 +84,7 @@ def export_prefix(
     if states is not None:
         data = backend.peek(states.stored.key)
         if data is None:
-            raise MissingFile(f"entry {states.stored.key.hex()} is gone")
+            raise MissingFile(f"entry {states.stored.key.hex()} no longer exists")
         clear, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
         end_states = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(end_states) != len(cache):

@@ -40,7 +40,7 @@ class NotAnEntry(OSError):
     """A folder, a link, a FIFO or a device instead of a file."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(errno.EINVAL, f"{path} is no regular file")
+        super().__init__(errno.EINVAL, f"{path} is not a regular file")
 
 
 class Trust:

@@ -486,7 +486,7 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
         (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),
-        (["--twin", "0"], 2, "the twin multiplies k_proj by 0.0"),
+        (["--twin", "0"], 2, "--twin is 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),

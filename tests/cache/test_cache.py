@@ -425,7 +425,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     for out, error, message in (
         (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, got a ndarray"),
         (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
-        (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], and the side has \[1, 2, 100, 64\]"),
+        (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], expected \[1, 2, 100, 64\]"),
         (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta and the cache is on cpu"),
     ):
         with pytest.raises(error, match=message):

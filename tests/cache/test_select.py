@@ -195,13 +195,13 @@ def test_rows_that_the_batch_lacks_are_refused(indices: Any) -> None:
 
 
 WRONG = {
-    "a row alone": (0, r"select\(\[0, 2\]\); found 0"),
-    "text": ("0", "found '0'"),
-    "None": (None, "found None"),
-    "a mask": ([True, False, True], "integers, such as .*found True"),
-    "a mask tensor": (torch.tensor([True, False]), "found True"),
-    "floats": (torch.tensor([0.0, 1.0]), "found 0.0"),
-    "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"rank 1; found a tensor of shape \[1, 2\]"),
+    "a row alone": (0, r"rows is 0, expected .* select\(\[0, 2\]\)"),
+    "text": ("0", "rows is '0'"),
+    "None": (None, "rows is None"),
+    "a mask": ([True, False, True], "rows contains True, expected integers, such as"),
+    "a mask tensor": (torch.tensor([True, False]), "rows contains True"),
+    "floats": (torch.tensor([0.0, 1.0]), "rows contains 0.0"),
+    "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"rows is a tensor of shape \[1, 2\], expected .* rank 1"),
     "none": ([], "pass at least one"),
 }
 

@@ -198,7 +198,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path) -> 
     kvpack.save(cache_of(), path)
     file = container.open_file(path)
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(Truncated, match="it was cut meanwhile"):
+    with pytest.raises(Truncated, match="another process truncated it"):
         files.read_to(LateBus(), file)
 
 
@@ -325,7 +325,7 @@ def test_layers_that_have_dropped_tokens(tmp_path: Path) -> None:
         found = kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
         same(files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
     for part in ({"tokens": 8}, {"layers": 1, "tokens": (16, 40)}):
-        with pytest.raises(OutOfBounds, match=r"a: tokens \d+ to \d+ were requested from layers\[1\], which holds positions") as mapped:
+        with pytest.raises(OutOfBounds, match=r"a: tokens \d+ to \d+ were requested from layers\[1\], .* only positions") as mapped:
             kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
         with pytest.raises(OutOfBounds) as staged:
             files.read_to(LateBus(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
@@ -360,7 +360,7 @@ def test_pieces_that_are_not_a_tensor_are_refused(change: str, tmp_path: Path) -
     name = list(data)[1]
     data[name] = {"cut": data[name][:-1], "longer": memoryview(bytes(data[name]) + b"1"), "missing": memoryview(b"")}[change]
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(InvalidParameter, match=f"{name} has \\d+ bytes, U16"):
+    with pytest.raises(InvalidParameter, match=f"{name} has \\d+ bytes, expected \\d+ for U16"):
         write_pieces(tmp_path / "a", contents, pieces_of(data, 100, []))
     assert (tmp_path / "a").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]

@@ -57,7 +57,7 @@ CALLS: dict[str, Call] = {
     "load on no device of this PyTorch": (
         lambda: kvpack.load("x", device=ABSENT),
         InvalidParameter,
-        f"device is '{ABSENT}', which this PyTorch cannot use .*; name another, such as 'cpu'",
+        f"device is '{ABSENT}', which this PyTorch cannot use .*: use another, such as 'cpu'",
     ),
     "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which has no values"),
     "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "297 bytes are not a path"),
@@ -84,12 +84,12 @@ CALLS: dict[str, Call] = {
     "pack with a progress of text": (
         lambda: kvpack.pack(PAIRS, "kivi-4", progress="bar"),
         InvalidType,
-        "progress is 'bar', expected a function",
+        "progress is 'bar', expected a callable",
     ),
     "pack without a recipe": (
         lambda: kvpack.pack(PAIRS, None),
         InvalidType,
-        "a recipe is text, such as 'kvpack-3'; found a NoneType",
+        "a recipe is text, such as 'kvpack-3'; got a NoneType",
     ),
     "pack with an unknown recipe": (lambda: kvpack.pack(PAIRS, "octopus"), InvalidParameter, "did you mean octopus-"),
     "model is a number": (lambda: kvpack.pack(PAIRS, "kivi-4", model=3), InvalidType, "model is a int, expected a transformers model"),
@@ -157,8 +157,8 @@ CALLS: dict[str, Call] = {
     "to no device": (lambda: CACHE.to("gpu"), InvalidParameter, "device is 'gpu'"),
     "to None": (lambda: CACHE.to(None), InvalidParameter, "device is None"),
     "convert to None": (lambda: CACHE.convert(None), InvalidType, "a recipe is text"),
-    "a Recipe of None": (lambda: kvpack.Recipe(None), InvalidType, "a recipe is text, such as 'kvpack-3'; found a NoneType"),
-    "a Recipe of a number": (lambda: kvpack.Recipe(3), InvalidType, "found a int"),
+    "a Recipe of None": (lambda: kvpack.Recipe(None), InvalidType, "a recipe is text, such as 'kvpack-3'; got a NoneType"),
+    "a Recipe of a number": (lambda: kvpack.Recipe(3), InvalidType, "got a int"),
 }
 
 

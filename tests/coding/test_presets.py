@@ -115,7 +115,7 @@ def test_rates_are_those_of_a_packed_cache(recipe: str) -> None:
 
 
 def test_rates_refuse_what_no_cache_can_be() -> None:
-    with pytest.raises(OutOfBounds, match=r"names layer \d+; the cache has 4 layers"):
+    with pytest.raises(OutOfBounds, match=r"names layer \d+, but the cache has only 4 layers"):
         rates(Recipe("mixedkv-phi-1.5"), 4, 1, 1, 64)
     with pytest.raises(InvalidParameter, match="no Hadamard rotation of head dim 72"):
         rates(Recipe("octopus-3"), 1, 1, 1, 72)

@@ -103,12 +103,12 @@ REFUSED = [
     ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
     ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
     ("kivi-2;k=group", "group", "needs b="),
-    ("kivi-2;k=group:b", "b", "reads <name>=<value>"),
+    ("kivi-2;k=group:b", "b", "must be written <name>=<value>"),
     ("kivi-2;k=group:b=2,z=1", "z=1", "its options are b, g"),
     ("kivi-2;k=group:b=2,b=3", "b=3", "given twice"),
     ("kivi-2;k=group:b=2,g=48", "g=48", "4, 8, 16, 32, 64, 128"),
     ("kivi-2;layers=x:k=raw", "x", "not an integer"),
-    ("kivi-2;layers=1", "layers=1", "layers clause reads"),
+    ("kivi-2;layers=1", "layers=1", "layers clause is written"),
     ("kivi-2;layers=2-1:k=raw", "2-1", "end before they begin"),
     ("kivi-2;layers=-1--2:k=raw", "-1--2", "end before they begin"),
     ("kivi-2;layers=" + "1" * 5000 + ":k=raw", "1" * 5000, "not an integer"),
@@ -133,7 +133,7 @@ def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: st
 
 @pytest.mark.parametrize("recipe", [None, b"kivi-2"], ids=str)
 def test_what_is_no_text_is_refused(recipe: object) -> None:
-    with pytest.raises(InvalidParameter, match=r"found a (NoneType|bytes)"):
+    with pytest.raises(InvalidParameter, match=r"got a (NoneType|bytes)"):
         parse_recipe(recipe)
 
 
@@ -148,7 +148,7 @@ def test_layers_beyond_the_cache_are_refused() -> None:
     Recipe("kivi-2;layers=0,-4:k=raw").check_layers(4)
     Recipe("kivi-2;layers=1--2:k=raw").check_layers(2)
     for text in ("kivi-2;layers=4:k=raw", "kivi-2;layers=-5:k=raw", "kivi-2;layers=0-9:k=raw"):
-        with pytest.raises(OutOfBounds, match="the cache has 4 layers"):
+        with pytest.raises(OutOfBounds, match="the cache has only 4 layers"):
             Recipe(text).check_layers(4)
 
 

@@ -195,7 +195,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in (["ls"], ["stat"], ["verify"], ["gc"]):
         run(*action, tmp_path / "nothing", code=3)
-        assert "does not exist; a store makes its folder with the first chunk that it stores" in capsys.readouterr().err
+        assert "does not exist; a store creates its folder when it stores its first chunk" in capsys.readouterr().err
         (tmp_path / "file").touch()
         run(*action, tmp_path / "file", code=3)
         assert "is not a folder" in capsys.readouterr().err

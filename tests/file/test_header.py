@@ -152,7 +152,7 @@ def reorder(top: dict[str, Any]) -> None:
 K, V, T = ("layers", 0, "k"), ("layers", 0, "v"), ("tensors", 2)
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]] = {
-    "newer format": (put("format", 2), UnsupportedVersion, r"written by a newer kvpack: format 2, this one reads 1"),
+    "newer format": (put("format", 2), UnsupportedVersion, r"written by a newer kvpack in format 2, but this one reads format 1"),
     "older format": (put("format", 0), InvalidHeader, r"^format is 0"),
     "format of another type": (put("format", True), InvalidHeader, r"^format is of type bool, expected int"),
     "no format": (remove("format"), InvalidHeader, r"^format is of type NoneType"),
@@ -198,9 +198,9 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "layer key": (put("layers", 0, "q", None), InvalidHeader, r"^layers\[0\] has the keys k, v, q"),
     "side list": (put(*K, []), InvalidHeader, r"^layers\[0\]\.k is of type list"),
     "side key missing": (remove(*K, "tail"), InvalidHeader, r"^layers\[0\]\.k has the keys"),
-    "codec index": (put(*K, "codec", 2), InvalidHeader, r"^layers\[0\]\.k\.codec is 2, the file has 2 codecs"),
-    "codec index above the most codecs": (put(*K, "codec", 4096), InvalidHeader, r"^layers\[0\]\.k\.codec is 4096, the file has 2 codecs"),
-    "codec index of 64 bits": (put(*K, "codec", 2**64 - 1), InvalidHeader, r"^layers\[0\]\.k\.codec is 18446744073709551615, the file"),
+    "codec index": (put(*K, "codec", 2), InvalidHeader, r"^layers\[0\]\.k\.codec is 2, but the file has 2 codecs"),
+    "codec index above the most codecs": (put(*K, "codec", 4096), InvalidHeader, r"^layers\[0\]\.k\.codec is 4096, but the file has 2"),
+    "codec index of 64 bits": (put(*K, "codec", 2**64 - 1), InvalidHeader, r"^layers\[0\]\.k\.codec is 18446744073709551615, but the file"),
     "no batch": (put(*K, "batch", 0), InvalidHeader, r"^layers\[0\]\.k\.batch is 0, expected at least 1"),
     "batch above the limit": (put(*K, "batch", 65537), LimitExceeded, r"^layers\[0\]\.k\.batch is 65537, the limit is 65536"),
     "batch of another type": (put(*K, "batch", 1.0), InvalidHeader, r"^layers\[0\]\.k\.batch is of type float"),
@@ -219,12 +219,12 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "tail above the limit": (put(*K, "tail", 2**40), LimitExceeded, r"^layers\[0\]\.k\.tail is 1099511627776, the limit is"),
     "window": (put(*K, "window", 33), InvalidHeader, r"^layers\[0\]\.k\.window is 33, expected a multiple of .* 16"),
     "tensors map": (put("tensors", {}), InvalidHeader, r"^tensors is of type dict"),
-    "a tensor missing": (remove(*T), InvalidHeader, r"^tensors has 6 entries, the layers and codecs give 7"),
+    "a tensor missing": (remove(*T), InvalidHeader, r"^tensors has 6 entries, expected 7 from the layers and codecs"),
     "tensor map": (put(*T, {}), InvalidHeader, r"^tensors\[2\] is \{\}, expected \[name, dtype"),
     "tensor short": (put(*T, ["a"]), InvalidHeader, r"^tensors\[2\] is \['a'\], expected"),
-    "tensor name": (put(*T, 0, "0.k.tali"), InvalidHeader, r"^tensors\[2\]\.name is '0\.k\.tali', the layers and codecs give '0\.k\.tail'"),
-    "tensor dtype": (put(*T, 1, "F16"), InvalidHeader, r"^tensors\[2\]\.dtype is 'F16', the layers and codecs give 'BF16'"),
-    "tensor shape": (put(*T, 2, [1, 1, 4, 2]), InvalidHeader, r"^tensors\[2\]\.shape is \(1, 1, 4, 2\), the layers"),
+    "tensor name": (put(*T, 0, "0.k.tali"), InvalidHeader, r"^tensors\[2\]\.name is '0\.k\.tali', expected '0\.k\.tail' from the layers"),
+    "tensor dtype": (put(*T, 1, "F16"), InvalidHeader, r"^tensors\[2\]\.dtype is 'F16', expected 'BF16' from the layers and codecs"),
+    "tensor shape": (put(*T, 2, [1, 1, 4, 2]), InvalidHeader, r"^tensors\[2\]\.shape is \(1, 1, 4, 2\), expected"),
     "tensor shape of booleans": (
         put(*T, 2, [True, 1, 2, 4]),
         InvalidHeader,
@@ -235,7 +235,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "stored bytes": (
         put(*T, 4, 15),
         InvalidHeader,
-        r"^tensors\[2\]\.stored_bytes is 15, without a filter the shape takes 16 \(0\.k\.tail\)",
+        r"^tensors\[2\]\.stored_bytes is 15, expected 16 for the shape without a filter \(0\.k\.tail\)",
     ),
     "stored bytes negative": (put(*T, 4, -1), InvalidHeader, r"^tensors\[2\]\.stored_bytes is -1, expected at least 0"),
     "stored bytes above the limit": (put(*T, 4, 2**60), LimitExceeded, r"^tensors\[2\]\.stored_bytes is \d+, the limit is \d+$"),

@@ -108,8 +108,8 @@ def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token_ids": b"123"}, "4 for each id; found 3 bytes"),
-        ({"token_ids": [1, 2]}, "4 for each id; found a list"),
+        ({"token_ids": b"123"}, "4 for each id; got 3 bytes"),
+        ({"token_ids": [1, 2]}, "4 for each id; got a list"),
         ({"undetermined": ("",)}, "expected a tuple of nonempty strings"),
         ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, and undetermined 2 texts"),
     ],

@@ -62,7 +62,7 @@ def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
 def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
     message = (
-        rf"tokens {start} to {stop} were requested from layers\[1\], which holds positions 53 to 75 alone, not {5 + start} to {5 + stop}"
+        rf"tokens {start} to {stop} were requested from layers\[1\], which holds only positions 53 to 75, not {5 + start} to {5 + stop}"
     )
     with pytest.raises(OutOfBounds, match=message):
         sliding(recipe="bf16")[:, start:stop]
@@ -194,7 +194,7 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
     for window in (1, largest):
         found, expected = (kvpack.attend(q, layer, sliding_window=window) for layer in (newest, whole))
         torch.testing.assert_close(found, expected)
-    held = "the layer holds tokens 48 to 70 of its cache, not those before; "
+    held = "the layer holds only tokens 48 to 70 of its cache; "
     for options, message in (
         ({}, f"the query of token {70 - queries} sees all tokens before it: pass sliding_window"),
         ({"causal": False}, f"the query of token {70 - queries} sees all tokens before it"),

@@ -68,7 +68,7 @@ def test_a_stored_chunk_has_no_metadata(tmp_path: Path) -> None:
         ({"a": None}, InvalidParameter, r"metadata\['a'\] is None"),
         ({"a": math.nan}, InvalidParameter, r"metadata\['a'\] is nan"),
         ({"a": math.inf}, InvalidParameter, r"metadata\['a'\] is inf"),
-        ({"a": 2**63}, InvalidParameter, r"metadata\['a'\] is an integer of 64 bits, expected one of 64 bits with its sign"),
+        ({"a": 2**63}, InvalidParameter, r"metadata\['a'\] is an integer of 64 bits, expected a signed 64-bit integer"),
         ({"a": -(2**63) - 1}, InvalidParameter, r"metadata\['a'\] is an integer of 64 bits"),
         ({"a": 10**4000}, InvalidParameter, r"metadata\['a'\] is an integer of \d+ bits"),
         ({"a": "\ud800"}, InvalidParameter, r"metadata\['a'\] is '\\ud800', which UTF-8 cannot encode"),

@@ -72,7 +72,7 @@ def frames(size: int) -> bytes:
             33 * 10**6,
             r"takes up to \d+ bytes in memory \(\d+ for a header of 5\d{6} bytes, parsed, .*memory_limit",
         ),
-        (lambda: many_runs(20000), 10**6, r"takes up to \d+ bytes .*\(40960000 for 40000 runs, .*\), memory_limit is 1000000"),
+        (lambda: many_runs(20000), 10**6, r"takes up to \d+ bytes .*\(40960000 for 40000 runs, .*\), but memory_limit is 1000000"),
         (lambda: frames(2**25), 2**25, r"takes up to \d+ bytes in memory \(67108864 for 1 zstd tensors, decoded"),
     ],
     ids=["a large header", "runs", "zstd"],

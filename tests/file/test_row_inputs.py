@@ -177,7 +177,7 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     [
         ({"rows": (b"1234", b"12345678")}, "rows are bytes of one length"),
         ({"rows": (b"123", b"123")}, "rows are bytes of one length"),
-        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "found a row that begins with others"),
+        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "got a row that begins with others"),
     ],
 )
 def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -192,16 +192,16 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
 
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
     for stretches, message in (
-        ([(2, 3, 4)], "record 0 is of sequence 2, the file has 2"),
-        ([(0, 2, 4)], "positions 2 to 4, expected a part of 3 to 9"),
-        ([(0, 3, 10)], "positions 3 to 10, expected a part of 3 to 9"),
-        ([(0, 4, 4)], "positions 4 to 4, expected a part of 3 to 9"),
-        ([(0, 3, 4), (0, 4, 5)], r"is of \(0, 4, 5\) after \(0, 3, 4\), expected ascending stretches"),
-        ([(1, 3, 4), (0, 4, 5)], r"is of \(0, 4, 5\) after \(1, 3, 4\), expected ascending stretches"),
+        ([(2, 3, 4)], "record 0 names sequence 2, but the file has 2"),
+        ([(0, 2, 4)], "positions 2 to 4, expected a range within 3 to 9"),
+        ([(0, 3, 10)], "positions 3 to 10, expected a range within 3 to 9"),
+        ([(0, 4, 4)], "positions 4 to 4, expected a range within 3 to 9"),
+        ([(0, 3, 4), (0, 4, 5)], r"is \(0, 4, 5\) after \(0, 3, 4\), expected ascending ranges"),
+        ([(1, 3, 4), (0, 4, 5)], r"is \(0, 4, 5\) after \(1, 3, 4\), expected ascending ranges"),
     ):
         with pytest.raises(InvalidHeader, match=message):
             read(*stretches)
-    with pytest.raises(LimitExceeded, match=r"hides 3277 stretches of tokens, the limit is 3276: save fewer sequences"):
+    with pytest.raises(LimitExceeded, match=r"hides 3277 ranges of tokens, the limit is 3276: save fewer sequences"):
         features_of([Hidden(row, 0, 1) for row in range(3277)])
 
 

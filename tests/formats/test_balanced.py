@@ -116,8 +116,8 @@ def test_recipes() -> None:
         ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"),
         ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
         ("k=scalar:b=4,frame=centered;v=raw", "frame=centered needs keys with their mean subtracted: add mean=<tokens>"),
-        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt takes no side-cars of this kind, found balanced"),
-        ("k=raw:frame=balanced;v=raw", "codec raw takes no side-cars, found balanced"),
+        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these side-cars: leave out balanced"),
+        ("k=raw:frame=balanced;v=raw", "codec raw does not support side-cars: leave out balanced"),
         ("k=scalar:b=4,frame=balanced,basis=12;v=raw", "scalar:basis is '12', expected the 64 hexadecimal digits of a SHA-256"),
         (f"k=scalar:b=4,basis={digest};v=raw", "codec scalar has no option 'basis'"),
     ):
@@ -139,7 +139,7 @@ def test_what_the_basis_lacks() -> None:
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', and that of the cache is 'y'"):
+    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', but the cache's is 'y'"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS), model={"name": "y"})
 
 
@@ -147,10 +147,10 @@ def test_what_the_basis_lacks() -> None:
     ("frames", "message"),
     [
         (torch.zeros(HEADS, DIM, DIM), "a balanced frame of the basis has no inverse"),
-        (torch.ones(HEADS, DIM, DIM) + 1e-6 * torch.eye(DIM), "has no inverse, or only one that changes values"),
-        (torch.diag(torch.tensor([1.0] * 15 + [2.0**-11])).expand(HEADS, -1, -1), "head 0 is badly conditioned: .* 2048 times as large"),
-        (2.0**11 * torch.eye(DIM).expand(HEADS, -1, -1), "is badly conditioned: .* 2048 times as large, the limit is 1024"),
-        (1e30 * torch.eye(DIM).expand(HEADS, -1, -1), "is badly conditioned"),
+        (torch.ones(HEADS, DIM, DIM) + 1e-6 * torch.eye(DIM), "has no inverse that is accurate enough"),
+        (torch.diag(torch.tensor([1.0] * 15 + [2.0**-11])).expand(HEADS, -1, -1), "head 0 is ill-conditioned: .* 2048 times"),
+        (2.0**11 * torch.eye(DIM).expand(HEADS, -1, -1), "is ill-conditioned: .* 2048 times, but the limit is 1024"),
+        (1e30 * torch.eye(DIM).expand(HEADS, -1, -1), "is ill-conditioned"),
     ],
     ids=["zero", "singular", "uneven", "large", "huge"],
 )
@@ -222,7 +222,7 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
             kvpack.Recipe(text)
     with pytest.raises(MissingBasis, match="needs a basis"):
         kvpack.pack(given, recipe)
-    with pytest.raises(InvalidParameter, match="the basis has queries of 2 heads, but the keys have 4"):
+    with pytest.raises(InvalidParameter, match="the basis has query statistics for 2 heads, but the keys have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(recipe, basis))
     with pytest.raises(InvalidParameter, match="the head dim is 32, but the basis has 16"):
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))

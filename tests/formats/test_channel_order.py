@@ -140,7 +140,7 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
         (64, {"block_rotation": 48}, "that divides the head dim 64"),
         (72, {"block_rotation": 36}, "no Hadamard rotation"),
         (64, {"channel_order": "u32"}, "expected one of u8, u16"),
-        (300, {"channel_order": "u8"}, "names 256 channels, and the head dim is 300"),
+        (300, {"channel_order": "u8"}, "only 256 channels, but the head dim is 300"),
     ],
 )
 def test_header_maps_that_are_refused(dim: int, side_cars: dict[str, Any], message: str) -> None:
@@ -156,6 +156,6 @@ def test_rows_that_are_no_permutation_are_refused(value: int) -> None:
     one.check(arrays, "0.k")
     place = tuple(int(i) for i in numpy.argwhere(arrays["channel_order"] == 7)[-1])
     arrays["channel_order"][place] = value
-    message = rf"0\.k\.channel_order: the row at \[{place[0]}, {place[1]}, 0\] does not name each of 64 channels once"
+    message = rf"0\.k\.channel_order: the row at \[{place[0]}, {place[1]}, 0\] must list each of the 64 channels exactly once"
     with pytest.raises(InvalidPayload, match=message):
         one.check(arrays, "0.k")

@@ -167,7 +167,7 @@ def test_default_fields_of_common_streams(symbols: int, bases: tuple[int, ...], 
 
 
 def test_default_fields_refuse_a_symbol_that_no_column_holds() -> None:
-    with pytest.raises(InvalidParameter, match="no column holds one symbol"):
+    with pytest.raises(InvalidParameter, match="a column cannot hold even one symbol"):
         default_fields(4, (65535,) * 4)
 
 

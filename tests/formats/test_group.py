@@ -171,10 +171,10 @@ def test_zeros_decode_to_zeros(rotation: str, token_scale: str) -> None:
 @pytest.mark.parametrize(
     ("words", "value", "message"),
     [
-        pytest.param({}, 70000.0, r"centre of a group at \[0, 0, 0, 5\] is 70000, the largest binary16 is 65504", id="centre"),
-        pytest.param({"b": 1}, None, r"scale of a group at \[0, 0, 0, 5\] is 80000, the largest binary16 is 65504", id="scale"),
-        pytest.param({"token_scale": "fp16"}, 1e7, r"token scale at \[0, 0, 0\] is .*, the largest binary16 is 65504", id="token scale"),
-        pytest.param({"token_scale": "fp32"}, 3e38, r"token scale at \[0, 0, 0\] is inf, the largest binary32 is 3.4", id="square"),
+        pytest.param({}, 70000.0, r"centre of a group at \[0, 0, 0, 5\] is 70000, but the largest binary16 is 65504", id="centre"),
+        pytest.param({"b": 1}, None, r"scale of a group at \[0, 0, 0, 5\] is 80000, but the largest binary16 is 65504", id="scale"),
+        pytest.param({"token_scale": "fp16"}, 1e7, r"token scale at \[0, 0, 0\] is .* the largest binary16 is 65504", id="token scale"),
+        pytest.param({"token_scale": "fp32"}, 3e38, r"token scale at \[0, 0, 0\] is inf, but the largest binary32 is 3.4", id="square"),
     ],
 )
 def test_a_value_too_large_is_refused(words: dict[str, Any], value: float | None, message: str) -> None:

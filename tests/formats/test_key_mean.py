@@ -130,7 +130,7 @@ def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
         ("k=scalar:b=2,mean=100;v=raw", "expected one of 8, 16, 32"),
         ("k=scalar:b=2,mean=64,mean_bits=6;v=raw", "expected one of 4, 8"),
         ("k=scalar:b=2,mean_bits=4;v=raw", "which needs mean=<tokens>"),
-        ("k=raw:mean=64;v=raw", "takes no side-cars"),
+        ("k=raw:mean=64;v=raw", "does not support side-cars"),
     ],
 )
 def test_recipes_that_are_refused(recipe: str, message: str) -> None:

@@ -91,7 +91,7 @@ def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
     assert [codec.row_bytes, codec.code_bits] == [6, [255, 255, 255, 0b1111, 255, 0b11]]
     codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
     codes[5] |= 4
-    with pytest.raises(InvalidPayload, match=r"x.codes: the byte at \[0, 0, 0, 5\] is 6, with bits of no column"):
+    with pytest.raises(InvalidPayload, match=r"x.codes: the byte at \[0, 0, 0, 5\] is 6, expected zero bits after the last column"):
         codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
 
 
@@ -106,7 +106,7 @@ def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: P
         parts.header["codecs"][0]["widths"] = parts.header["codecs"][0]["widths"][:4]
 
     path.write_bytes(changed(path.read_bytes(), fewer))
-    with pytest.raises(InvalidHeader, match=r"layers\[0\].k.heads is 2, the widths of codec klt are of 1 heads"):
+    with pytest.raises(InvalidHeader, match=r"layers\[0\].k.heads is 2, but the widths of codec klt are for 1 heads"):
         kvpack.load(path)
 
 
@@ -181,7 +181,7 @@ def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(bas
     cache = kvpack.pack(pairs(20), kvpack.Recipe(recipe, basis))
     kvpack.save(cache, path)
     bare, added = kvpack.load(path), pairs(15)
-    with pytest.raises(MissingBasis, match="were not given: load or convert the cache with basis="):
+    with pytest.raises(MissingBasis, match="were not given: pass basis= when loading or converting the cache"):
         bare.append(added)
     other = tmp_path / "other.kvbasis"
     other.write_bytes(random_basis({(0, "k"): (2, 16)}, 2))
@@ -257,12 +257,12 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's is 'y'"):
         kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
     with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
         kvpack.pack(pairs(3), "klt-2")
     plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', and that of the cache is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's is 'y'"):
         plain.convert(kvpack.Recipe("klt-2", basis))
     with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
         plain.convert("klt-2")
@@ -311,11 +311,11 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
         ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"a row of the keys of layer 0 of the basis [0-9a-f]+ holds .*: write rows=fp32"),
         ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "the largest fp16 is 65504"),
         ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "the largest fp16 is 65504"),
-        ("klt-2", {"rows": 1e30, "tables": 1e30}, "by the rows of the basis a channel may decode to"),
-        ("klt-2", {"rows": 1e37}, "by the rows of the basis a channel may decode to"),
-        ("klt-2", {"tables": 1e35}, "by the rows of the basis a channel may decode to"),
-        ("kv=klt:bits=2,rows=fp32", {"rows": 1e30, "tables": 1e30}, "by the rows of the basis a channel may decode to"),
-        ("transform-4", {"frames": 1e30}, "by the frames of the basis a channel may decode to"),
+        ("klt-2", {"rows": 1e30, "tables": 1e30}, "with the rows of the basis, a channel could decode to"),
+        ("klt-2", {"rows": 1e37}, "with the rows of the basis, a channel could decode to"),
+        ("klt-2", {"tables": 1e35}, "with the rows of the basis, a channel could decode to"),
+        ("kv=klt:bits=2,rows=fp32", {"rows": 1e30, "tables": 1e30}, "with the rows of the basis, a channel could decode to"),
+        ("transform-4", {"frames": 1e30}, "with the frames of the basis, a channel could decode to"),
     ],
 )
 def test_a_basis_by_which_values_decode_to_infinities_does_not_encode(recipe: str, scales: dict[str, float], message: str) -> None:

@@ -133,7 +133,7 @@ def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
     assert Recipe("k=lossless;v=raw").lossless(3) == ("bf16", "fp16")
     assert Recipe("kv=lossless:dtype=fp16").lossless(3) == ("fp16",)
     with pytest.raises(
-        InvalidType, match=r"layers\[0\]\.k: the codec lossless keeps bf16 and fp16 values, found fp32: use the recipe raw"
+        InvalidType, match=r"layers\[0\]\.k: the codec lossless supports only bf16 and fp16 values, got fp32: use the recipe raw"
     ):
         kvpack.pack([(x, x)], "lossless")
     with pytest.warns(RoundedWarning, match="stores fp32 values as fp16"):
@@ -161,8 +161,8 @@ def test_attention_is_that_of_raw_pages(tokens: int) -> None:
     ("words", "message"),
     [
         ({"chunk": "8"}, "chunk is '8', expected one of 16, 32, 64, 128, 256"),
-        ({"dim": 1024, "chunk": "128"}, "chunk is 128 at head dim 1024, 131072 symbols; the limit is 65536"),
-        ({"channel_scale": "fp16"}, "codec lossless takes no side-cars, found channel_scale"),
+        ({"dim": 1024, "chunk": "128"}, "chunk is 128, or 131072 symbols at head dim 1024; the limit is 65536"),
+        ({"channel_scale": "fp16"}, "codec lossless does not support side-cars: leave out channel_scale"),
     ],
 )
 def test_parameters_that_are_refused(words: dict[str, Any], message: str) -> None:
@@ -188,11 +188,11 @@ def broken(name: str, arrays: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sum", r"0\.k\.frequencies: those at \[1, 0, 0\] sum to 4097, expected 4096"),
+        ("sum", r"0\.k\.frequencies: the frequencies at \[1, 0, 0\] sum to 4097, expected 4096"),
         ("state", r"0\.k\.states: the state at \[0, 1, 1, 17\] is \d+, expected at least 65536"),
-        ("counts", r"0\.k\.word_counts: they sum to \d+, 0\.k\.words holds \d+"),
-        ("word", r"0\.k\.words: the chunk at \[1, 1, 1\] reads \d+ of its \d+ words and ends in the states \["),
-        ("moved", r"0\.k\.words: the chunk at \[0, [01], 0\] reads \d+ of its \d+ words"),
+        ("counts", r"0\.k\.word_counts: the counts sum to \d+, but 0\.k\.words has \d+ words"),
+        ("word", r"0\.k\.words: the chunk at \[1, 1, 1\] uses \d+ of its \d+ words and ends in the states \["),
+        ("moved", r"0\.k\.words: the chunk at \[0, [01], 0\] uses \d+ of its \d+ words"),
     ],
 )
 def test_streams_that_no_encoder_makes_are_refused_by_name(name: str, message: str) -> None:

@@ -439,7 +439,7 @@ def test_a_file_may_carry_tables_of_its_own() -> None:
         ({"rounding": "nearest"}, "rounding is 'nearest'"),
         ({"seed": -1}, "seed is -1"),
         ({"dim": 100}, "no Hadamard rotation of head dim 100"),
-        ({"direction_table": b""}, "direction_table has 0 bytes, 4 binary32 values need 16"),
+        ({"direction_table": b""}, "direction_table has 0 bytes, expected 16 for 4 binary32 values"),
         ({"direction_table": np.array([0.1, 0.3, 0.3, 0.4], "<f4").tobytes()}, "direction_table must ascend strictly"),
         ({"direction_table": np.array([0.1, 0.2, 0.3, 1.5], "<f4").tobytes()}, "within"),
         ({"direction_table": np.array([-0.1, 0.2, 0.3, 0.5], "<f4").tobytes()}, "within"),

@@ -354,7 +354,7 @@ def test_what_would_decode_to_infinity_is_refused(radius_bits: int) -> None:
         ({"s": 4097}, "1 to 4096"),
         ({"r": 0}, "1 to 8"),
         ({"r": 9}, "1 to 8"),
-        ({"s": 2731, "arrangement": "direct"}, "secondary is 2731, direct expects 1 to 2730"),
+        ({"s": 2731, "arrangement": "direct"}, "secondary is 2731, expected 1 to 2730 for the direct arrangement"),
         ({"arrangement": "loose"}, "dense, direct"),
         ({"norm": "bf16"}, "fp16, fp32"),
         ({"seed": -1}, "seed"),

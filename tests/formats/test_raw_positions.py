@@ -271,7 +271,7 @@ def test_options_are_checked(words: str, message: str) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
-    with pytest.raises(InvalidParameter, match="takes no side-cars, found raw_positions"):
+    with pytest.raises(InvalidParameter, match="does not support side-cars: leave out raw_positions"):
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 
@@ -304,11 +304,11 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* does not follow the one before it"),
-        ([[9, 0, 0, 0]], "position 0 is .*; the side has 8 packed tokens of 2 sequences"),
+        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* is not above the one before it"),
+        ([[9, 0, 0, 0]], "position 0 is .*, expected one of 8 packed tokens in one of 2 sequences"),
         ([[2, 0, 0, 2]], "position 0 is"),
-        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* does not follow"),
-        ([[2, 0, 0, 0], [0, 0, 0, 0]], "a raw token behind the 1 that have a position is not zero"),
+        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* is not above"),
+        ([[2, 0, 0, 0], [0, 0, 0, 0]], "expected only zeros after the 1 raw tokens that have a position"),
     ],
 )
 def test_other_positions_are_refused(words: list[list[int]], message: str) -> None:

@@ -115,8 +115,8 @@ def test_zeros_beside_other_groups_stay_near_zero() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (65100.0, r"centre of a group at \[0, 0, 0, 5\] is 65100, the largest that 8 bits hold is 65025; scale the input"),
-        (None, r"scale of a group at \[0, 0, 0, 5\] is 80000, the largest that 8 bits hold is 65025"),
+        (65100.0, r"centre of a group at \[0, 0, 0, 5\] is 65100, but the largest that 8 bits can hold is 65025: scale the input"),
+        (None, r"scale of a group at \[0, 0, 0, 5\] is 80000, but the largest that 8 bits can hold is 65025"),
     ],
     ids=["centre", "scale"],
 )
@@ -141,8 +141,8 @@ def test_the_largest_values_are_encoded() -> None:
     ("place", "value", "message"),
     [
         ((0, 1, 0, 2), numpy.inf, r"^x\.scale_range: the value at \[0, 1, 0, 2\] is inf"),
-        ((0, 1, 0, 1), 256.0, r"^x\.scale_range: code 0 of the range at \[0, 1, 0, 0\] is 256.* squared, the largest binary16 is 65504"),
-        ((0, 0, 0, 2), -1.5, r"^x\.scale_range: code 255 of the range at \[0, 0, 0, 1\] is -38.* squared"),
+        ((0, 1, 0, 1), 256.0, r"^x\.scale_range: code 0 of the range at \[0, 1, 0, 0\] decodes to 256.* squared"),
+        ((0, 0, 0, 2), -1.5, r"^x\.scale_range: code 255 of the range at \[0, 0, 0, 1\] decodes to -38.* squared"),
     ],
     ids=["infinite", "minimum", "step"],
 )

@@ -128,7 +128,7 @@ def test_values_near_the_largest_are_refused_or_decode_to_finite_ones(codec_id: 
         else:
             assert torch.isfinite(decoded).all()
     assert messages
-    assert all("is beyond binary32 when " in message for message in messages)
+    assert all("overflows binary32 when " in message for message in messages)
 
 
 PLACES = {
@@ -143,7 +143,7 @@ PLACES = {
         150,
         -7e4,
         "sinks=200,channel_scale=fp16",
-        ": tokens 128 to 256: the raw token at batch 1, head 2, token 22 is -70000 at channel 9, the largest fp16 is 65504",
+        ": tokens 128 to 256: the raw token at batch 1, head 2, token 22 is -70000 at channel 9, but the largest fp16 is 65504",
     ),
 }
 

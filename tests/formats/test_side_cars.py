@@ -234,7 +234,7 @@ def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("kv=raw:channel_scale=fp16", "takes no side-cars"),
+        ("kv=raw:channel_scale=fp16", "does not support side-cars"),
         ("kv=scalar:b=2,qjl_seed=3", "without qjl"),
         ("kv=scalar:b=2,raw_tokens=bf16", "needs sinks=<count> or low_norm_tokens=<count>"),
         ("kv=scalar:b=2,qjl=fp8", "expected one of fp16, fp32"),

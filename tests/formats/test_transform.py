@@ -218,7 +218,7 @@ def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis,
     side.codec.check_runs(streams, (20,), "x")
     with pytest.raises(InvalidPayload, match=r"x.words: the chunk at \[0, 0, 0\]"):
         side.codec.check_chunks(streams, "x")
-    with pytest.raises(InvalidPayload, match=r"x.tokens: at \[0, 0, 1\] are 4, the run gives 5"):
+    with pytest.raises(InvalidPayload, match=r"x.tokens: the count at \[0, 0, 1\] is 4, expected 5"):
         side.codec.check_runs(streams, (21,), "x")
 
 

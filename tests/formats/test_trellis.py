@@ -121,7 +121,7 @@ def test_what_no_norm_holds_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dim", "words", "message"),
     [
-        (20, {"b": 1}, "20 channels of 1 bits, expected a multiple of 16 bits per token"),
+        (20, {"b": 1}, "20 channels of 1 bits take 20 bits per token, expected a multiple of 16"),
         (64, {"b": 5}, "b"),
         (64, {}, "b"),
         (64, {"b": 2, "states": 512}, "states"),

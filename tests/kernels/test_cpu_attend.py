@@ -400,5 +400,5 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kvpack.backends()["cpu"] == "PyTorch operations (KVPACK_KERNELS=torch)"
     monkeypatch.setenv(dispatch.VARIABLE, "cpu")
     monkeypatch.setattr(dispatch, "c_is_built", lambda: False)
-    with pytest.raises(InvalidParameter, match="is 'cpu', which needs the C kernels: they were not built"):
+    with pytest.raises(InvalidParameter, match="is 'cpu', which needs the C kernels, which are missing"):
         kvpack.attend(q, layer)

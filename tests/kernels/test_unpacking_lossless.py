@@ -104,5 +104,5 @@ def test_any_words_give_some_values() -> None:
     out = torch.full((1, 2, 40, 32), -1, dtype=torch.bfloat16, device=DEVICE)
     assert decode.decode_into(codec, [Packed(there, 40, 0)], out, True)
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], the codec lays out \[1, 2, 3, 64\]"):
+    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], expected \[1, 2, 3, 64\]"):
         decode.decode_into(codec, [Packed({**there, "states": there["states"][:, :, 1:]}, 40, 0)], out, True)

@@ -221,7 +221,7 @@ def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.decode_into(codec, [Packed(there(streams), 40, 0)], out, True)
     assert not out.isnan().any()
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], the codec lays out \[1, 2, 3, 64\]"):
+    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], expected \[1, 2, 3, 64\]"):
         decode.decode_into(codec, [Packed(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
 
 
@@ -286,5 +286,5 @@ def test_files_are_checked_on_the_device(basis: Basis, tmp_path: Path, monkeypat
     assert load(tokens=18).tokens == 18
     assert len(asked) == 2
     turned.append(1)
-    with pytest.raises(InvalidPayload, match=r"x.kvpack: 0.k.words: the chunk at \[0, 0, 0\] reads \d+ of its \d+ words and ends in"):
+    with pytest.raises(InvalidPayload, match=r"x.kvpack: 0.k.words: the chunk at \[0, 0, 0\] uses \d+ of its \d+ words and ends in"):
         load()

@@ -310,8 +310,8 @@ def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_one() -> None:
     outcomes = codec.decode_into(rows, target, range(6), keys=[*keys[:5], b"another"])
     assert [type(outcome) for outcome in outcomes] == [type(None), DigestMismatch, NotKvpack, NotKvpack, InvalidHeader, InvalidHeader]
     assert str(outcomes[1]).startswith("row 1: its ")
-    assert "is of the namespace 0000" in str(outcomes[4])
-    assert "is the row of the key" in str(outcomes[5])
+    assert "has the namespace 0000" in str(outcomes[4])
+    assert "has the key" in str(outcomes[5])
     for x, old in zip(found, before, strict=True):
         assert [bool((x[slot] != old[slot]).any()) for slot in range(6)] == [True, False, False, False, False, False]
     assert codec.decode_into(rows[5:], target, [5]) == [None]

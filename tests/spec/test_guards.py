@@ -67,7 +67,7 @@ def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
 def test_a_memory_limit_holds_for_bytes_in_memory() -> None:
     data = (FOLDER / "valid" / "group-dim-3.kvpack").read_bytes()
     container.open_bytes(data, memory_limit=len(data)).verify()
-    with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, memory_limit is {len(data) - 1}"):
+    with pytest.raises(LimitExceeded, match=f"has {len(data)} bytes, but memory_limit is {len(data) - 1}"):
         container.open_bytes(data, memory_limit=len(data) - 1)
 
 
@@ -136,7 +136,7 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
         (POLAR, {"dim": 7}, "dim is 7, expected an even number"),
         (QUATERNION, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (QUATERNION, {"secondary": 0}, "secondary is 0, expected 1 to 4096"),
-        (QUATERNION, {"secondary": 2731}, "secondary is 2731, direct expects 1 to 2730"),
+        (QUATERNION, {"secondary": 2731}, "secondary is 2731, expected 1 to 2730 for the direct arrangement"),
         (QUATERNION, {"radius_bits": 0}, "radius_bits is 0, expected 1 to 8"),
         (TRANSFORM, {"layer": -1}, "layer is -1, expected 0 to 4095"),
         (TRANSFORM, {"step": -1}, "step is -1, expected 0 to 255"),

@@ -64,7 +64,7 @@ def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([b""], "inputs has 1 digests, 69 token ids in chunks of 32 need 2"),
+        ([b""], "inputs has 1 digests, expected 2 for 69 token ids in chunks of 32"),
         ([b""] * 4, "inputs has 4 digests"),
         ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, the limit is 64 bytes"),
         ([b"", "digest"], r"inputs\[1\] is of type str"),

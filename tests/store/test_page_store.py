@@ -372,7 +372,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidParameter, match="names the basis"):
         Identity("model", recipe.text, basis=other)
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', and that of the cache is 'another'"):
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', but the cache's is 'another'"):
         PageStore(tmp_path / "store", Identity("another", recipe), GEOMETRY)
 
 

@@ -203,7 +203,7 @@ def test_what_is_planted_under_another_name_is_not_listed(tmp_path: Path, capsys
     second.write_bytes(first.read_bytes())
     found = printed(capsys, "ls", tmp_path / "store")
     assert [row["tokens"] for row in found["prefixes"]] == [CHUNK]
-    assert "the entry's key is" in found["unreadable"][store.keys(ids)[1].hex()]
+    assert "its header names the key" in found["unreadable"][store.keys(ids)[1].hex()]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def with_tail() -> kvpack.Cache:
 
 
 PLANTED = {
-    "compressed": (lambda: of_shape(), True, "has the filter zstd, and tensors of entries have none"),
+    "compressed": (lambda: of_shape(), True, "has the filter zstd, expected none in an entry"),
     "two sequences": (lambda: of_shape(batch=2), False, r"layers\[0\]\.k holds 2 sequences of 32 tokens"),
     "more tokens": (lambda: of_shape(tokens=3 * CHUNK), False, r"layers\[0\]\.k holds 1 sequences of 96 tokens .*, expected one of 32"),
     "fewer tokens": (lambda: of_shape(tokens=CHUNK - 1), False, r"holds 1 sequences of 31 tokens"),

@@ -151,7 +151,7 @@ def again(found: Any, *, position: int = 5 * CHUNK, chunk: bytes | None = None, 
 
 
 PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another chunk": (lambda found: again(found, chunk=bytes(32)), "are the states after the chunk 0000"),
+    "another chunk": (lambda found: again(found, chunk=bytes(32)), "holds the states after the chunk 0000"),
     "another position": (lambda found: again(found, position=4 * CHUNK), "start is 128, expected 160"),
     "another model": (lambda found: again(found, model={"name": "other"}), "model is {'name': 'other'}"),
     "another recipe": (lambda found: again(found, recipe="kv=raw"), "recipe is 'kv=raw'"),
@@ -178,7 +178,7 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
     own = stateful(TOKENS, [])[0].states
     two = {name: state.repeat(2, 1, 1) for name, state in own.items()}
     data = b"".join(state_entries.to_pieces((two, {}), chunk, CHUNK, model, "kv=raw"))
-    with pytest.raises(InvalidHeader, match=r"is of 2 sequences, expected one"):
+    with pytest.raises(InvalidHeader, match=r"has 2 sequences, expected one"):
         state_entries.read(data, chunk, CHUNK, model, "kv=raw")
     good = bytearray().join(state_entries.to_pieces((own, {}), chunk, CHUNK, model, "kv=raw"))
     assert len(state_entries.read(good, chunk, CHUNK, model, "kv=raw")) == 2

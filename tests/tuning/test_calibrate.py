@@ -172,11 +172,11 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
     found.check_model({"weights": "sample-sha256:0"})
     found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
-    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', and that of the cache is 'another'"):
+    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the cache's is 'another'"):
         found.check_model({"name": "another", "weights": "sample-sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
         found.check_model({"weights": "sha256:0"})
-    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']} and the cache's complex64: load the model in "):
+    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']} but the cache's is complex64: load the model in "):
         found.check_model({"weights": "sha256:0", "dtype": "complex64"})
 
 
@@ -199,7 +199,7 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
         model(torch.randint(0, 257, (1, 150)), past_key_values=cache)
         assert cache.packed[0].k.packed_tokens > 100  # type: ignore[union-attr]
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-        with pytest.raises(InvalidParameter, match=r"is '[^']*'; kvpack calibrate makes a basis of the model of the cache$"):
+        with pytest.raises(InvalidParameter, match=r"is '[^']*': kvpack calibrate makes a basis for the model of the cache$"):
             KvpackCache(model, kvpack.Recipe("klt-4", basis))
 
 
@@ -278,7 +278,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     same, other = dict(found.model), {**found.model, "rope": '{"rope_theta":7}'}
     found.check_model(same)
-    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', and that of the cache is '\{"rope_theta":7\}'"""):
+    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', but the cache's is '\{"rope_theta":7\}'"""):
         found.check_model(other)
     found.check_model({**other, "weights": "sample-sha256:0"})
 

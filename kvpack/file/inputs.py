@@ -15,6 +15,7 @@ from .features import joined as joined_feature
 from .features import split
 from .hidden_tokens import Hidden
 from .limits import MAX_BINARY_BYTES
+from .sources import selected_text
 
 FEATURE = "inputs"
 """The name of the ignorable feature that contains the inputs in a file."""
@@ -158,7 +159,7 @@ class Inputs:
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
-        items = list(zip(self.undetermined, self.starts, strict=True))
+        items = [(selected_text(text, indices), start) for text, start in zip(self.undetermined, self.starts, strict=True)]
         token_ids, rows = self.token_ids, self.rows
         if rows:
             rows = tuple(rows[index] for index in indices)

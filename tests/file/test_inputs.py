@@ -14,6 +14,7 @@ import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.cache.packing import pack
 from kvpack.file.inputs import Inputs
+from kvpack.file.sources import Source, clause, differing, sources_in
 from kvpack.formats.errors import InvalidParameter
 
 EMBEDDINGS = "tokens 8 to 11 came from embeddings, not from token ids"
@@ -54,6 +55,31 @@ def test_of_joined_caches_ids_are_known_up_to_the_first_gap() -> None:
     assert concat([unknown, second]).inputs == Inputs(b"", (EMBEDDINGS,), (6,))
     assert concat([first, replace(second, inputs=None)]).inputs == Inputs(ids(1, 2, 3, 4))
     assert concat([unknown, replace(second, inputs=None)]).inputs is None
+
+
+def test_a_selected_sequence_keeps_its_source() -> None:
+    one, two = Source("1" * 32, "a" * 32), Source("", "b" * 32)
+    inputs = Inputs(ids(1, 2), (EMBEDDINGS, clause((one, two))), (8, 0))
+    assert [sources_in(text) for text in inputs.select([1, 0, 1], 0).undetermined] == [None, (two, one, two)]
+    assert inputs.select([0], 0).undetermined == (EMBEDDINGS, clause((one,)))
+    shared = Inputs(b"", (clause((one,)),))
+    assert shared.select([2, 0], 0) == shared
+    # Of fewer sequences than the batch, nobody knows which are meant.
+    assert inputs.select([2], 0).undetermined == inputs.undetermined
+    assert sources_in(clause((one, two))[:-1]) is None
+    assert sources_in(EMBEDDINGS) is None
+
+
+def test_a_source_has_the_input_or_the_output_of_another() -> None:
+    one, rounded, other = Source("1" * 32, "a" * 32), Source("1" * 32, "b" * 32), Source("2" * 32, "c" * 32)
+    assert differing((one,), (rounded,)) is None
+    assert differing((one,), (Source("3" * 32, "a" * 32),)) is None
+    assert differing((Source("", "b" * 32),), (Source("", "c" * 32),)) == 0
+    assert differing((one, one), (rounded, other)) == 1
+    assert differing((one,), (one, one, other)) == 2
+    assert differing((one,), (Source("", "a" * 32),)) is None
+    assert differing((rounded,), (Source("", "a" * 32),)) == 0
+    assert differing((one, one, one), (one, one)) == 0
 
 
 def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ from .computed import Computed
 from .passes import Pass, arguments_of
 from .plain import remember_copies
 from .record import Record
+from .sources import EncoderCalls, check_sources, encoders_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvpack.cache.states import States
     from kvpack.file.inputs import Inputs
+    from kvpack.file.sources import Sources
 
     from .compiled import CompiledCalls
 
@@ -43,6 +45,7 @@ class Hooks:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         self.inside = [weakref.ref(module) for module in inside]
+        self.encoders, self.encoder_calls = encoders_in(inside), EncoderCalls()
         state = _Unpickled(self)
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
@@ -82,6 +85,17 @@ class _Unpickled:
         hooks = self._hooks()
         return [] if hooks is None else hooks.recordings
 
+    def encoder_ended(self, number: int, arguments: dict[str, Any], output: Any) -> None:
+        """Record the end of a call of module ``number`` if it is an encoder and gave a result."""
+        hooks = self._hooks()
+        if hooks is not None and number in hooks.encoders and output is not None:
+            hooks.encoder_calls.ended(arguments, output)
+
+    def sources(self, arguments: dict[str, Any]) -> Sources | None:
+        """Return what an encoder was given for a decoder's call; None for another call."""
+        hooks = self._hooks()
+        return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
+
 
 def refuse_pickled_model() -> NoReturn:
     """Raise InvalidParameter: a KvpackCache has hooks on the model."""
@@ -98,8 +112,13 @@ def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[
     if compiled is not None:
         compiled.compiled_begin(number, arguments)
         return
-    for passes in [*passes_over(past), *mine.recordings()]:
+    passes_of_call = [*passes_over(past), *mine.recordings()]
+    for passes in passes_of_call:
         passes.enter(module, arguments)
+    if isinstance(past, EncoderDecoderCache) and (sources := mine.sources(arguments)) is not None:
+        for passes in passes_of_call:
+            passes.encoded(sources)
+        check_sources(passes_over(past), sources)
 
 
 def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -109,6 +128,7 @@ def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tu
     if compiled is not None:
         compiled.compiled_end(number)
         return
+    mine.encoder_ended(number, arguments, output)
     for passes in [*passes_over(past), *mine.recordings()]:
         passes.leave(module, arguments, output)
 
@@ -178,6 +198,10 @@ class Recording:
             if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
                 _follow(record, computed, cache, _tokens(cache))
         self._passes.enter(module, arguments, _tokens(past))
+
+    def encoded(self, sources: Sources) -> None:
+        if self._passes.current is not None:
+            self._passes.current.sources = sources
 
     def leave(self, module: torch.nn.Module, arguments: dict[str, Any], output: Any) -> None:
         ended = self._passes.leave(module)

@@ -9,6 +9,7 @@ import torch
 
 from kvpack.cache_names import NAMES
 from kvpack.file.inputs import MASKED
+from kvpack.file.sources import FROM_ENCODER, Sources
 from kvpack.identity.rope import same_up_to
 
 from .changes import adapters_in_effect, chosen_by_row
@@ -16,7 +17,7 @@ from .changes import adapters_in_effect, chosen_by_row
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     *NAMES,
     "labels",
     "logits_to_keep",
@@ -68,9 +69,10 @@ class Pass:
         self._all_visible: torch.Tensor | None = None
         self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
-        if encoder:
-            self._found.append("depend on what an encoder was given")
-        others = sorted(set(arguments) - _READ - _WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
+        self._encoder = encoder
+        self.sources: Sources | None = None
+        """What an encoder was given, once its output is known."""
+        others = sorted(set(arguments) - _READ - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
         if others and not encoder:
             self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")
         given = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
@@ -100,7 +102,8 @@ class Pass:
 
     def undetermined(self, tokens: int) -> list[str]:
         """Return the inputs that the ids of this pass, which added ``tokens`` tokens, do not determine."""
-        result = list(self._found)
+        result = [FROM_ENCODER] if self._encoder and self.sources is None else []
+        result += self._found
         if self._embedded:
             result.insert(0, "came from embeddings, not from token ids")
         elif self.ids is not None and self.ids.shape[1] != tokens:

@@ -11,6 +11,7 @@ import torch
 
 from kvpack.file.hidden_tokens import Hidden
 from kvpack.file.inputs import MASKED, PADDED, ROWS_DIFFER, Inputs, rows_differ
+from kvpack.file.sources import Sources, clause, differing, selected, sources_in
 
 if TYPE_CHECKING:
     from .passes import Pass
@@ -57,11 +58,14 @@ class Record:
         inputs = inputs or Inputs()
         self._ids = ids_of(inputs)
         self._visible = visible_of(inputs, batch, tokens)
+        named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
+        self.sources: list[Sources] = list(named.values())
+        """What an encoder was given for the tokens: empty if it is not known, and several if not all depend on the same."""
         # What is said of rows whose ids are known follows from these.
         self._older = [
             (text, start)
             for text, start in zip(inputs.undetermined, inputs.starts, strict=True)
-            if not (text.endswith(ROWS_DIFFER) and inputs.rows) and not (text.endswith(PADDED) and inputs.hidden)
+            if not (text.endswith(ROWS_DIFFER) and inputs.rows) and not (text.endswith(PADDED) and inputs.hidden) and text not in named
         ]
         padded = ((text, start) for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if text.endswith(PADDED))
         self._findings = [_Finding(start, tokens, PADDED) for text, start in padded if inputs.hidden]
@@ -73,10 +77,15 @@ class Record:
         self._settle()
         other = copy.copy(self)
         other._older, other._findings, other._pending = list(self._older), [copy.copy(finding) for finding in self._findings], []
+        other.sources = list(self.sources)
         return other
 
     def add(self, tokens: int, seen: Pass | None) -> None:
         """Add ``tokens`` tokens made by one forward pass; None for a pass that was not recorded."""
+        # If the source of the first tokens is not known, that of all is not.
+        given = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
+        if given is not None and all(differing(sources, given) is not None for sources in self.sources):
+            self.sources.append(given)
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
         masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
@@ -92,6 +101,7 @@ class Record:
     def select(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch."""
         self._settle()
+        self.sources = [selected(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
         if self._visible is not None:
@@ -102,6 +112,7 @@ class Record:
         """Keep the first ``tokens``."""
         self._settle()
         self.tokens = tokens
+        self.sources = self.sources if tokens else []
         # Without tokens, any number of rows begins.
         self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]
         if self._visible is not None:
@@ -157,7 +168,8 @@ class Record:
             return None
         different = (self._ids != self._ids[:1]).any(0)
         same = int(different.nonzero()[0]) if bool(different.any()) else self._ids.shape[1]
-        texts = [*self._older, *((str(finding), finding.start) for finding in self._findings)]
+        texts = [*self._older, *((clause(sources), 0) for sources in self.sources)]
+        texts += ((str(finding), finding.start) for finding in self._findings)
         rows: list[bytes] = []
         if same < self._ids.shape[1]:
             texts.append((rows_differ(same, self._ids.shape[1]), same))

@@ -21,6 +21,8 @@ from .models import Named, named, weights_now
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvpack.file.sources import Sources
+
     from .models import Model
     from .passes import Pass
     from .positions import RotaryPositions
@@ -73,6 +75,8 @@ class Tracking:
         self._checkpointed = [] if watched is None else checkpointed(watched)
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
+        self.told_source = False
+        """True if a warning has told that it is not known what an encoder was given for the cache's tokens."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(
@@ -80,7 +84,7 @@ class Tracking:
         )
         copied.states, copied._failed = self.states, self._failed
         copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
-        copied._left = self._left
+        copied._left, copied.told_source = self._left, self.told_source
         copied._watched, copied._state = self._watched, self._state
         copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
         copied._changed, copied.changes = self._changed, self.changes
@@ -100,6 +104,16 @@ class Tracking:
         else:
             self._check_positions(arguments)
         self._running = True
+
+    def encoded(self, sources: Sources) -> None:
+        """Record what an encoder was given for the pass under way."""
+        if self._passes.current is not None:
+            self._passes.current.sources = sources
+
+    @property
+    def continues(self) -> bool:
+        """True if a pass is under way that began when the cache held tokens."""
+        return self._passes.current is not None and self._passes.current.start > 0
 
     def _begin(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a pass."""

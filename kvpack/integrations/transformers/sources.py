@@ -1,0 +1,148 @@
+"""What the encoder of an encoder-decoder model was given: its digests, and their comparison with those of caches."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpack.file.sources import DIGEST, Source, Sources, differing
+from kvpack.formats.errors import InvalidParameter, KvpackWarning
+
+from .passes import WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .tracking import Tracking
+
+_MOST_KNOWN = 4096
+"""Maximum number of sequences whose encoder's input is kept."""
+_MOST_READ = 8
+"""Maximum number of tensors whose digests are kept."""
+
+_EMPTY = "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
+
+
+class EncoderCalls:
+    """The calls of one model's encoders: digests of their inputs, by those of their outputs.
+
+    ``generate`` passes a decoder only the encoder's output, and repeats its sequences for beams.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, str] = {}
+        self._read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[str, ...]]] = {}
+
+    # Digests are computed on the host.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def ended(self, arguments: Mapping[str, Any], output: Any) -> None:
+        """Record a call of an encoder."""
+        hidden = getattr(output, "last_hidden_state", None)
+        hidden = output[0] if hidden is None and isinstance(output, tuple) and output else hidden
+        outputs = self._outputs(hidden)
+        for result, given in zip(outputs, _inputs(arguments, len(outputs)), strict=True):
+            self._inputs.pop(result, None)
+            self._inputs[result] = given
+        while len(self._inputs) > _MOST_KNOWN:
+            self._inputs.pop(next(iter(self._inputs)), None)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def sources(self, hidden: Any) -> Sources | None:
+        """Return the sources of the encoder's output ``hidden`` ``[batch, token, dim]``; None if it has no values."""
+        sources = tuple(Source(self._inputs.get(output, ""), output) for output in self._outputs(hidden))
+        return (sources[:1] if len(set(sources)) == 1 else sources) or None
+
+    def _outputs(self, hidden: Any) -> tuple[str, ...]:
+        """Return the digest of each sequence; each step of ``generate`` gets the same tensor."""
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
+            return ()
+        version = 0 if hidden.is_inference() else hidden._version
+        seen, read, digests = self._read.get(id(hidden), (None, 0, ()))
+        if seen is None or seen() is not hidden or read != version:
+            digests = tuple(_digest([("output", row)]) for row in hidden.detach().cpu())
+            self._read.pop(id(hidden), None)
+            self._read[id(hidden)] = weakref.ref(hidden), version, digests
+            while len(self._read) > _MOST_READ:
+                self._read.pop(next(iter(self._read)), None)
+        return digests
+
+
+def encoders_in(inside: Sequence[Any]) -> list[int]:
+    """Return the positions of those models that are encoders of another."""
+    owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"))
+    encoders = {id(encoder) for model in owners if (encoder := model.get_encoder()) is not model}
+    return [number for number, model in enumerate(inside) if id(model) in encoders]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_sources(trackers: Sequence[Tracking], given: Sources) -> None:
+    """Compare the source ``given`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
+
+    Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is not known what a
+    cache was computed from.
+    """
+    filled = [tracker for tracker in trackers if tracker.continues]
+    for tracker in filled:
+        if len(tracker.record.sources) > 1:
+            raise InvalidParameter(
+                "tokens of the cache were computed from different sources, and no source continues all of them: compute them from one, "
+                f"into {_EMPTY}"
+            )
+    known = [sources for tracker in filled for sources in tracker.record.sources]
+    for sources in known[1:]:
+        if (row := differing(known[0], sources)) is not None:
+            raise InvalidParameter(
+                f"the caches of self-attention and cross-attention come from different sources: row {row} of one depends on an encoder's "
+                f"{_named(known[0], row)}, and of the other on {_named(sources, row)}: pair the two caches that were saved together"
+            )
+    if known and (row := differing(known[0], given)) is not None:
+        raise InvalidParameter(
+            f"the encoder was given another source than the caches were computed from: row {row} now has an encoder's "
+            f"{_named(given, row)}, and the caches depend on {_named(known[0], row)}: pass the source of the caches, or compute the "
+            f"other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, write "
+            "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
+        )
+    unknown = [tracker for tracker in filled if not tracker.record.sources]
+    if unknown and not any(tracker.told_source for tracker in trackers):
+        warnings.warn(
+            "a cache does not say what its model's encoder was given, so nothing notices if another source continues it: pass the source "
+            "that it was computed from",
+            KvpackWarning,
+            stacklevel=2,
+        )
+    for tracker in unknown:
+        tracker.told_source = True
+
+
+def _named(sources: Sources, row: int) -> str:
+    source = sources[min(row, len(sources) - 1)]
+    return f"input {source.input} and output {source.output}" if source.input else f"output {source.output}"
+
+
+def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
+    """Return the digest of each sequence's input; empty ones if arguments of another type may matter."""
+    given = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
+    if not given or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in given.values()):
+        return ("",) * batch
+    tensors = [(name, value.detach().cpu()) for name, value in sorted(given.items()) if not _hides_nothing(name, value)]
+    by_row = [[(name, value[row] if value.dim() and len(value) == batch else value) for name, value in tensors] for row in range(batch)]
+    return tuple(map(_digest, by_row))
+
+
+def _hides_nothing(name: str, value: torch.Tensor) -> bool:
+    """Return True for a mask of ones, which ``generate`` creates if there is none."""
+    return name == "attention_mask" and value.dim() == 2 and bool((value == 1).all())
+
+
+def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return the digest of named tensors; integers of any type count by their values."""
+    total = hashlib.sha256()
+    for name, values in tensors:
+        plain = values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)
+        total.update(f"{name} {plain.dtype} {list(plain.shape)};".encode())
+        total.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()[:DIGEST]

@@ -9,7 +9,6 @@ const shaped = ({ dtype, shape }, dtypes, ...sizes) =>
   dtypes.split(" ").includes(dtype) && shape.join() === sizes.join();
 const statesOf = (states, layer) =>
   new Map(states.filter((state) => state.layer === layer).map((state) => [state.key, state]));
-
 // Check the header of a basis.
 export function checkBasisHeader({ layers, states }) {
   layers.forEach(({ k, v }, i) => {
@@ -72,7 +71,6 @@ function checkTables(states, all) {
   const right = shaped(frequencies, "U16", 1, count, symbols) && shaped(values, "F16", 1, count, symbols - 1);
   need(sized && right, "basis-11", "the tables of the basis have another dtype or shape");
 }
-
 // The states whose values have to be finite, and the rule that others break.
 const FINITE = [
   [/^[0-9]+\.state\.[kv]\.frames$|^0\.state\.table\.values$/, "basis-14"],
@@ -104,11 +102,9 @@ export class Basis {
       this.tables.push({ ...table, values: row(values, symbols - 1, i) });
     }
   }
-
   state(layer, key) {
     return this.states.get(`${layer}.state.${key}`);
   }
-
   // The vectors of a side for the codec klt.
   vectors(layer, which, dim, heads) {
     const side = this.header.layers[layer]?.[which];
@@ -121,7 +117,6 @@ export class Basis {
     );
     return this.sides.get(`${layer}.${which}`);
   }
-
   // The matrices of a side for the codec transform: their values, and table(column, step).
   frames({ layer, side: which, dim, scope }, heads) {
     const side = this.header.layers[layer]?.[which];
@@ -137,7 +132,6 @@ export class Basis {
       tables[Math.min(Math.floor(Math.max(step - scales[column], 0) / 4), tables.length - 1)];
     return { values: frames.values, table };
   }
-
   rope(layer) {
     const halves = this.state(layer, "rope.halves");
     const state = halves ?? this.state(layer, "rope.neighbours");

@@ -10,7 +10,6 @@ import { Segments, ransTable } from "./rans.js";
 import { Generator } from "./rotation.js";
 
 const f32 = Math.fround;
-
 // Add `count` rows of a matrix to u, each times a factor; row i begins at `base` + starts[i].
 export function addRows(u, matrix, base, starts, factors, count) {
   let i = 0;
@@ -23,7 +22,6 @@ export function addRows(u, matrix, base, starts, factors, count) {
   }
   for (; i < count; i++) for (let k = 0; k < u.length; k++) u[k] += factors[i] * matrix[base + starts[i] + k];
 }
-
 // The codecs whose values are the numbers of one stream.
 const plain = (name) => (data) => {
   const values = data.floats(name);
@@ -58,7 +56,6 @@ function lossless(data, { dim, chunk, fraction }) {
     }
   };
 }
-
 // Scales of 8 bits become pairs of numbers by the range of their run: a table of 256 scales and 256 centers.
 function byteScales(data) {
   const ranges = data.finite("scale_range");
@@ -104,7 +101,6 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
 }
 
 const ELEMENTS = { e4m3: [4, 3, 7, 0x7f], e5m2: [5, 2, 15, 0x7c], e2m1: [2, 1, 1, 8] };
-
 // The value of each code of an element, NaN where it is not finite.
 function elements(name) {
   const [exponentBits, fractionBits, bias, notFinite] = ELEMENTS[name];
@@ -157,7 +153,8 @@ function scalar(data, { dim, isHigh, magnitudes }) {
 }
 
 function octahedral(data, codec) {
-  const { dim, triplets, b_dir: bits, indexBits, normInIndex, joined, lengths } = codec;
+  const { dim, b_dir: bits, indexBits, normInIndex, joined, lengths } = codec;
+  const triplets = Math.ceil(dim / 3);
   const { digits } = data;
   const norms = data.norms("norm");
   const directions = octahedralDirections(codec.directions);
@@ -179,7 +176,6 @@ function octahedral(data, codec) {
     }
   };
 }
-
 // The direction of each index, three components each.
 function octahedralDirections(table) {
   const one = (a, b) => {
@@ -192,7 +188,6 @@ function octahedralDirections(table) {
 }
 
 let lastWords = {};
-
 // The codewords of quaternion: four binary32 components each. The last ones made are kept.
 function codewords(seed, secondary) {
   if (lastWords.seed === seed && lastWords.secondary === secondary) return lastWords.words;
@@ -230,7 +225,6 @@ function quaternion(data, { dim, low = 0, seed, secondary, radius_bits: bits }) 
     }
   };
 }
-
 // cos and sin of 2π · turns / parts, exact where they are 0, ±1/2 or ±1.
 function direction(turns, parts) {
   const quarter = Math.floor((4 * turns) / parts);
@@ -338,7 +332,6 @@ function klt(data, codec) {
     addRows(u, vectors, at, starts, factors, dim);
   };
 }
-
 // The columns of one head that have codes: the width of each, and where its code begins in a row of bytes.
 function shortColumns(runs, head) {
   const columns = ({ first, width, count, byte }) =>
@@ -420,7 +413,6 @@ function transform(data, codec) {
     if (rope) turn(rope, positions[b * groups + group] + token, u);
   };
 }
-
 // The streams of transform, checked as far as that needs no basis.
 function transformStreams(data, { dim, chunk, side: which }) {
   const { side } = data;
@@ -439,7 +431,6 @@ function transformStreams(data, { dim, chunk, side: which }) {
   const segments = new Segments(data, join("word_counts"), "transform-10");
   return { segments, tokens, columns, positions: which === "k" ? join("positions") : null };
 }
-
 // Turn a row to a position (basis.md, Rotary positions).
 function turn({ frequencies, halves }, position, u) {
   const pairs = frequencies.length;

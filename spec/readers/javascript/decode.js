@@ -7,48 +7,39 @@ import { LOG_NORMS } from "./parameters.js";
 import { Rotation } from "./rotation.js";
 
 const f32 = Math.fround;
-
 // The streams of a side in memory. `bases`: Map from a digest in hexadecimal to a Basis.
 class SideData {
   constructor(side, bytes, bases) {
     Object.assign(this, { side, bytes, bases, missing: null });
     this.streams = new Map(side.streams.map((stream) => [stream.stream, stream]));
   }
-
   u8(name) {
     return this.bytes.get(name);
   }
-
   u16(name) {
     return view(this.bytes.get(name), Uint16Array);
   }
-
   floats(name) {
     return floats(this.bytes.get(name), this.streams.get(name).dtype);
   }
-
   finite(name) {
     return finite(this.bytes.get(name), this.streams.get(name).dtype, name);
   }
-
   // Norms of tokens, which may have 8 bits.
   norms(name) {
     if (this.streams.get(name).dtype !== "U8") return this.finite(name);
     return Float32Array.from(this.u8(name), (code) => LOG_NORMS[code]);
   }
-
   // The count of entries of a stream that has a row for each.
   entries(name) {
     return this.streams.get(name).shape[2];
   }
-
   // The digits of a row of code streams, stream after stream, once unpack(row) has put them there.
   symbols(packings) {
     const planes = packings.map(({ name, planes }) => planes.map((_, plane) => this.u16(`${name}.${plane}`)));
     const unpack = (row) => packings.forEach((columns, i) => columns.unpack(planes[i], row));
     return { unpack, digits: packings.flatMap((columns) => columns.digits) };
   }
-
   // The basis with a digest; what lacks it refuses to decode once all else is checked.
   basis(digest, rule) {
     const basis = this.bases.get(hex(digest));
@@ -56,7 +47,6 @@ class SideData {
     return basis;
   }
 }
-
 // Decode the packed tokens and the tail. `range`: { batch: [from, to], heads, tokens }, the latter of packed
 // ones and the tail together. Returns binary32 values [batch, head, token, channel] of the range.
 export function decodeSide(side, bytes, bases, range) {
@@ -93,7 +83,6 @@ export function decodeSide(side, bytes, bases, range) {
   if (side.tail) copyTail(data, out, place, range);
   return out;
 }
-
 // The packed tokens of a range in blocks, which do not cross runs or token groups, each with its place.
 function* blocks({ runs, codec }, [first, last]) {
   const size = codec.group > 1 ? codec.group : 256;
@@ -123,7 +112,6 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
       out.set(tail.subarray(at, at + (tokens[1] - from) * side.dim), place(b, h, from));
     }
 }
-
 // Side-cars and rotations, in the order of their checks: each takes the streams of a side and its parameter,
 // and returns a function that changes the values of a row.
 const STEPS = {
@@ -134,7 +122,6 @@ const STEPS = {
       for (let c = 0, at = ofRun * u.length; c < u.length; c++) u[c] = f32(f32(u[c]) * scales[at + c]);
     };
   },
-
   channel_order(data) {
     const order = data.floats("channel_order");
     const { dim } = data.side;
@@ -151,7 +138,6 @@ const STEPS = {
       for (let i = 0; i < dim; i++) u[order[ofRun * dim + i]] = copy[i];
     };
   },
-
   key_mean(data, { bits }) {
     const codes = data.u8("key_mean");
     const scales = data.finite("key_mean_scale");
@@ -166,7 +152,6 @@ const STEPS = {
       }
     };
   },
-
   outliers(data, { packing }) {
     const { unpack, digits } = data.symbols([packing]);
     const [flags] = digits;
@@ -188,7 +173,6 @@ const STEPS = {
         if (flags[c]) for (let i = 0; i < 4; i++) u[4 * c + i] = values[entry++];
     };
   },
-
   qjl(data, { packing, seed }) {
     const { unpack, digits } = data.symbols([packing]);
     const [signs] = digits;
@@ -204,7 +188,6 @@ const STEPS = {
       for (let c = 0; c < dim; c++) u[c] = f32(u[c] + gamma * correction[c]);
     };
   },
-
   raw_tokens(data) {
     const { batch, packed } = data.side;
     const flags = data.u8("raw_token_flags");
@@ -218,9 +201,7 @@ const STEPS = {
     checkCount("flags of raw tokens", entries.size, data.entries("raw_tokens"));
     return putRaw(data, "raw_tokens", entries);
   },
-
   raw_positions: (data) => putRaw(data, "raw_values", rawPositions(data)),
-
   balanced(data, { basis: digest, layer, frame }) {
     const { heads, dim } = data.side;
     const basis = data.basis(digest, "side-cars-16");
@@ -241,13 +222,11 @@ const STEPS = {
       addRows(u, state.values, row.h * dim * dim, starts, factors, dim);
     };
   },
-
   rotation_kind({ side: { codec } }, kind) {
     if (kind === "none") return null;
     const rotation = new Rotation(codec.dim, kind, codec.rotation_seed ?? codec.seed);
     return (u) => rotation.invert(u);
   },
-
   block_rotation(data, order) {
     const rotation = new Rotation(order, "hadamard", 0);
     return (u) => {
@@ -256,7 +235,6 @@ const STEPS = {
     };
   },
 };
-
 // The order in which they are applied.
 const ORDER = [
   ...["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order", "channel_scale"],
@@ -272,7 +250,6 @@ function sideCarSteps(data, codec) {
 
 const checkCount = (what, count, entries) =>
   must(count === entries, "side-cars-5", `${count} ${what} are 1, and there are ${entries} entries`);
-
 // Put the raw values of the tokens in `entries`: a Map from token · batch + sequence to an entry.
 function putRaw(data, name, entries) {
   const { batch, heads, dim } = data.side;

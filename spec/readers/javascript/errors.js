@@ -23,14 +23,11 @@ export const truncated = refusal("Truncated");
 export const unknownCodec = refusal("UnknownCodec");
 export const unsupported = refusal("UnsupportedVersion");
 const aboveLimit = refusal("LimitExceeded");
-
 // Refuse a header, or what a file holds otherwise, that does not keep a rule.
 export const need = (kept, rule, message) => kept || badHeader(rule, message);
 export const must = (kept, rule, message) => kept || badPayload(rule, message);
-
 // Refuse a number above a limit of the format or of the caller.
 export const limit = (value, most, what) =>
   value <= most || aboveLimit("container-29", `${what}: ${value} is above the limit of ${most}`);
-
 // Text of a file, for a message.
 export const quoted = (text) => JSON.stringify(String(text).slice(0, 80));

@@ -15,7 +15,6 @@ const OF_CODECS = [
 ];
 const OTHERS = ["basis", "hidden-tokens", "layer-positions", "layer-state", "position-offsets"];
 export const FEATURES = [...OF_CODECS.map(([name]) => name), ...OTHERS];
-
 // Read the features of a header whose layers are read: states, starts, end, hidden, offsets and metadata.
 export function readFeatures(header) {
   for (const [name, rule, uses] of OF_CODECS) {
@@ -32,7 +31,6 @@ export function readFeatures(header) {
   header.offsets = readOffsets(header);
   header.metadata = header.ignorable.has("metadata") ? readMetadata(header.ignorable.get("metadata")) : null;
 }
-
 // Cursors at the records of a feature that has a name and data, null without it. `pairing` is the rule that a
 // name without data breaks, and data without it; `form` that of data of another size.
 function records(header, name, width, pairing, form, count = null) {
@@ -143,7 +141,6 @@ function readLoosely(bytes, read) {
     throw error;
   }
 }
-
 // The entries of `metadata` as a Map, or null for data of another form.
 function readMetadata(bytes) {
   return readLoosely(bytes, (cursor, text, expect) => {
@@ -170,7 +167,6 @@ function readMetadata(bytes) {
     return result;
   });
 }
-
 // The ids of `inputs`, and what ids do not determine: [position, text] each.
 function readInputs(bytes) {
   return readLoosely(bytes, (cursor, text, expect) => {
@@ -185,7 +181,6 @@ function readInputs(bytes) {
     return { ids, undetermined };
   });
 }
-
 // What a header says of token ids, null if it says nothing: `length` ids of each sequence are known, row(i)
 // are those of one, and `undetermined` is what ids do not determine, null if the header does not say it.
 export function tokenIds({ ignorable, batches, start, end }) {

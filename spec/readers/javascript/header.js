@@ -46,7 +46,6 @@ const SIDE = {
   ...schema("tail:tokens tail_dtype:bf16|fp16|fp32 window:tokens"),
 };
 const LAYER = schema("k:any v:any");
-
 // Check the map of a header; `isKnown(id)`: whether the reader knows a codec; `ofRow`: a row's description.
 export function readHeader(map, isKnown, ofRow = false) {
   const header = readMap(map, HEADER, "the header");

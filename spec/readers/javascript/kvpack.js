@@ -31,7 +31,6 @@ export function fromBlob(blob) {
   const read = async (from, to) => new Uint8Array(await blob.slice(from, to).arrayBuffer());
   return { size: blob.size, read };
 }
-
 // An open file handle of Node.
 export async function fromHandle(handle) {
   const read = async (from, to) => {
@@ -45,7 +44,6 @@ export async function fromHandle(handle) {
   };
   return { size: (await handle.stat()).size, read };
 }
-
 // A file behind a URL whose server knows ranges. Errors do not name the URL, which may be secret.
 export async function fromUrl(url) {
   const ask = async (status, options) => {
@@ -68,7 +66,6 @@ async function readExactly(source, from, to, rule = "container-4") {
   if (bytes.length !== to - from) truncated(rule, `the file ended at byte ${from + bytes.length}`);
   return bytes;
 }
-
 // The major number at the beginning of a JSON header.
 function checkMajor(text, size) {
   if (!text.startsWith(START)) notKvpack("container-5", "the bytes from 8 on are not those of a kvpack file");
@@ -79,7 +76,6 @@ function checkMajor(text, size) {
   if (major !== "1")
     unsupported("container-6", `the file is of version ${major}; this reader knows version 1`);
 }
-
 // The digest and the size of kvpack.header, from the beginning of the JSON header.
 function readPlace(text) {
   const form = /^1 ([0-9a-f]{32})"\},"kvpack\.header":\{"dtype":"U8","shape":\[(0|[1-9][0-9]{0,6})\](.*)/s;
@@ -90,7 +86,6 @@ function readPlace(text) {
   need(isWhole, "container-5", "the JSON header does not begin as its form says");
   return { digest, size: Number(size) };
 }
-
 // Places of tensors in the data section, from which `offset` counts, as BigInt; returns where they end.
 function placeTensors(tensors, headerBytes) {
   let end = BigInt(headerBytes);
@@ -115,7 +110,6 @@ function jsonHeader(tensors, digest, headerBytes) {
   const text = `${parts.join()}}`;
   return text + " ".repeat((4096 - ((8 + text.length) % 4096)) % 4096);
 }
-
 // Open a file: all checks of container.md (Reading) up to the sizes of the tensors.
 // options.limit: bytes of decoded values at once, 4 GiB unless given.
 export async function open(source, options = {}) {
@@ -156,7 +150,6 @@ export class KvpackFile {
     this.layers = header.layers;
     this.isBasis = header.required.includes("basis");
   }
-
   // The digests of the bases that the file's sides need.
   get basisDigests() {
     const codecs = this.layers.flatMap(sidesOf).map(({ codec }) => codec);
@@ -166,11 +159,9 @@ export class KvpackFile {
     ]);
     return [...new Set(bases.filter(Boolean).map(hex))];
   }
-
   tokenIds() {
     return tokenIds(this.header);
   }
-
   // Read the stored bytes of a tensor by pieces of at most `size` bytes, and check its pad and digest.
   async #read({ name, offset, pad, stored, digest }, size, visit) {
     const at = this.dataStart + Number(offset);
@@ -185,7 +176,6 @@ export class KvpackFile {
     }
     checkDigest(name, hex(found.finish()), hex(digest));
   }
-
   // The bytes of a tensor, its pad and digest checked, and its filter undone.
   async tensor(tensor) {
     limit(tensor.size, this.limit, `bytes of ${tensor.name}`);
@@ -194,14 +184,12 @@ export class KvpackFile {
     if (tensor.filter === "none") return result;
     return decompress(result, Number(tensor.size), this.header.ignorable.has("zstd-checksum"));
   }
-
   // Check the pad and the digest of a tensor by slices; `progress(bytes)` after each. Frames are undone by
   // tensor().
   async checkTensor(tensor, progress = () => {}) {
     await this.#read(tensor, PIECE, (bytes) => progress(bytes.length));
     if (tensor.filter === "zstd") await this.tensor(tensor);
   }
-
   // The streams of a side in memory, all their tensors checked: a Map for decode().
   async streams(layer, which) {
     const result = new Map();
@@ -209,7 +197,6 @@ export class KvpackFile {
       result.set(stream.stream, await this.tensor(stream));
     return result;
   }
-
   // The values of a side, binary32 [batch, head, token, channel]: { shape, values }. options: bases (Map from
   // a digest in hexadecimal to a Basis), streams, batch, heads and tokens: [from, to] of each.
   async decode(layer, which, { bases = new Map(), streams, ...options } = {}) {
@@ -227,7 +214,6 @@ export class KvpackFile {
     return { shape, values: decodeSide(side, bytes, bases, range) };
   }
 }
-
 // Open a basis: the whole file is read and checked.
 export async function openBasis(source, options = {}) {
   const file = await open(source, options);
@@ -246,7 +232,6 @@ export async function loadBasis(file) {
   const digest = await sha256(await readExactly(source, 0, source.size));
   return new Basis(header, hex(digest), sides, states);
 }
-
 // Check everything that a file has: every tensor, and what the codecs say of their bytes.
 // options.values(layer, side, { shape, values }) is called with the values of each side.
 export async function verify(file, { values = () => {}, ...options } = {}) {

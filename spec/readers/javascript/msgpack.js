@@ -21,7 +21,6 @@ export function decodeUtf8(bytes) {
     return null;
   }
 }
-
 // The order of two strings by Unicode code points.
 export function compareText(a, b) {
   const [x, y] = [encoder.encode(a), encoder.encode(b)];
@@ -29,7 +28,6 @@ export function compareText(a, b) {
   for (let i = 0; i < common; i++) if (x[i] !== y[i]) return x[i] - y[i];
   return x.length - y.length;
 }
-
 // What a value is by its first byte: its kind, and its number or the bytes that hold it. The number of a
 // string and the like is its size, that of an array or map its count.
 const FIRST = [];
@@ -49,7 +47,6 @@ for (const word of wide.split(" ")) {
   FIRST.push(size < 0 ? { kind, width: -size } : { kind, number: Number(size) });
 }
 small(32, "other0");
-
 // The smallest number of a kind by the bytes that hold it: smaller ones have a shorter form.
 const COUNTS = { 2: 16, 4: 65536 };
 const LEAST = {
@@ -65,21 +62,17 @@ class Cut extends Error {}
 class Parser extends Cursor {
   // A function that refuses the first fault.
   fault = null;
-
   constructor(bytes) {
     super(bytes, () => {
       throw new Cut();
     });
   }
-
   note(refuse) {
     this.fault ??= refuse;
   }
-
   limit(value, most, what) {
     if (value > most) this.note(() => limit(value, most, what));
   }
-
   // The beginning of a value: { kind, number, width }. Numbers are BigInt from 2^53 on.
   head() {
     const first = FIRST[this.take(1)[0]];
@@ -91,7 +84,6 @@ class Parser extends Cursor {
     if (!Number.isSafeInteger(number)) number = viewOf(bytes).getBigUint64(0);
     return { kind, number: kind === "other" ? number + 1 : number, width };
   }
-
   // A value as Map, Array, string, Uint8Array, number or null; `attach` takes a map or array before its
   // content, which may be cut short.
   value(depth, attach) {
@@ -113,7 +105,6 @@ class Parser extends Cursor {
     this.skip({ kind, number });
     return undefined;
   }
-
   // Pass over what follows the head of a value, without recursion.
   skip(head) {
     for (let open = 1; open; open--) {
@@ -123,14 +114,12 @@ class Parser extends Cursor {
       if (open > 1) head = this.head();
     }
   }
-
   string(size) {
     this.limit(size, MAX_STRING_BYTES, "bytes of a string");
     const text = decodeUtf8(this.take(size));
     if (text === null) this.note(() => malformed(`has a string that is not UTF-8`));
     return text ?? "(not UTF-8)";
   }
-
   array(count, depth, attach) {
     this.limit(count, MAX_ENTRIES, "elements of an array");
     const result = [];
@@ -138,7 +127,6 @@ class Parser extends Cursor {
     for (let i = 0; i < count; i++) result.push(this.value(depth));
     return result;
   }
-
   map(count, depth, attach) {
     this.limit(count, MAX_NAMES, "members of a map");
     const result = new Map();
@@ -154,7 +142,6 @@ class Parser extends Cursor {
     return result;
   }
 }
-
 // The map of a header as far as it goes, and a function that refuses its first fault, if it has one.
 export function parse(bytes) {
   const parser = new Parser(bytes);

@@ -13,11 +13,9 @@ export const ascii = (bytes) => Array.from(bytes, (byte) => String.fromCharCode(
 export const equalBytes = (a, b) => a.length === b.length && a.every((byte, i) => byte === b[i]);
 export const viewOf = (bytes) => new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 export const WIDTHS = { U8: 1, U16: 2, F16: 2, BF16: 2, F32: 4 };
-
 // Node 18 has no global of this name.
 export const { subtle } = globalThis.crypto ?? (await import("node:crypto")).webcrypto;
 export const sha256 = async (bytes) => new Uint8Array(await subtle.digest("SHA-256", bytes));
-
 // binary16 to binary32, for all 65,536 numbers.
 export const HALF = new Float32Array(65536);
 const halfBits = new Uint32Array(HALF.buffer);
@@ -35,7 +33,6 @@ export function floatOfBits(bits) {
   word[0] = bits;
   return float[0];
 }
-
 // A binary32 number rounded to binary16 (ties to even), as a number.
 export function roundToHalf(x) {
   float[0] = x;
@@ -44,14 +41,12 @@ export function roundToHalf(x) {
   const result = x + large - large;
   return Math.abs(result) < 65536 ? result || x * 0 : x * Infinity;
 }
-
 // A view that begins where its type allows; a copy where `bytes` does not.
 export function view(bytes, Type) {
   const width = Type.BYTES_PER_ELEMENT;
   const { buffer, byteOffset } = bytes.byteOffset % width ? bytes.slice() : bytes;
   return new Type(buffer, byteOffset, Math.floor(bytes.length / width));
 }
-
 // The numbers of a stream: binary32 of floating-point numbers, and integers as they are.
 export function floats(bytes, dtype) {
   if (dtype === "U8") return bytes;
@@ -64,7 +59,6 @@ export function floats(bytes, dtype) {
   else for (let i = 0; i < words.length; i++) bits[i] = words[i] << 16;
   return result;
 }
-
 // Like floats(), for numbers that have to be finite (rule front-13 unless another is named).
 export function finite(bytes, dtype, name, rule = "front-13") {
   const result = floats(bytes, dtype);
@@ -89,33 +83,27 @@ export function concat(...parts) {
   }
   return result;
 }
-
 // Bytes that are read from first to last; `cut` is called where there are fewer than are to be read.
 export class Cursor {
   constructor(bytes, cut, at = 0, end = bytes.length) {
     Object.assign(this, { bytes, cut, at, end });
   }
-
   get left() {
     return this.end - this.at;
   }
-
   take(count) {
     if (count > this.left) this.cut();
     this.at += count;
     return this.bytes.subarray(this.at - count, this.at);
   }
-
   // The next bytes as a cursor of their own.
   part(size) {
     this.take(size);
     return new Cursor(this.bytes, this.cut, this.at - size, this.at);
   }
-
   big(width) {
     return littleEndian(this.take(width), 0, width);
   }
-
   number(width) {
     return Number(this.big(width));
   }

@@ -5,7 +5,6 @@ import { range } from "./numbers.js";
 
 const isPower = (x) => (x & (x - 1)) === 0;
 const bitsOf = (x) => 31 - Math.clz32(x);
-
 // The bytes of a column, or 0 where a limit of packing is exceeded.
 function columnBytes(bases, fields) {
   if (!(fields >= 1 && fields <= 128)) return 0;
@@ -14,7 +13,6 @@ function columnBytes(bases, fields) {
   const values = bases.reduce((product, base) => product * BigInt(base) ** BigInt(fields), 1n);
   return values > 2n ** 53n ? 0 : range(7, (i) => i + 1).find((bytes) => 256n ** BigInt(bytes) >= values);
 }
-
 // The bytes of a row at the default F.
 export function defaultRowBytes(n, base) {
   const sizes = range(Math.min(n, 128), (i) => [columnBytes([base], i + 1), Math.ceil(n / (i + 1))]);
@@ -23,7 +21,6 @@ export function defaultRowBytes(n, base) {
     ...rows.map(([words, odd, columns]) => 2 * (columns * words + Math.ceil(columns / 2) * odd)),
   );
 }
-
 // A packing of rows of n symbols, whose digits have these bases and alphabets.
 export class Columns {
   constructor(name, n, bases, alphabets, fields) {
@@ -41,7 +38,6 @@ export class Columns {
     // The 16-bit words of the columns of a row, word after word.
     this.row = new Uint16Array((this.words + 2) * columns);
   }
-
   // Unpack one row into this.digits, and make all checks. `planes` are Uint16Arrays of all rows.
   unpack(planes, row) {
     const { name, n, columns, half, words, bases, alphabets } = this;
@@ -64,7 +60,6 @@ export class Columns {
         if (digits[i]) badPayload("front-3", `${name}: a field without a symbol is ${digits[i]}, not 0`);
     }
   }
-
   #bitFields() {
     const { name, columns, fields, row: words } = this;
     let bit = 0;
@@ -82,7 +77,6 @@ export class Columns {
     for (let c = 0; bit & 15 && c < columns; c++)
       if (words[at + c] >> (bit & 15)) badPayload("front-4", `${name}: a column is above its largest value`);
   }
-
   #numbers() {
     const { name, columns, fields, bases, row: words } = this;
     const most = bases.reduce((product, base) => product * base ** fields, 1);

@@ -6,15 +6,16 @@ import { Columns, defaultRowBytes } from "./packing.js";
 import { hasHadamard } from "./rotation.js";
 import { isMap, isText, mapOf, readMap, schema, typeOf } from "./schema.js";
 
-// After the id of a codec come its parameters with their types; one that ends in ? may be absent. Each line
-// below is a stream, present if the parameter after ? is true. A stream of numbers has a dtype; `all` heads,
-// `one` or items; a row for each token, group or run; and the sizes of a row. A stream of symbols has = and
-// then how many a row has, the base of each digit, and the sizes of alphabets after /. Words name parameters,
-// those of DERIVED too, and 2^x is a power of two.
+// After the id of a codec come its parameters with their types; one that ends in ? may be absent. In brackets
+// are the rule that side-cars break, and those that it allows. Each line below is a stream, present if what
+// follows ? is so: a parameter that is true, equal or unequal to a word. A stream of numbers has a dtype; `all`
+// heads, `one` or items; a row for each token, group or run; and the sizes of a row. A stream of symbols has =
+// and then how many a row has, the base of each digit, and the sizes of alphabets after /. Words name
+// parameters, those of DERIVED too; 2^x is a power of two, and quotients are rounded up.
 const CODECS = tables(`
-raw: dim dtype:bf16|fp16|fp32
+raw [side-cars-1]: dim dtype:bf16|fp16|fp32
   values dtype all token dim
-lossless: dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields
+lossless [lossless-5]: dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields
   signed_fractions = dim 2^signedBits
   frequencies u16 all run 2^exponentBits
   states u16 all group 64
@@ -23,19 +24,19 @@ lossless: dim dtype:bf16|fp16 chunk:16|32|64|128|256 fields
 group: dim bits:1..8 axis:token|channel size:4|8|16|32|64|128 rotation_kind seed \\
     token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head fields scale_dtype?
   codes = dim 2^bits
-  scales scales all group dim 2 ? byToken
-  scales scales all token pairs 2 ? byChannel
+  scales scales all group dim 2 ? axis=token
+  scales scales all token dim/size 2 ? axis=channel
   scale_range fp16 all run 4 ? scale_dtype
   token_scale factor all token ? perHead
   token_scale factor one token ? shared
 minifloat: dim element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block \\
     scale_dtype:fp32|fp16|e8m0|e4m3 fields
   codes = dim 2^elementBits
-  block_scales u8 all token blocks ? blocks
-  global_scale fp32 one run ? global
-  scale scale_dtype one run ? tensor
-  scale scale_dtype all run ? head
-  scale scale_dtype all token ? token
+  block_scales u8 all token dim/width ? granularity=block
+  global_scale fp32 one run ? scale_dtype=e4m3
+  scale scale_dtype one run ? granularity=tensor
+  scale scale_dtype all run ? granularity=head
+  scale scale_dtype all token ? granularity=token
 scalar: dim:2..1024 bits:1..8 bits_high:0..8 high_channels:bytes norm:norms rotation_kind seed \\
     magnitude_table:bytes high_magnitude_table:bytes fields
   codes = lowCount 2^bits
@@ -43,48 +44,49 @@ scalar: dim:2..1024 bits:1..8 bits_high:0..8 high_channels:bytes norm:norms rota
   norm norm all token
 octahedral: dim:4..1024 b_dir:1..8 b_norm:0..8 arrangement:dense|direct norm:norms rotation_kind seed \\
     direction_table:bytes norm_table:bytes fields
-  index = triplets 2^indexBits ? hasIndex
-  sign = triplets 2^signBits ? dense
+  index = dim/3 2^indexBits ? hasIndex
+  sign = dim/3 2^signBits ? arrangement=dense
   symbol = padded 2^allBits ? joined
   symbol = padded 2^indexBits 2^signBits ? apart
   norm norm all token
 quaternion: dim secondary:1..4096 radius_bits:1..8 arrangement:dense|direct norm:half rotation_kind seed \\
     rotation_seed:seed fields
-  symbol = chunks above 2^radius_bits / words 2^radius_bits ? direct
-  codeword = chunks words ? whole
-  codeword_low = chunks low ? low
-  codeword_high = chunks high ? low
-  radius = chunks 2^radius_bits ? dense
+  symbol = dim/4 above 2^radius_bits / words 2^radius_bits ? arrangement=direct
+  codeword = dim/4 words ? whole
+  codeword_low = dim/4 low ? low
+  codeword_high = dim/4 high ? low
+  radius = dim/4 2^radius_bits ? arrangement=dense
   scale norm all token
 angle: dim:even bins:2..65536 norm:fp32|linear|log norm_bits:0..8 arrangement:dense|direct range:half \\
     rotation_kind seed fields
-  symbol = pairs above 2^norm_bits / bins 2^norm_bits ? direct
-  angle = pairs above / bins ? rounded
-  angle = pairs bins ? whole
-  angle_low = pairs low ? low
-  angle_high = pairs high ? low
-  norm_codes = pairs 2^norm_bits ? coded
-  norm fp32 all token pairs ? plain
-  range range all token 2 ? ranged
+  symbol = dim/2 above 2^norm_bits / bins 2^norm_bits ? arrangement=direct
+  angle = dim/2 above / bins ? rounded
+  angle = dim/2 bins ? whole
+  angle_low = dim/2 low ? low
+  angle_high = dim/2 high ? low
+  norm_codes = dim/2 2^norm_bits ? coded
+  norm fp32 all token dim/2 ? norm=fp32
+  range range all token 2 ? norm!=fp32
 polar: dim:even bits:levels norm:half rotation_kind seed angle_table:bytes fields
   radius norm all token radii
 trellis: dim bits:1..4 state_bits:8|10 norm:norms rotation_kind seed table:bytes
   codes.0 u16 all token words
   norm norm all token
-klt: dim basis:digest layer:0..4095 side:k|v rows:basis|fp16|fp32 widths:bytes gain:none|fp16 fields
+klt [klt-4 raw_positions]: dim basis:digest layer:0..4095 side:k|v rows:basis|fp16|fp32 widths:bytes \\
+    gain:none|fp16 fields
   codes u8 one token rowBytes ? shortRuns
-  gain gain all token ? hasGain
-  rows rows all run vectors dim ? stored
-transform: dim basis:digest layer:0..4095 side:k|v scope:head|layer step:0..255 chunk:16|32|64|128|256
-  positions u16 one group 2 ? ofKeys
+  gain gain all token ? gain!=none
+  rows rows all run vectors dim ? rows!=basis
+transform [transform-4 raw_positions]: dim basis:digest layer:0..4095 side:k|v scope:head|layer step:0..255 \\
+    chunk:16|32|64|128|256
+  positions u16 one group 2 ? side=k
   tokens u16 one group
   columns u16 all group
   states u16 all group 64
   word_counts u16 all group 2
   words u16 item
-opaque: dim
+opaque [row-8]: dim
   bytes u8 all token dim`);
-
 // In the same form, but a side-car has one value or a map. Here x.fields is F of its stream of symbols.
 const SIDE_CARS = tables(`
 balanced: basis:digest layer:0..4095 frame:balanced|centered
@@ -97,7 +99,7 @@ key_mean: tokens:8|16|32|64|128|256|512|1024 bits:4|8
   key_mean u8 all group meanBytes
   key_mean_scale fp16 all group
 outliers: fields:integer
-  outlier_flags = quadruples 2
+  outlier_flags = dim/4 2
   outliers fp16 item 4
 qjl: seed norm:half fields:integer
   qjl_signs = dim 2
@@ -109,22 +111,16 @@ raw_positions: bf16|fp16|fp32
   raw_positions u16 item 4
   raw_values raw_positions item heads dim`);
 
-// Codecs without side-cars other than these, and the rule that others break.
-const FEW_SIDE_CARS = {
-  raw: ["side-cars-1"],
-  lossless: ["lossless-5"],
-  klt: ["klt-4", "raw_positions"],
-  transform: ["transform-4", "raw_positions"],
-  opaque: ["row-8"],
-};
-
 function tables(text) {
   const result = {};
-  for (const line of text.trim().replaceAll("\\\n", " ").split("\n")) {
-    const [, id, words] = /^(\w+): (.*)$/.exec(line) ?? [];
-    const last = Object.keys(result).at(-1);
-    if (id) result[id] = { words, streams: [] };
-    else result[last].streams.push(line);
+  let last = null;
+  for (const line of text
+    .trim()
+    .replace(/\\\n */g, "")
+    .split("\n")) {
+    const [, id, few, words] = /^(\w+)(?: \[(.*)\])?: (.*)$/.exec(line) ?? [];
+    if (id) last = result[id] = { words, few: few?.split(" "), streams: [] };
+    else last.streams.push(line.trim());
   }
   return result;
 }
@@ -132,15 +128,22 @@ function tables(text) {
 export const isCodec = (id) => Object.hasOwn(CODECS, id);
 const DTYPES = { bf16: "BF16", fp16: "F16", fp32: "F32", log8: "U8", u8: "U8", u16: "U16" };
 export const dtypeOf = (p, word) => DTYPES[word] ?? DTYPES[p[word]];
-
 // The streams of lines: { name, dtype, heads, rows, sizes }, "heads" being a size, too. Streams of symbols
 // are those of their planes; their packings by `fields`, a Map from their names, go to `packings`.
 function streamsOf(p, lines, packings, fields) {
-  const number = (word) => (word.startsWith("2^") ? 2 ** p[word.slice(2)] : (p[word] ?? Number(word)));
+  const factor = (word) => (word.startsWith("2^") ? 2 ** p[word.slice(2)] : (p[word] ?? Number(word)));
+  const number = (word) =>
+    Math.ceil(
+      word
+        .split("/")
+        .map(factor)
+        .reduce((one, other) => one / other),
+    );
+  const isSo = (_, word, sign, other) => (sign ? (p[word] === other) === (sign === "=") : p[word]);
   return lines.flatMap((line) => {
     const [what, flag] = line.split(" ? ");
-    if (flag && !p[flag]) return [];
-    const [name, dtype, ...words] = what.trim().split(/\s+/);
+    if (flag && !isSo(...flag.split(/(\w+)(!?=)?(.*)/))) return [];
+    const [name, dtype, ...words] = what.split(" ");
     if (dtype !== "=") {
       const [heads, rows, ...sizes] = words[0] === "item" ? ["item", ...words] : words;
       const size = (word) => (word === "heads" ? word : number(word));
@@ -150,21 +153,14 @@ function streamsOf(p, lines, packings, fields) {
     const numbers = [bases, alphabets].map((text) => text.split(" ").map(number));
     const packing = new Columns(name, number(words[0]), ...numbers, fields.get(name));
     packings.push(packing);
-    const plane = (count, i) => ({
-      name: `${name}.${i}`,
-      dtype: "U16",
-      heads: "all",
-      rows: "token",
-      sizes: [count],
-    });
-    return packing.planes.map(plane);
+    const plane = { dtype: "U16", heads: "all", rows: "token" };
+    return packing.planes.map((count, i) => ({ ...plane, name: `${name}.${i}`, sizes: [count] }));
   });
 }
 
 function checkSize(bytes, size, rule) {
   need(bytes.length === size, rule, `${bytes.length} bytes of a parameter, and ${size} are needed`);
 }
-
 // The values of a table of `count` numbers, which have to ascend from 0 or above to at most `most`.
 function readTable(bytes, count, most, sizeRule, rule = sizeRule) {
   checkSize(bytes, 4 * count, sizeRule);
@@ -173,31 +169,24 @@ function readTable(bytes, count, most, sizeRule, rule = sizeRule) {
   need(ascends, rule, `a table does not ascend from 0 or above to at most ${most}`);
   return values;
 }
-
 // n symbols below x as one stream or, if `isSplit` of the bytes of both says so, in two parts: x = low ·
 // high, low a power of two and high odd.
 function splitSymbols(p, n, x, isSplit) {
   const low = x & -x;
   const two = low > 1 && low < x ? defaultRowBytes(n, low) + defaultRowBytes(n, x / low) : Infinity;
   const split = isSplit(defaultRowBytes(n, x), two);
-  Object.assign(p, {
-    low: split ? low : 0,
-    high: x / low,
-    whole: !split,
-    above: 2 ** Math.ceil(Math.log2(x)),
-  });
+  Object.assign(p, { low: split ? low : 0, high: x / low, whole: !split, above: powerAbove(x) });
 }
+
+const powerAbove = (x) => 2 ** Math.ceil(Math.log2(x));
 
 function checkRotation(order) {
   need(hasHadamard(order), "front-7", `there is no rotation of order ${order}`);
 }
-
 // The largest binary32 that is not above π / 2.
 const RIGHT_ANGLE = floatOfBits(0x3fc90fda);
-
 // The vectors of a head of a basis: N(dim) of basis.md.
 export const vectorCount = (dim) => 2 + dim + Math.ceil((510 * Math.ceil(dim / 16)) / dim);
-
 // For each codec and side-car: check what the tables leave, and add to its parameters what streams and
 // decoders need. It may return lines of streams that come before those of the table.
 const DERIVED = {
@@ -206,31 +195,23 @@ const DERIVED = {
     const fraction = p.dtype === "bf16" ? 7 : 10;
     Object.assign(p, { group: p.chunk, fraction, signedBits: fraction + 1, exponentBits: 15 - fraction });
   },
-
   group(p) {
     const { axis, size, token_scale: factor, scale_dtype: dtype } = p;
     need(dtype === undefined || dtype === "u8", "group-4", `scale_dtype is ${quoted(dtype)}`);
-    Object.assign(p, { byToken: axis === "token", byChannel: axis === "channel", scales: dtype ?? "fp16" });
-    Object.assign(p, { perHead: factor.endsWith("-per-head"), factor: factor.slice(0, 4) });
-    Object.assign(p, { shared: factor !== "none" && !p.perHead, pairs: Math.ceil(p.dim / size) });
-    p.group = p.byToken ? size : 1;
+    const perHead = factor.endsWith("-per-head");
+    const shared = factor !== "none" && !perHead;
+    const group = axis === "token" ? size : 1;
+    Object.assign(p, { scales: dtype ?? "fp16", perHead, shared, factor: factor.slice(0, 4), group });
   },
-
   minifloat(p) {
     const { element, granularity, scale_dtype: dtype } = p;
-    const width = { e8m0: 32, e4m3: 16 }[dtype];
-    const fits = (granularity === "block") === Boolean(width);
+    p.width = { e8m0: 32, e4m3: 16 }[dtype];
+    const fits = (granularity === "block") === Boolean(p.width);
     need(fits, "minifloat-2", `scale_dtype ${dtype} is not one of granularity ${granularity}`);
     const small = dtype !== "e4m3" || element === "e2m1";
     need(small, "minifloat-4", `scale_dtype e4m3 has the element ${element}, not e2m1`);
-    Object.assign(p, {
-      elementBits: element === "e2m1" ? 4 : 8,
-      global: dtype === "e4m3",
-      [granularity]: true,
-    });
-    p.blocks = width ? Math.ceil(p.dim / width) : 0;
+    p.elementBits = element === "e2m1" ? 4 : 8;
   },
-
   scalar(p) {
     const { dim, bits, bits_high: high, high_channels: flags } = p;
     need(high === 0 || high > bits, "scalar-2", `bits_high is ${high}, not above bits, ${bits}`);
@@ -246,46 +227,42 @@ const DERIVED = {
     const none = dim % 8 === 0 || !(flags.at(-1) >> (dim % 8));
     need(none, "scalar-6", "high_channels has a bit from dim on");
   },
-
   octahedral(p) {
-    p.directions = readTable(p.direction_table, 2 ** (p.b_dir - 1), 1, "octahedral-2", "octahedral-4");
-    p.lengths = readTable(p.norm_table, 2 ** p.b_norm, 1, "octahedral-2", "octahedral-4");
-    const m = 2 * (p.b_dir - 1);
-    p.normInIndex = [1, 2, 4, 8, 16].includes(m + p.b_norm);
-    p.indexBits = p.normInIndex ? m + p.b_norm : m;
-    p.signBits = p.normInIndex ? 2 : 2 + p.b_norm;
+    const { b_dir: bits, b_norm: normBits, dim } = p;
+    p.directions = readTable(p.direction_table, 2 ** (bits - 1), 1, "octahedral-2", "octahedral-4");
+    p.lengths = readTable(p.norm_table, 2 ** normBits, 1, "octahedral-2", "octahedral-4");
+    const m = 2 * (bits - 1);
+    p.normInIndex = [1, 2, 4, 8, 16].includes(m + normBits);
+    p.indexBits = p.normInIndex ? m + normBits : m;
+    p.signBits = p.normInIndex ? 2 : 2 + normBits;
     p.allBits = p.indexBits + p.signBits;
-    p.dense = p.arrangement === "dense";
-    p.hasIndex = p.dense && p.indexBits > 0;
-    p.apart = !p.dense && p.allBits > 8 && p.indexBits > 0;
-    p.joined = !p.dense && !p.apart;
-    p.triplets = Math.ceil(p.dim / 3);
-    p.padded = 24 * Math.ceil(p.triplets / 24);
+    const dense = p.arrangement === "dense";
+    const apart = !dense && p.allBits > 8 && p.indexBits > 0;
+    const padded = 24 * Math.ceil(dim / 72);
+    Object.assign(p, { hasIndex: dense && p.indexBits > 0, apart, joined: !dense && !apart, padded });
   },
-
   quaternion(p) {
-    p.direct = p.arrangement === "direct";
-    const fits = !p.direct || p.secondary <= 2730;
+    const direct = p.arrangement === "direct";
+    const fits = !direct || p.secondary <= 2730;
     need(fits, "quaternion-2", `secondary is ${p.secondary}, above 2730 of the arrangement direct`);
-    Object.assign(p, { dense: !p.direct, words: 24 * p.secondary, chunks: Math.ceil(p.dim / 4) });
-    splitSymbols(p, p.chunks, p.words, (one, two) => !p.direct && (p.words > 65536 || two < one));
-    p.whole &&= p.dense;
+    p.words = 24 * p.secondary;
+    const isSplit = (one, two) => !direct && (p.words > 65536 || two < one);
+    splitSymbols(p, Math.ceil(p.dim / 4), p.words, isSplit);
+    p.whole &&= !direct;
   },
-
   angle(p) {
-    p.plain = p.norm === "fp32";
-    need(p.plain === (p.norm_bits === 0), "angle-2", `norm_bits is ${p.norm_bits} for the norm ${p.norm}`);
-    const fits = !p.plain || (p.arrangement === "dense" && p.range === "fp16");
+    const { dim, bins, norm, norm_bits: bits, arrangement } = p;
+    const [plain, direct] = [norm === "fp32", arrangement === "direct"];
+    need(plain === (bits === 0), "angle-2", `norm_bits is ${bits} for the norm ${norm}`);
+    const fits = !plain || (!direct && p.range === "fp16");
     need(fits, "angle-2", "the norm fp32 has another arrangement than dense, or another range than fp16");
-    p.direct = p.arrangement === "direct";
-    Object.assign(p, { pairs: p.dim / 2, ranged: !p.plain, coded: !p.plain && !p.direct });
-    const rounded = defaultRowBytes(p.pairs, 2 ** Math.ceil(Math.log2(p.bins)));
-    const isSplit = (one, two) => !p.direct && rounded > Math.min(one, two) && two <= one;
-    splitSymbols(p, p.pairs, p.bins, isSplit);
-    p.rounded = p.whole && !p.direct && rounded <= defaultRowBytes(p.pairs, p.bins);
-    p.whole &&= !p.direct && !p.rounded;
+    const rounded = defaultRowBytes(dim / 2, powerAbove(bins));
+    const isSplit = (one, two) => !direct && rounded > Math.min(one, two) && two <= one;
+    splitSymbols(p, dim / 2, bins, isSplit);
+    p.rounded = p.whole && !direct && rounded <= defaultRowBytes(dim / 2, bins);
+    p.whole &&= !direct && !p.rounded;
+    p.coded = !plain && !direct;
   },
-
   polar(p) {
     const digits = p.bits.split(".");
     const few = digits.length <= Math.ceil(Math.log2(p.dim));
@@ -314,7 +291,6 @@ const DERIVED = {
     p.anglesOfFirst = 2 ** digits[0];
     return streams.map(({ name, n, size }) => `${name} = ${n} ${size}`);
   },
-
   trellis(p) {
     need((p.dim * p.bits) % 16 === 0, "trellis-3", `dim · bits is ${p.dim * p.bits}, no multiple of 16`);
     checkSize(p.table, 2 * 2 ** p.state_bits, "trellis-4");
@@ -322,7 +298,6 @@ const DERIVED = {
     const small = p.values.every((value) => Math.abs(value) <= 1);
     need(small, "trellis-4", "table has a value outside [-1, 1]");
   },
-
   klt(p) {
     const { dim, widths, fields } = p;
     p.ofHeads = fields.size === 1 && fields.has("codes");
@@ -334,7 +309,7 @@ const DERIVED = {
     const some = widths.every((width) => width <= 8) && widths.some((width) => width > 0);
     need(some, "klt-2", "widths has a byte above 8, or no byte above 0");
     need(!p.ofHeads || fields.get("codes") === 8, "klt-2", "fields of the stream codes is not 8");
-    Object.assign(p, { hasGain: p.gain !== "none", stored: p.rows !== "basis", vectors: vectorCount(dim) });
+    p.vectors = vectorCount(dim);
     if (p.ofHeads) {
       // The codes of a head in 8 columns, run after run, by where they begin in a row of bytes.
       p.rowBytes = 0;
@@ -351,34 +326,27 @@ const DERIVED = {
     p.columns = range(8, (i) => ({ width: i + 1, list: ofWidth(i + 1) })).filter(({ list }) => list.length);
     return p.columns.map(({ width, list }) => `codes_${width} = ${list.length} ${2 ** width}`);
   },
-
   transform(p) {
     need(p.chunk * p.dim <= 65536, "transform-3", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
-    Object.assign(p, { group: p.chunk, ofKeys: p.side === "k" });
+    p.group = p.chunk;
   },
-
   channel_order(p) {
     const fits = p.channel_order === "u16" || p.dim <= 256;
     need(fits, "side-cars-3", `channel_order is u8 at dim ${p.dim}`);
   },
-
   block_rotation({ dim, block_rotation: size }) {
     need(dim % size === 0, "side-cars-3", `block_rotation is ${size}, which does not divide dim ${dim}`);
     checkRotation(size);
   },
-
   key_mean(p) {
     const { tokens, bits } = p.key_mean;
     need(bits === 8 || p.dim % 2 === 0, "side-cars-3", `key_mean of 4 bits at the odd dim ${p.dim}`);
     need(p.group === 1, "side-cars-15", `key_mean with the codec ${p.id} of token group ${p.group}`);
     Object.assign(p, { group: tokens, meanBytes: (p.dim * bits) / 8 });
   },
-
   outliers(p) {
     need(p.dim % 4 === 0, "side-cars-4", `outliers at dim ${p.dim}, which is not a multiple of 4`);
-    p.quadruples = p.dim / 4;
   },
-
   qjl(p) {
     checkRotation(p.dim);
     p.qjlNorm = p.qjl.norm;
@@ -391,22 +359,20 @@ for (const codec of Object.values(CODECS)) {
 }
 for (const sideCar of Object.values(SIDE_CARS))
   sideCar.type = sideCar.words.includes(":") ? mapOf(sideCar.words, "side-cars-3") : typeOf(sideCar.words);
-
 // Check a codec's map of the header. Returns its parameters with `packings` and `streams`.
 export function readCodec(map, isKnown) {
   const id = map.get("id");
   need(isText(id), "container-11", "an entry of codecs has no string for the key id");
   if (!isKnown(id)) unknownCodec("container-12", `the codec ${quoted(id)} is not known`);
-  const { types, optional, streams } = CODECS[id];
+  const { types, optional, streams, few } = CODECS[id];
   const rule = (number) => (id === "opaque" ? "row-8" : `${id}-${number}`);
   const entries = [...map];
   const own = new Map(entries.splice(0, Object.keys(types).length));
   const p = readMap(own, types, `codec ${id}`, rule(1), rule(2));
   if (optional && entries[0]?.[0] === optional) p[optional] = entries.shift()[1];
-  const [fewRule, ...few] = FEW_SIDE_CARS[id] ?? [];
   for (const [name] of entries) {
     need(Object.hasOwn(SIDE_CARS, name), rule(1), `codec ${id} has the key ${quoted(name)}`);
-    need(!fewRule || few.includes(name), fewRule, `codec ${id} has the side-car ${name}`);
+    need(!few || few.includes(name), few?.[0], `codec ${id} has the side-car ${name}`);
   }
   Object.assign(p, { group: 1, packings: [] });
   const first = DERIVED[id]?.(p) ?? [];
@@ -424,7 +390,6 @@ function checkFields({ id, fields, packings, ofHeads }, rule) {
   const integers = [...fields.values()].every(isInteger);
   need(integers, rule(2), `codec ${id}: fields has a value that is not an integer`);
 }
-
 // Check the side-cars of a codec, [key, value] each, and add their streams; a side-car of symbols has a
 // `packing`.
 function readSideCars(p, sideCars) {
@@ -444,7 +409,6 @@ function readSideCars(p, sideCars) {
     if (packings.length) [p[key].packing] = packings;
   }
 }
-
 // The value of a norm of 8 bits (README.md), for all 256 bytes.
 const logNorm = (c) => Math.fround(2 ** ((c % 16) / 16)) * 2 ** (Math.floor(c / 16) - 7);
 export const LOG_NORMS = Float32Array.from(range(256, (c) => (c === 0 ? 0 : logNorm(c - 1))));

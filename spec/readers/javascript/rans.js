@@ -18,7 +18,6 @@ export function ransTable(frequencies, name) {
 
 const LANES = 32;
 const lanes = new Float64Array(LANES);
-
 // The segments of a side, one for each sequence, head and token group.
 export class Segments {
   // `counts`: the words of each segment; their sum has to be that of `words`, by `rule`.
@@ -36,14 +35,12 @@ export class Segments {
     const { length } = this.words;
     if (sum !== length) badPayload(rule, `word_counts sum to ${sum}, and there are ${length} words`);
   }
-
   // Check the first states of a segment.
   check(index) {
     for (let i = 2 * LANES * index + 1; i < 2 * LANES * (index + 1); i += 2)
       if (this.states[i] === 0)
         badPayload("rans-2", `states of segment ${index}: a first state is below 65536`);
   }
-
   // Decode n symbols of a segment to `out`; symbol i has the table tables[i div each].
   // Returns the next word; the last is before `end`.
   decode(index, n, tables, each, out) {
@@ -73,7 +70,6 @@ export class Segments {
       badPayload("rans-4", `segment ${index}: the last state of a lane is not 65536`);
     return next;
   }
-
   end(index) {
     return this.starts[index] + this.counts[index];
   }

@@ -8,7 +8,6 @@ export class Generator {
   constructor(seed) {
     this.state = BigInt(seed);
   }
-
   word() {
     this.state = (this.state + 0x9e3779b97f4a7c15n) & M;
     let z = this.state;
@@ -16,11 +15,9 @@ export class Generator {
     z = ((z ^ (z >> 27n)) * 0x94d049bb133111ebn) & M;
     return z ^ (z >> 31n);
   }
-
   symmetric() {
     return (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
   }
-
   // A point of the disc, and the square of its distance from the middle.
   point() {
     for (;;) {
@@ -29,7 +26,6 @@ export class Generator {
       if (q > 0 && q < 1) return [x, y, q];
     }
   }
-
   quaternion() {
     const [a, b, q1] = this.point();
     const [c, d, q2] = this.point();
@@ -43,7 +39,6 @@ function signs(count, seed) {
   const words = range(Math.ceil(count / 64), () => generator.word());
   return range(count, (i) => ((words[i >> 6] >> BigInt(i & 63)) & 1n ? -1 : 1));
 }
-
 // Whether a is the square of a non-zero number modulo r, as +1 or -1; 0 for multiples of r.
 function residue(a, r) {
   const rest = ((a % r) + r) % r;
@@ -51,7 +46,6 @@ function residue(a, r) {
 }
 
 const square = (order, entry) => range(order, (i) => range(order, (j) => entry(i, j)));
-
 // A Hadamard matrix of order 1, 12, 20 or 28, by squares modulo a prime.
 function paley(order) {
   if (order === 1) return [[1]];
@@ -61,12 +55,10 @@ function paley(order) {
   const block = (i, j) => (i === j ? [1, -1, -1, -1] : [1, 1, 1, -1].map((entry) => entry * c(i, j)));
   return square(28, (i, j) => block(i >> 1, j >> 1)[2 * (i & 1) + (j & 1)]);
 }
-
 // m of the Hadamard matrix of order 2^k · m, or 0 where there is none.
 const factor = (order) =>
   [1, 12, 20, 28].find((m) => order % m === 0 && Number.isInteger(Math.log2(order / m))) ?? 0;
 export const hasHadamard = (order) => factor(order) > 0;
-
 // The inverse rotation of `order` values, in binary64: x_j = (s_j / √order) Σ_i H_ij u_i.
 export class Rotation {
   constructor(order, kind, seed) {
@@ -75,7 +67,6 @@ export class Rotation {
     const factors = Float64Array.from(all, (sign) => sign / Math.sqrt(order));
     Object.assign(this, { order, m, paley: paley(m).flat(), factors, part: new Float64Array(m) });
   }
-
   // Turn `order` values of a Float64Array back, from `at` on.
   invert(values, at = 0) {
     const { order, m, factors } = this;
@@ -89,7 +80,6 @@ export class Rotation {
         }
     for (let i = 0; i < order; i++) values[at + i] *= factors[i];
   }
-
   #invertBlock(values, at) {
     const { m, paley: matrix, part } = this;
     part.fill(0);

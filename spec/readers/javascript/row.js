@@ -63,7 +63,6 @@ function checkDescription(header) {
     need(opaque, "row-6", "a page of u8 has a codec that is not opaque");
   }
 }
-
 // Read a row from memory that begins with it: { header, namespace, key, description, sides }, every check
 // made. Values come from decodeRow(). What follows the row in the same memory is no part of it.
 export function readRow(memory) {
@@ -96,14 +95,12 @@ export function readRow(memory) {
   const { sides } = header;
   return { header, sides, streams, description, namespace: row.slice(32, 64), key: row.slice(64, 96) };
 }
-
 // The values of the sides of a row, binary32 [1, head, token, channel], in the order of `sides`.
 export function decodeRow({ sides, streams }, bases = new Map()) {
   return sides.map((side, i) =>
     decodeSide(side, streams[i], bases, { batch: [0, 1], heads: [0, side.heads], tokens: [0, side.packed] }),
   );
 }
-
 // The name of a row as an entry of a prefix store, in hexadecimal.
 export async function rowEntryKey({ namespace, key, description }) {
   const parts = [new TextEncoder().encode("kvpack-page 2"), namespace, key, description];

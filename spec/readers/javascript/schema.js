@@ -4,7 +4,6 @@ import { limit, need, quoted } from "./errors.js";
 import { isInteger } from "./numbers.js";
 
 export const MAX_TOKENS = 2 ** 40 - 1;
-
 // A type is a function of a value and of a text that names it. It returns whether the value is of the type,
 // and refuses a number above a limit.
 const integer = (least, most) => (value) => isInteger(value) && value >= least && value <= most;
@@ -34,7 +33,6 @@ const TYPES = {
   text: isText,
   tokens: limited(0, MAX_TOKENS),
 };
-
 // The type of a word: a name of TYPES, a range of integers such as 1..8, one that ends at a limit of the
 // format such as 1..65536!, or the values that are allowed, such as fp16|fp32.
 export function typeOf(word) {
@@ -44,14 +42,12 @@ export function typeOf(word) {
   const texts = word.split("|");
   return oneOf(texts.some((text) => Number.isNaN(Number(text))) ? texts : texts.map(Number));
 }
-
 // The types of the keys of a map, from words such as bits:1..8; a key without a type has that of its own
 // name.
 export function schema(words) {
   const pairs = words.split(/\s+/).map((word) => word.split(":"));
   return Object.fromEntries(pairs.map(([name, type = name]) => [name, typeOf(type)]));
 }
-
 // A map that has the keys of a table, in its order, as an object. Other keys and other values break the
 // rules.
 export function readMap(map, types, what, keyRule = "container-11", valueRule = keyRule) {

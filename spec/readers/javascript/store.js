@@ -9,7 +9,6 @@ import { xxh3 } from "./xxhash.js";
 
 const FIELDS = ["model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"];
 const ascii = (text) => new TextEncoder().encode(text);
-
 // UTF-8, with each lone surrogate encoded as if it were a character.
 function encodeText(text) {
   const lone = (point) =>
@@ -24,10 +23,8 @@ function encodeText(text) {
 export function lengthPrefixed(bytes) {
   return concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
 }
-
 // The SHA-256 of byte strings, each after its length.
 const keyOf = (...parts) => sha256(concat(...parts.map(lengthPrefixed)));
-
 // The root of an identity: its fields by name, "" for those that are left out.
 export function rootKey(fields) {
   const pairs = [["format", "1"], ...FIELDS.map((name) => [name, fields[name] ?? ""])];
@@ -38,10 +35,8 @@ export function chunkKey(parent, ids, inputs = new Uint8Array(0)) {
   const bytes = new Uint8Array(Uint32Array.from(ids).buffer);
   return keyOf(parent, bytes, ...(inputs.length ? [inputs] : []));
 }
-
 // S(x): the root of models that keep states, or the key of the states after a chunk.
 export const statesKey = (key) => keyOf(ascii("kvpack-states 1"), key);
-
 // The key of a basis by the SHA-256 of its file; `encryption`: { id, tenant } where entries are encrypted.
 export const basisKey = async (digest, encryption = null) =>
   encryption
@@ -50,7 +45,6 @@ export const basisKey = async (digest, encryption = null) =>
 
 const HEAD = "kvpack-encrypted ";
 const damaged = (what) => digestMismatch("store-5", `the encrypted entry ${what}`);
-
 // Decrypt an entry. `keys`: Map from the id of a key to its bytes.
 // Returns the kvpack file, or null where no key at hand opens the entry.
 export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
@@ -95,7 +89,6 @@ function checkPayload(file, bytes, digest) {
   const plain = file.header.tensors.every(({ filter }) => filter === "none");
   need(plain, "store-19", "a tensor of the entry has a filter");
 }
-
 // Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.
 // expected: { identity (fields as for rootKey), start, limit (bytes) }.
 export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }) {
@@ -120,7 +113,6 @@ export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }
   checkPayload(file, bytes, record.subarray(64, 80));
   return { file, parent, inputs, ids };
 }
-
 // Open the entry of the states after a chunk, found under statesKey(chunk).
 export async function openStates(bytes, chunk, { identity, start, limit = 2 ** 29 }) {
   if (bytes.length > limit) return null;

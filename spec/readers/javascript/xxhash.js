@@ -10,91 +10,77 @@ const SECRET_HEX =
   "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb" +
   "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e";
 const SECRET = Uint8Array.from(SECRET_HEX.match(/../g), (pair) => parseInt(pair, 16));
-const M = 0xffffffffffffffffn;
 const P32 = [0n, 0x9e3779b1n, 0x85ebca77n, 0xc2b2ae3dn];
 const P64 = [0n, 0x9e3779b185ebca87n, 0xc2b2ae3d27d4eb4fn, 0x165667b19e3779f9n, 0x85ebca77c2b2ae63n];
 P64.push(0x27d4eb2f165667c5n);
 
+const wrap = (x) => BigInt.asUintN(64, x);
 const secret = viewOf(SECRET);
 const key = (at) => secret.getBigUint64(at, true);
-const rotate = (x, bits) => ((x << bits) | (x >> (64n - bits))) & M;
-
-// The last steps of a hash of 64 bits.
-function avalanche(h, first = 37n, factors = [0x165667919e3779f9n], shift = 32n) {
-  for (const factor of factors) {
-    h = ((h ^ (h >> first)) * factor) & M;
-    first = 29n;
-  }
-  return h ^ (h >> shift);
+const rotate = (x, bits) => wrap((x << bits) | (x >> (64n - bits)));
+const fold = (product) => wrap(product) ^ (product >> 64n);
+// The last steps of hashes of 64 bits: those of XXH3, and those of XXH64.
+function mixed(h, first, factor, second) {
+  const product = wrap((h ^ (h >> first)) * factor);
+  return product ^ (product >> second);
 }
 
-const avalanche64 = (h) => avalanche(h, 33n, [P64[2], P64[3]]);
-
-function fold(a, b) {
-  const product = a * b;
-  return (product & M) ^ (product >> 64n);
+const avalanche = (h) => mixed(wrap(h), 37n, 0x165667919e3779f9n, 32n);
+const avalanche64 = (h) => mixed(wrap((h ^ (h >> 33n)) * P64[2]), 29n, P64[3], 32n);
+// A number of 64 bits with its bytes in the other order.
+function swap(x) {
+  const data = new DataView(new ArrayBuffer(8));
+  data.setBigUint64(0, x);
+  return data.getBigUint64(0, true);
 }
-
-// A number with its bytes in the other order.
-function swap(x, bytes) {
-  let result = 0n;
-  for (let i = 0n; i < bytes; i++) result = (result << 8n) | ((x >> (8n * i)) & 255n);
-  return result;
-}
-
 // The high and the low half of the XXH3-128 of at most 240 bytes.
 function shortHash(bytes) {
   const data = viewOf(bytes);
   const { length } = bytes;
   const n = BigInt(length);
+  const u32 = (at, of = data) => BigInt(of.getUint32(at, true));
   const u64 = (at) => data.getBigUint64(at, true);
   if (length > 16) return middleHash(length, u64);
   if (length > 8) {
-    let high = u64(length - 8);
-    let product = (u64(0) ^ high ^ key(32) ^ key(40)) * P64[1];
-    const low = ((product & M) + ((n - 1n) << 54n)) & M;
-    high ^= key(48) ^ key(56);
-    const upper = ((product >> 64n) + high + (high & 0xffffffffn) * (P32[2] - 1n)) & M;
-    product = (low ^ swap(upper, 8n)) * P64[2];
-    return [avalanche(((product >> 64n) + upper * P64[2]) & M), avalanche(product & M)];
+    const end = u64(length - 8);
+    const first = (u64(0) ^ end ^ key(32) ^ key(40)) * P64[1];
+    const high = end ^ key(48) ^ key(56);
+    const upper = wrap((first >> 64n) + high + (high & 0xffffffffn) * (P32[2] - 1n));
+    const product = (wrap(first + ((n - 1n) << 54n)) ^ swap(upper)) * P64[2];
+    return [(product >> 64n) + upper * P64[2], product].map(avalanche);
   }
   if (length > 3) {
-    const input = BigInt(data.getUint32(0, true)) | (BigInt(data.getUint32(length - 4, true)) << 32n);
-    const product = (input ^ key(16) ^ key(24)) * ((P64[1] + (n << 2n)) & M);
-    const high = ((product >> 64n) + (product << 1n)) & M;
-    return [avalanche(high), avalanche((product & M) ^ (high >> 3n), 35n, [0x9fb21c651e98df25n], 28n)];
+    const input = u32(0) | (u32(length - 4) << 32n);
+    const product = (input ^ key(16) ^ key(24)) * wrap(P64[1] + (n << 2n));
+    const high = wrap((product >> 64n) + (product << 1n));
+    return [avalanche(high), mixed(wrap(product) ^ (high >> 3n), 35n, 0x9fb21c651e98df25n, 28n)];
   }
-  if (length) {
-    const [first, middle, last] = [bytes[0], bytes[length >> 1], bytes[length - 1]].map(BigInt);
-    const low = (first << 16n) | (middle << 24n) | last | (n << 8n);
-    const swapped = swap(low, 4n);
-    const high = ((swapped << 13n) | (swapped >> 19n)) & 0xffffffffn;
-    const u32 = (at) => BigInt(secret.getUint32(at, true));
-    return [avalanche64(high ^ u32(8) ^ u32(12)), avalanche64(low ^ u32(0) ^ u32(4))];
-  }
-  return [avalanche64(key(80) ^ key(88)), avalanche64(key(64) ^ key(72))];
+  if (!length) return [key(80) ^ key(88), key(64) ^ key(72)].map(avalanche64);
+  const [first, middle, end] = [bytes[0], bytes[length >> 1], bytes[length - 1]].map(BigInt);
+  const low = (first << 16n) | (middle << 24n) | end | (n << 8n);
+  const other = swap(low) >> 32n;
+  const high = BigInt.asUintN(32, (other << 13n) | (other >> 19n));
+  return [high ^ u32(8, secret) ^ u32(12, secret), low ^ u32(0, secret) ^ u32(4, secret)].map(avalanche64);
 }
 
 function middleHash(length, u64) {
-  let low = (BigInt(length) * P64[1]) & M;
-  let high = 0n;
-  const mix16 = (at, with_) => fold(u64(at) ^ key(with_), u64(at + 8) ^ key(with_ + 8));
-  const mix = (a, b, with_) => {
-    low = ((low + mix16(a, with_)) & M) ^ ((u64(b) + u64(b + 8)) & M);
-    high = ((high + mix16(b, with_ + 16)) & M) ^ ((u64(a) + u64(a + 8)) & M);
+  const n = BigInt(length);
+  let [low, high] = [wrap(n * P64[1]), 0n];
+  const mix16 = (at, from) => fold((u64(at) ^ key(from)) * (u64(at + 8) ^ key(from + 8)));
+  const mix = (a, b, from) => {
+    low = wrap(low + mix16(a, from)) ^ wrap(u64(b) + u64(b + 8));
+    high = wrap(high + mix16(b, from + 16)) ^ wrap(u64(a) + u64(a + 8));
   };
   if (length <= 128) {
     for (let i = (length - 1) >> 5; i >= 0; i--) mix(16 * i, length - 16 - 16 * i, 32 * i);
   } else {
     for (let i = 0; i < 128; i += 32) mix(i, i + 16, i);
-    [low, high] = [avalanche(low), avalanche(high)];
+    [low, high] = [low, high].map(avalanche);
     for (let i = 160; i <= length; i += 32) mix(i - 32, i - 16, i - 157);
     mix(length - 16, length - 32, 103);
   }
-  const upper = (low * P64[1] + high * P64[4] + BigInt(length) * P64[2]) & M;
-  return [-avalanche(upper) & M, avalanche((low + high) & M)];
+  return [wrap(-avalanche(low * P64[1] + high * P64[4] + n * P64[2])), avalanche(low + high)];
 }
-
 // The upper half of the 64-bit product of two 32-bit numbers, by 16-bit parts.
 function upperHalf(x, y) {
   const [a, b, c, d] = [x & 0xffff, x >>> 16, y & 0xffff, y >>> 16];
@@ -102,14 +88,12 @@ function upperHalf(x, y) {
   const u = a * d + (t & 0xffff);
   return (b * d + Math.floor(t / 65536) + Math.floor(u / 65536)) | 0;
 }
-
 // Arrays of 64-bit numbers have their low and high halves alternating. Add a number to the one at index i.
 function add(numbers, i, low, high) {
   const sum = (numbers[i] >>> 0) + (low >>> 0);
   numbers[i] = sum | 0;
   numbers[i + 1] = (numbers[i + 1] + high + (sum > 0xffffffff ? 1 : 0)) | 0;
 }
-
 // Multiply the number at index i by another.
 function multiply(numbers, i, low, high) {
   const [l, h] = [numbers[i], numbers[i + 1]];
@@ -117,12 +101,11 @@ function multiply(numbers, i, low, high) {
   numbers[i + 1] = (upperHalf(l, low) + Math.imul(l, high) + Math.imul(h, low)) | 0;
 }
 
-const halves = (...numbers) => new Int32Array(BigUint64Array.from(numbers, (x) => x & M).buffer);
+const halves = (...numbers) => new Int32Array(BigUint64Array.from(numbers, wrap).buffer);
 const INITIAL = halves(P32[3], P64[1], P64[2], P64[3], P64[4], P32[2], P64[5], P32[1]);
 const KEYS = new Int32Array(SECRET.buffer);
 const LAST_KEYS = new Int32Array(SECRET.slice(121, 185).buffer);
 const [STRIPE, BLOCK] = [64, 1024];
-
 // One stripe, from word `at` of `words` on, by the secret from word `from` of `keys` on.
 function accumulate(acc, words, at, keys, from) {
   for (let i = 0; i < 16; i += 2) {
@@ -142,10 +125,8 @@ function scramble(acc) {
     multiply(acc, i, 0x9e3779b1, 0);
   }
 }
-
 // The 64-bit numbers of an array of halves.
 const joined = (numbers) => Array.from(new BigUint64Array(numbers.buffer));
-
 // The XXH3-128 of bytes that come in pieces; all but the last have a multiple of 1,024 bytes.
 export class Digest {
   #acc = INITIAL.slice();
@@ -153,7 +134,6 @@ export class Digest {
   // The last piece, which is hashed once another follows it, and the 64 bytes before it.
   #piece = new Uint8Array(0);
   #before = new Uint8Array(STRIPE);
-
   update(bytes) {
     if (!bytes.length) return this;
     this.#hash(this.#piece.length / STRIPE);
@@ -162,7 +142,6 @@ export class Digest {
     this.#length += bytes.length;
     return this;
   }
-
   // Hash whole stripes of the piece.
   #hash(stripes) {
     const words = view(this.#piece.subarray(0, STRIPE * stripes), Int32Array);
@@ -172,22 +151,21 @@ export class Digest {
       if ((i & 15) === 15) scramble(acc);
     }
   }
-
   // The digest in canonical form: 16 bytes, most significant first.
   finish() {
     const parts = this.#length <= 240 ? shortHash(this.#piece) : this.#long();
     return new Uint8Array(BigUint64Array.from(parts.reverse()).buffer).reverse();
   }
-
   #long() {
     this.#hash(Math.floor((this.#piece.length - 1) / STRIPE));
     const last = concat(this.#before, this.#piece.slice(-STRIPE)).slice(-STRIPE);
     accumulate(this.#acc, view(last, Int32Array), 0, LAST_KEYS, 0);
     const numbers = joined(this.#acc);
-    const mix = (i, from) => fold(numbers[i] ^ key(from + 8 * i), numbers[i + 1] ^ key(from + 8 * i + 8));
-    const merge = (from, sum) => avalanche([0, 2, 4, 6].reduce((all, i) => all + mix(i, from), sum) & M);
+    const mix = (i, from) =>
+      fold((numbers[i] ^ key(from + 8 * i)) * (numbers[i + 1] ^ key(from + 8 * i + 8)));
+    const merge = (from, sum) => avalanche([0, 2, 4, 6].reduce((all, i) => all + mix(i, from), sum));
     const n = BigInt(this.#length);
-    return [merge(117, ~(n * P64[2]) & M), merge(11, n * P64[1])];
+    return [merge(117, ~(n * P64[2])), merge(11, n * P64[1])];
   }
 }
 
@@ -211,22 +189,21 @@ export function xxh64(bytes) {
         multiply(lanes, i, A[0], A[1]);
       }
     const numbers = joined(lanes);
-    h = numbers.reduce((sum, lane, i) => sum + rotate(lane, [1n, 7n, 12n, 18n][i]), 0n) & M;
+    h = numbers.reduce((sum, lane, i) => sum + rotate(lane, [1n, 7n, 12n, 18n][i]), 0n);
     for (const lane of numbers) h = step(h, round(lane));
   }
-  h = (h + BigInt(bytes.length)) & M;
+  h = wrap(h + BigInt(bytes.length));
   const data = viewOf(bytes);
   let at = 32 * stripes;
   for (; at + 8 <= bytes.length; at += 8) h = step(h, round(data.getBigUint64(at, true)), 27n);
-  if (bytes.length & 4) h = step(h, (BigInt(data.getUint32(at, true)) * P64[1]) & M, 23n, P64[2], P64[3]);
+  if (bytes.length & 4) h = step(h, BigInt(data.getUint32(at, true)) * P64[1], 23n, P64[2], P64[3]);
   for (at += bytes.length & 4; at < bytes.length; at++)
-    h = step(h, (BigInt(bytes[at]) * P64[5]) & M, 11n, P64[1], 0n);
+    h = step(h, BigInt(bytes[at]) * P64[5], 11n, P64[1], 0n);
   return avalanche64(h);
 }
 
-const round = (input) => (rotate((input * P64[2]) & M, 31n) * P64[1]) & M;
-const step = (h, x, bits = 0n, p = P64[1], q = P64[4]) => (rotate(h ^ x, bits) * p + q) & M;
-
+const round = (input) => rotate(wrap(input * P64[2]), 31n) * P64[1];
+const step = (h, x, bits = 0n, p = P64[1], q = P64[4]) => wrap(rotate(wrap(h ^ x), bits) * p + q);
 // The checksum of a row (row.md): its words as the digits of a number to the base X, modulo 2^64; words 6 and
 // 7 count as 0.
 export function rowChecksum(bytes) {

@@ -9,10 +9,8 @@ const MAX_RATIO = 256;
 const MAX_BLOCK = 131072;
 const malformed = (what) => badPayload("container-21", `malformed zstd frame: ${what}`);
 const expect = (kept, what) => kept || malformed(what);
-
 // The position of the highest bit of a number from 1 on.
 const highest = (x) => 31 - Math.clz32(x);
-
 // Bits of a cursor that are read from the last byte to the first, after the highest set bit of the last byte.
 class BackwardBits {
   constructor({ bytes, at, end }) {
@@ -21,14 +19,7 @@ class BackwardBits {
     this.from = 8 * at;
     this.left = 8 * (end - 1 - at) + highest(bytes[end - 1]);
   }
-
-  // The next `count` bits, at most 24; missing ones are 0 and make `left` negative.
-  read(count) {
-    const result = this.peek(count);
-    this.left -= count;
-    return result;
-  }
-
+  // The next `count` bits, at most 24; missing ones are 0, and make `left` negative once they are read.
   peek(count) {
     const { bytes, from, left } = this;
     const missing = Math.max(count - left, 0);
@@ -38,13 +29,16 @@ class BackwardBits {
     const bits = bytes[byte] | (bytes[byte + 1] << 8) | (bytes[byte + 2] << 16) | (bytes[byte + 3] << 24);
     return ((bits >>> (at & 7)) & ((1 << (count - missing)) - 1)) << missing;
   }
-
+  read(count) {
+    const result = this.peek(count);
+    this.left -= count;
+    return result;
+  }
   // The state of an FSE table after another.
   next({ bases, bits }, state) {
     return bases[state] + this.read(bits[state]);
   }
 }
-
 // The FSE table whose distribution a cursor is at.
 function readTable(cursor, maxLog, maxSymbol) {
   let bit = 8 * cursor.at;
@@ -96,38 +90,33 @@ function buildTable(counts, log) {
   const bits = Uint8Array.from(states, (state) => log - highest(state));
   return { log, symbols, bits, bases: states.map((state, i) => (state << bits[i]) - size) };
 }
-
-// A kind of codes of sequences: the largest table; the predefined distribution, such as 2*11 for eleven
-// counts of 2, and the bits of its table; and the first number and the extra bits of each code.
-function kind(maxLog, distribution, log, first, extra) {
-  const runs = distribution.split(" ").map((run) => run.split("*").map(Number));
-  const counts = runs.flatMap(([count, times]) => range(times, () => count));
-  const starts = extra.map((_, i) => extra.slice(0, i).reduce((sum, bits) => sum + 2 ** bits, first));
-  return { maxLog, maxSymbol: extra.length - 1, usual: buildTable(counts, log), starts, extra };
+// The numbers of a text: 2*11 for eleven numbers 2, and 6..16 for those from 6 to 16.
+function numbersOf(text) {
+  return text.split(" ").flatMap((word) => {
+    const [first, last] = word.split(/\*|\.\./).map(Number);
+    return word.includes("*") ? range(last, () => first) : range(last - first + 1, (i) => first + i);
+  });
 }
-
-const ofLengths = (direct, rest) => [...range(direct, () => 0), 1, 1, 1, 1, 2, 2, 3, 3, 4, ...rest];
+// A kind of codes of sequences: the largest table; the predefined distribution, and the bits of its table;
+// and the first number and the extra bits of each code.
+function kind(maxLog, distribution, log, first, bits) {
+  const extra = numbersOf(bits);
+  const starts = extra.map((_, i) => extra.slice(0, i).reduce((sum, count) => sum + 2 ** count, first));
+  const usual = buildTable(numbersOf(distribution), log);
+  return { maxLog, maxSymbol: extra.length - 1, usual, starts, extra };
+}
+// The kinds of lengths of literals, of distances and of lengths of matches.
 const KINDS = [
-  kind(
-    9,
-    "4*1 3*1 2*11 1*3 2*9 3*1 2*1 1*5 -1*4",
-    6,
-    0,
-    ofLengths(
-      16,
-      range(11, (i) => i + 6),
-    ),
-  ),
-  kind(
-    8,
-    "1*6 2*3 1*15 -1*5",
-    5,
-    1,
-    range(32, (i) => i),
-  ),
-  kind(9, "1*1 4*1 3*1 2*6 1*37 -1*7", 6, 3, ofLengths(32, [4, 5, ...range(10, (i) => i + 7)])),
+  kind(9, "4*1 3*1 2*11 1*3 2*9 3*1 2*1 1*5 -1*4", 6, 0, "0*16 1*4 2*2 3*2 4*1 6..16"),
+  kind(8, "1*6 2*3 1*15 -1*5", 5, 1, "0..31"),
+  kind(9, "1*1 4*1 3*1 2*6 1*37 -1*7", 6, 3, "0*32 1*4 2*2 3*2 4*2 5*1 7..16"),
 ];
-
+// The number of a code of a kind, and of the extra bits that follow.
+function number(bits, index, code) {
+  const { starts, extra } = KINDS[index];
+  const upper = extra[code] > 16 ? bits.read(extra[code] - 16) * 65536 : 0;
+  return starts[code] + upper + bits.read(Math.min(extra[code], 16));
+}
 // The weights of a Huffman tree that a cursor is at.
 function readWeights(cursor) {
   const head = cursor.number(1);
@@ -149,7 +138,6 @@ function readWeights(cursor) {
   }
   return weights;
 }
-
 // The table of Huffman codes that a cursor is at: look-ups of `log` bits give a symbol and the length of its
 // code.
 function readTree(cursor) {
@@ -181,11 +169,9 @@ function readHuffman(cursor, { log, symbols, lengths }, out) {
   }
   expect(bits.left === 0, "literals that take other bits than their stream has");
 }
-
 // By whether literals are coded, and by format: the bytes of their head, and the bits of each size in it.
 const HEAD_BYTES = [Uint8Array.of(1, 2, 1, 3), Uint8Array.of(3, 3, 4, 5)];
 const SIZE_BITS = [Uint8Array.of(5, 12, 5, 20), Uint8Array.of(10, 10, 14, 18)];
-
 // One frame's state: what blocks pass on to later ones.
 class Frame {
   constructor(size, maxBlock) {
@@ -193,18 +179,17 @@ class Frame {
     this.tables = [null, null, null];
     this.offsets = [1, 4, 8];
   }
-
+  // Make room for more bytes. Returns where they begin.
   room(count) {
-    if (count > this.out.length - this.length)
-      badPayload("container-24", `blocks make more than the ${this.out.length} bytes of the content`);
+    const { out, length } = this;
+    this.length += count;
+    if (this.length > out.length)
+      badPayload("container-24", `blocks make more than the ${out.length} bytes of the content`);
+    return length;
   }
-
   append(bytes) {
-    this.room(bytes.length);
-    this.out.set(bytes, this.length);
-    this.length += bytes.length;
+    this.out.set(bytes, this.room(bytes.length));
   }
-
   // A compressed block: the rest of a cursor.
   block(cursor) {
     const start = this.length;
@@ -217,7 +202,6 @@ class Frame {
     this.append(literals.subarray(taken));
     expect(this.length - start <= this.maxBlock, "a block of too many bytes");
   }
-
   literals(cursor) {
     const head = cursor.number(1);
     const [type, format] = [head & 3, (head >> 2) & 3];
@@ -239,7 +223,6 @@ class Frame {
     readHuffman(own, this.tree, literals.subarray(each * sizes.length));
     return literals;
   }
-
   readTables(cursor) {
     const modes = cursor.number(1);
     expect((modes & 3) === 0, "reserved modes of sequences");
@@ -254,7 +237,6 @@ class Frame {
     }
     return this.tables;
   }
-
   // Append what sequences make of literals. Returns how many they take.
   sequences(cursor, count, literals) {
     const [lengths, offsets, matches] = this.readTables(cursor);
@@ -264,13 +246,9 @@ class Frame {
     let match = bits.read(matches.log);
     let taken = 0;
     for (let i = 0; i < count; i++) {
-      const code = offsets.symbols[offset];
-      const upper = code > 16 ? bits.read(code - 16) * 65536 : 0;
-      const distance = 2 ** code + upper + bits.read(Math.min(code, 16));
-      const m = matches.symbols[match];
-      const matched = KINDS[2].starts[m] + bits.read(KINDS[2].extra[m]);
-      const l = lengths.symbols[length];
-      const literal = KINDS[0].starts[l] + bits.read(KINDS[0].extra[l]);
+      const distance = number(bits, 1, offsets.symbols[offset]);
+      const matched = number(bits, 2, matches.symbols[match]);
+      const literal = number(bits, 0, lengths.symbols[length]);
       if (i < count - 1) {
         length = bits.next(lengths, length);
         match = bits.next(matches, match);
@@ -285,7 +263,6 @@ class Frame {
     expect(bits.left === 0, "bytes after the last sequence");
     return taken;
   }
-
   // The distance of a match; the values 1 to 3 stand for earlier ones.
   repeated(value, literal) {
     const { offsets } = this;
@@ -296,17 +273,14 @@ class Frame {
     if (index > 0) offsets[1] = offsets[0];
     return (offsets[0] = distance);
   }
-
   copy(count, distance) {
-    this.room(count);
-    const { out, length: at } = this;
+    const { out } = this;
+    const at = this.room(count);
     expect(distance <= at, "a match from before the content");
     if (distance >= count) out.copyWithin(at, at - distance, at - distance + count);
     else for (let to = at; to < at + count; to++) out[to] = out[to - distance];
-    this.length += count;
   }
 }
-
 // The `size` bytes of the only frame in `bytes`; `checked`: the file has the feature zstd-checksum.
 export function decompress(bytes, size, checked) {
   limit(size, MAX_RATIO * bytes.length, `content of a zstd frame of ${bytes.length} bytes`);
@@ -333,7 +307,6 @@ export function decompress(bytes, size, checked) {
   expect(cursor.left === 0, "bytes after it");
   return frame.out;
 }
-
 // Read the next block. Returns whether it is the last.
 function readBlock(cursor, frame) {
   const head = cursor.number(3);

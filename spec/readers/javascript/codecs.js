@@ -1,10 +1,10 @@
 // Decoding of each codec to the coded frame (codecs/*.md). A decoder takes the streams of a side and returns
 // a function of a row and values, which puts the values of one token of one head; the token's symbols are in
-// data.digits. A row has: b, h and t; head and token, counted over all sequences and heads; run, inRun and
-// group, the token's place in runs; and ofRun and ofGroup, those of the head counted in the same way.
+// data.digits. A row has: b, h and t; token, counted over all sequences and heads; run, inRun and group, the
+// token's place in runs; and ofRun and ofGroup, those of the head counted in the same way.
 
 import { badPayload, must } from "./errors.js";
-import { HALF, floats, range, roundToHalf } from "./numbers.js";
+import { HALF, floats, range, roundToHalf, view } from "./numbers.js";
 import { vectorCount } from "./parameters.js";
 import { Segments, ransTable } from "./rans.js";
 import { Generator } from "./rotation.js";
@@ -99,19 +99,16 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
     }
   };
 }
-
-const ELEMENTS = { e4m3: [4, 3, 7, 0x7f], e5m2: [5, 2, 15, 0x7c], e2m1: [2, 1, 1, 8] };
+// By element: the bits of its fraction, its bias, the sign bit, and the first code that is not finite.
+const ELEMENTS = { e4m3: [3, 7, 128, 0x7f], e5m2: [2, 15, 128, 0x7c], e2m1: [1, 1, 8, 8] };
 // The value of each code of an element, NaN where it is not finite.
 function elements(name) {
-  const [exponentBits, fractionBits, bias, notFinite] = ELEMENTS[name];
-  const sign = 1 << (exponentBits + fractionBits);
-  return Float64Array.from({ length: 2 * sign }, (_, code) => {
+  const [fractionBits, bias, sign, notFinite] = ELEMENTS[name];
+  return range(2 * sign, (code) => {
     const size = code & (sign - 1);
-    if (size >= notFinite) return NaN;
-    const e = size >> fractionBits;
-    const f = (size & ((1 << fractionBits) - 1)) / 2 ** fractionBits;
+    const [e, f] = [size >> fractionBits, (size / 2 ** fractionBits) % 1];
     const value = e ? 2 ** (e - bias) * (1 + f) : 2 ** (1 - bias) * f;
-    return code & sign ? -value : value;
+    return size >= notFinite ? NaN : code & sign ? -value : value;
   });
 }
 
@@ -191,10 +188,9 @@ let lastWords = {};
 // The codewords of quaternion: four binary32 components each. The last ones made are kept.
 function codewords(seed, secondary) {
   if (lastWords.seed === seed && lastWords.secondary === secondary) return lastWords.words;
-  const units = [];
-  for (let axis = 0; axis < 4; axis++)
-    for (const sign of [1, -1]) units.push([0, 1, 2, 3].map((i) => (i === axis ? sign : 0)));
-  for (let p = 0; p < 16; p++) units.push([0, 1, 2, 3].map((i) => ((p >> i) & 1 ? -0.5 : 0.5)));
+  const unit = (p) =>
+    range(4, (i) => (p > 7 ? 0.5 - (((p - 8) >> i) & 1) : p >> 1 === i ? 1 - 2 * (p & 1) : 0));
+  const units = range(24, unit);
   const generator = new Generator(seed);
   const words = new Float32Array(96 * secondary);
   for (let s = 0; s < secondary; s++) {
@@ -424,12 +420,13 @@ function transformStreams(data, { dim, chunk, side: which }) {
         if (tokens[b * side.groups + group] !== Math.min(chunk, run - start))
           badPayload("transform-8", `group ${group} has ${tokens[b * side.groups + group]} tokens`);
   if (columns.some((count) => count > dim)) badPayload("transform-9", `a block has more columns than ${dim}`);
-  const join = (name) => {
-    const words = data.u16(name);
-    return range(words.length / 2, (i) => words[2 * i] + 65536 * words[2 * i + 1]);
+  const segments = new Segments(data, view(data.u8("word_counts"), Uint32Array), "transform-10");
+  return {
+    segments,
+    tokens,
+    columns,
+    positions: which === "k" ? view(data.u8("positions"), Uint32Array) : null,
   };
-  const segments = new Segments(data, join("word_counts"), "transform-10");
-  return { segments, tokens, columns, positions: which === "k" ? join("positions") : null };
 }
 // Turn a row to a position (basis.md, Rotary positions).
 function turn({ frequencies, halves }, position, u) {

@@ -1,6 +1,6 @@
 // Required and ignorable features with data (container.md, Token ids to Metadata).
 
-import { limit, need } from "./errors.js";
+import { badPayload, limit, need } from "./errors.js";
 import { compareText, decodeUtf8, MAX_NAMES, MAX_STRING_BYTES } from "./msgpack.js";
 import { Cursor, concat, isZero, view } from "./numbers.js";
 import { MAX_TOKENS } from "./schema.js";
@@ -25,8 +25,8 @@ export function readFeatures(header) {
   header.starts = readStarts(header);
   const ends = header.layers.flatMap(({ k, v }, i) => (k || v ? [header.starts[i] + (k ?? v).length] : []));
   header.end = ends.reduce((end, one) => Math.max(end, one), header.start);
-  header.batches = [...header.layers.flatMap(({ k, v }) => (k || v ? [(k ?? v).batch] : []))];
-  header.batches.push(...header.states.map(({ shape }) => shape[0]));
+  const batches = header.layers.flatMap(({ k, v }) => (k || v ? [(k ?? v).batch] : []));
+  header.batches = [...batches, ...header.states.map(({ shape }) => shape[0])];
   header.hidden = readHidden(header);
   header.offsets = readOffsets(header);
   header.metadata = header.ignorable.has("metadata") ? readMetadata(header.ignorable.get("metadata")) : null;
@@ -124,20 +124,15 @@ function readOffsets(header) {
     return Number(offset);
   });
 }
-
-class OtherForm extends Error {}
-
 // What `read` makes of data that may be of another form; null if they are.
 function readLoosely(bytes, read) {
-  const other = () => {
-    throw new OtherForm();
-  };
+  const other = (message) => badPayload("other-form", message);
   const cursor = new Cursor(bytes, other);
   const text = (size) => decodeUtf8(cursor.take(size)) ?? other();
   try {
-    return read(cursor, text, (condition) => condition || other());
+    return read(cursor, text, (kept) => kept || other());
   } catch (error) {
-    if (error instanceof OtherForm) return null;
+    if (error.rule === "other-form") return null;
     throw error;
   }
 }
@@ -145,24 +140,23 @@ function readLoosely(bytes, read) {
 function readMetadata(bytes) {
   return readLoosely(bytes, (cursor, text, expect) => {
     const result = new Map();
-    for (let before = null; cursor.left;) {
-      const length = cursor.number(1);
-      expect(length > 0 && result.size < MAX_NAMES);
-      const name = text(length);
-      expect(before === null || compareText(before, name) < 0);
+    for (let before = ""; cursor.left;) {
+      expect(result.size < MAX_NAMES);
+      const name = text(cursor.number(1));
+      expect(compareText(before, name) < 0);
       before = name;
       const type = cursor.number(1);
       expect(type <= 2);
-      const bits = type ? cursor.big(8) : 0n;
-      let value = BigInt.asIntN(64, bits);
-      if (type === 2) value = new Float64Array(BigUint64Array.of(bits).buffer)[0];
-      expect(type !== 2 || Number.isFinite(value));
       if (type === 0) {
         const size = cursor.number(4);
         expect(size <= MAX_STRING_BYTES);
-        value = text(size);
+        result.set(name, text(size));
+        continue;
       }
-      result.set(name, value);
+      const bits = cursor.big(8);
+      const number = new Float64Array(BigUint64Array.of(bits).buffer)[0];
+      expect(type === 1 || Number.isFinite(number));
+      result.set(name, type === 1 ? BigInt.asIntN(64, bits) : number);
     }
     return result;
   });
@@ -173,8 +167,7 @@ function readInputs(bytes) {
     const ids = view(cursor.take(4 * cursor.number(8)), Uint32Array);
     const undetermined = [];
     while (cursor.left) {
-      const position = cursor.big(8);
-      const size = cursor.number(4);
+      const [position, size] = [cursor.big(8), cursor.number(4)];
       expect(size > 0);
       undetermined.push([position, text(size)]);
     }
@@ -186,7 +179,7 @@ function readInputs(bytes) {
 export function tokenIds({ ignorable, batches, start, end }) {
   const joined = (name) => {
     const parts = [];
-    while (ignorable.has(`${name}.${parts.length}`)) parts.push(ignorable.get(`${name}.${parts.length}`));
+    for (let part; (part = ignorable.get(`${name}.${parts.length}`));) parts.push(part);
     return parts.length ? concat(...parts) : null;
   };
   const [more, rows] = [joined("token-ids"), joined("row-ids")];
@@ -198,16 +191,14 @@ export function tokenIds({ ignorable, batches, start, end }) {
   if (shared.every((id, i) => id === all[i])) shared = all;
   const cursor = new Cursor(rows ?? new Uint8Array(0), null);
   const [batch, count] = cursor.left < 12 ? [0, 0] : [cursor.number(4), cursor.number(8)];
-  const own =
-    batch === sequences && batch * count * 4 === cursor.left
-      ? view(cursor.take(cursor.left), Uint32Array)
-      : [];
-  const each = own.length / sequences || 0;
+  const fits = batch > 0 && batch === sequences && batch * count * 4 === cursor.left;
+  const own = view(cursor.take(fits ? cursor.left : 0), Uint32Array);
+  const each = fits ? count : 0;
   const length = Math.min(shared.length + each, end - start);
   const row = (i) => {
     const result = new Uint32Array(shared.length + each);
     result.set(shared);
-    result.set(own.slice(i * each, (i + 1) * each), shared.length);
+    result.set(own.subarray(i * each, (i + 1) * each), shared.length);
     return result.subarray(0, length);
   };
   return { sequences, length, row, undetermined: inputs?.undetermined ?? null };

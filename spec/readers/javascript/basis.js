@@ -9,7 +9,6 @@ const shaped = ({ dtype, shape }, dtypes, ...sizes) =>
   dtypes.split(" ").includes(dtype) && shape.join() === sizes.join();
 const statesOf = (states, layer) =>
   new Map(states.filter((state) => state.layer === layer).map((state) => [state.key, state]));
-// Check the header of a basis.
 export function checkBasisHeader({ layers, states }) {
   layers.forEach(({ k, v }, i) => {
     const what = `layer ${i} of the basis`;
@@ -40,8 +39,7 @@ function checkFrames(states, which, side, what) {
 function checkBalanced(states, side, what) {
   const found = ["k.balanced", "k.centered", "k.queries", "k.mean"].filter((key) => states.has(key));
   if (!found.length) return;
-  const balanced = states.has("k.balanced") || states.has("k.centered");
-  need(balanced, "basis-21", `${what} has ${found[0]} without balanced matrices`);
+  need(states.has("k.balanced") || states.has("k.centered"), "basis-21", `${what} has only ${found[0]}`);
   const [, h, n] = states.get(found[0]).shape;
   const { heads, dim } = side ?? { heads: h, dim: n };
   for (const key of found) {
@@ -102,19 +100,12 @@ export class Basis {
       this.tables.push({ ...table, values: row(values, symbols - 1, i) });
     }
   }
-  state(layer, key) {
-    return this.states.get(`${layer}.state.${key}`);
-  }
+  state = (layer, key) => this.states.get(`${layer}.state.${key}`);
   // The vectors of a side for the codec klt.
   vectors(layer, which, dim, heads) {
     const side = this.header.layers[layer]?.[which];
     need(side, "klt-6", `the basis has no side ${which} of layer ${layer}`);
-    const [h, n] = [side.heads, side.dim];
-    need(
-      n === dim && h === heads,
-      "klt-7",
-      `the basis has ${h} heads of ${n} channels, not ${heads} of ${dim}`,
-    );
+    need(side.dim === dim && side.heads === heads, "klt-7", `the basis has other heads of ${which}`);
     return this.sides.get(`${layer}.${which}`);
   }
   // The matrices of a side for the codec transform: their values, and table(column, step).

@@ -86,8 +86,7 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
   const pairs = byToken ? dim : Math.ceil(dim / size);
   const shift = byToken ? 0 : Math.log2(size);
   return ({ b, t, token, ofGroup, ofRun }, u) => {
-    // With axis token the group is a row of scales; key_mean, which changes the rows of groups, needs axis
-    // channel.
+    // With axis token the group is a row of scales; key_mean, which changes groups, needs axis channel.
     const at = 2 * pairs * (byToken ? ofGroup : token);
     const values = table?.(ofRun);
     const factor = factors ? factors[perHead ? token : b * data.side.packed + t] : 1;
@@ -121,8 +120,11 @@ function minifloat(data, { dim, element, granularity, scale_dtype: dtype }) {
   const shift = dtype === "e8m0" ? 5 : 4;
   const perToken = Math.ceil(dim / 2 ** shift);
   must(dtype !== "e8m0" || !blocks.includes(255), "minifloat-7", "an e8m0 scale is NaN");
-  const positive = dtype !== "e4m3" || blocks.every((code) => code <= 0x7e);
-  must(positive, "minifloat-8", "an e4m3 scale is NaN or below zero");
+  must(
+    dtype !== "e4m3" || !blocks.some((code) => code > 126),
+    "minifloat-8",
+    "an e4m3 scale is NaN or below 0",
+  );
   const scales = dtype === "e8m0" ? null : data.finite(dtype === "e4m3" ? "global_scale" : "scale");
   return ({ b, run, token, ofRun }, u) => {
     const index = { head: ofRun, token }[granularity] ?? b * data.side.runs.length + run;

@@ -13,26 +13,16 @@ class SideData {
     Object.assign(this, { side, bytes, bases, missing: null });
     this.streams = new Map(side.streams.map((stream) => [stream.stream, stream]));
   }
-  u8(name) {
-    return this.bytes.get(name);
-  }
-  u16(name) {
-    return view(this.bytes.get(name), Uint16Array);
-  }
-  floats(name) {
-    return floats(this.bytes.get(name), this.streams.get(name).dtype);
-  }
-  finite(name) {
-    return finite(this.bytes.get(name), this.streams.get(name).dtype, name);
-  }
+  u8 = (name) => this.bytes.get(name);
+  u16 = (name) => view(this.bytes.get(name), Uint16Array);
+  floats = (name) => floats(this.bytes.get(name), this.streams.get(name).dtype);
+  finite = (name) => finite(this.bytes.get(name), this.streams.get(name).dtype, name);
+  // How many entries a stream of items has.
+  entries = (name) => this.streams.get(name).shape[2];
   // Norms of tokens, which may have 8 bits.
   norms(name) {
     if (this.streams.get(name).dtype !== "U8") return this.finite(name);
     return Float32Array.from(this.u8(name), (code) => LOG_NORMS[code]);
-  }
-  // The count of entries of a stream that has a row for each.
-  entries(name) {
-    return this.streams.get(name).shape[2];
   }
   // The digits of a row of code streams, stream after stream, once unpack(row) has put them there.
   symbols(packings) {
@@ -209,11 +199,7 @@ const STEPS = {
     const state = basis.state(layer, `k.${frame}`);
     need(state, "side-cars-17", `the basis has no k.${frame} of layer ${layer}`);
     const [, h, n] = state.shape;
-    need(
-      h === heads && n === dim,
-      "side-cars-18",
-      `k.${frame} of the basis is for ${h} heads of ${n} channels`,
-    );
+    need(h === heads && n === dim, "side-cars-18", `k.${frame} is for ${h} heads of ${n} channels`);
     const starts = Int32Array.from(range(dim, (j) => j * dim));
     const factors = new Float64Array(dim);
     return (u, row) => {
@@ -235,7 +221,7 @@ const STEPS = {
     };
   },
 };
-// The order in which they are applied.
+
 const ORDER = [
   ...["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order", "channel_scale"],
   ...["balanced", "raw_tokens", "raw_positions"],
@@ -277,10 +263,7 @@ function rawPositions(data) {
     const place = token * batch + sequence;
     const unused = token < 0 && !sequence && isZero(bytes.subarray(i * entryBytes, (i + 1) * entryBytes));
     if (!unused && !(token >= 0 && token < packed && sequence < batch && place > last))
-      badPayload(
-        "side-cars-13",
-        `position ${i}, token ${token} of sequence ${sequence}, is not in its place`,
-      );
+      badPayload("side-cars-13", `the token ${token} of sequence ${sequence} is not in its place`);
     last = unused ? Infinity : place;
     if (!unused) positions.set(place, i);
   }

@@ -1,8 +1,7 @@
 // What a reader refuses a file by: README.md, Refusals.
 
 export class KvpackError extends Error {
-  // kind: a class of README.md, such as "InvalidHeader"; rule: the number of the broken rule, such as
-  // "group-2".
+  // kind: a class of README.md, such as "InvalidHeader"; rule: that of the broken rule, such as "group-2".
   constructor(kind, rule, message) {
     super(`${message} [${rule}]`);
     this.name = "KvpackError";
@@ -29,5 +28,4 @@ export const must = (kept, rule, message) => kept || badPayload(rule, message);
 // Refuse a number above a limit of the format or of the caller.
 export const limit = (value, most, what) =>
   value <= most || aboveLimit("container-29", `${what}: ${value} is above the limit of ${most}`);
-// Text of a file, for a message.
 export const quoted = (text) => JSON.stringify(String(text).slice(0, 80));

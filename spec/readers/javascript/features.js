@@ -13,6 +13,7 @@ const OF_CODECS = [
   ["balanced", "container-63", (p) => p.balanced],
   ["log-norms", "container-64", (p) => p.norm === "log8"],
 ];
+
 const OTHERS = ["basis", "hidden-tokens", "layer-positions", "layer-state", "position-offsets"];
 export const FEATURES = [...OF_CODECS.map(([name]) => name), ...OTHERS];
 // Read the features of a header whose layers are read: states, starts, end, hidden, offsets and metadata.
@@ -35,8 +36,7 @@ export function readFeatures(header) {
 // name without data breaks, and data without it; `form` that of data of another size.
 function records(header, name, width, pairing, form, count = null) {
   const bytes = header.ignorable.get(name);
-  const both = header.required.includes(name) === (bytes !== undefined);
-  need(both, pairing, `required and ignorable do not both have ${name}`);
+  need(header.required.includes(name) === (bytes !== undefined), pairing, `${name} lacks its name or data`);
   if (!bytes) return null;
   const { length } = bytes;
   const whole = count === null ? length > 0 && length % width === 0 : length === count * width;
@@ -52,12 +52,10 @@ function readStarts(header) {
     const value = found[i].big(8);
     limit(value, MAX_TOKENS, `start of layer ${i}`);
     need(value >= start, "container-37", `the start of layer ${i} is ${value}, before ${start}`);
-    const same = k || v || Number(value) === start;
-    need(same, "container-38", `layer ${i} has no sides, and the start ${value}`);
+    need(k || v || Number(value) === start, "container-38", `layer ${i} without sides starts at ${value}`);
     return Number(value);
   });
-  const some = starts.some((value) => value !== start);
-  need(some, "container-39", "layer-positions has the start of the file for every layer");
+  need(!starts.every((value) => value === start), "container-39", "layer-positions has one start only");
   return starts;
 }
 
@@ -100,10 +98,8 @@ function readHidden(header) {
   let last = [-1, 0, 0];
   return (records(header, "hidden-tokens", 20, "container-49", "container-50") ?? []).map((record) => {
     const [sequence, from, to] = [record.number(4), record.big(8), record.big(8)];
-    const known = sequence < Math.min(...batches);
-    need(known, "container-51", `hidden-tokens has the sequence ${sequence}`);
-    const inside = start <= from && from < to && to <= end;
-    need(inside, "container-52", `hidden-tokens has the stretch ${from} to ${to}`);
+    need(sequence < Math.min(...batches), "container-51", `hidden-tokens has the sequence ${sequence}`);
+    need(start <= from && from < to && to <= end, "container-52", `hidden-tokens has ${from} to ${to}`);
     const ascends = last[0] < sequence || (last[0] === sequence && last[2] < from);
     need(ascends, "container-53", `hidden-tokens is not in order at ${from}`);
     last = [sequence, Number(from), Number(to)];
@@ -136,7 +132,7 @@ function readLoosely(bytes, read) {
     throw error;
   }
 }
-// The entries of `metadata` as a Map, or null for data of another form.
+
 function readMetadata(bytes) {
   return readLoosely(bytes, (cursor, text, expect) => {
     const result = new Map();

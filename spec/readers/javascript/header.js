@@ -40,11 +40,13 @@ const HEADER = {
   layers: list(isMap, 4096),
   tensors: list(Array.isArray, 131072),
 };
+
 const SIDE = {
   ...schema("codec:integer batch:1..65536! heads:1..65536!"),
   runs: list(typeOf(`1..${MAX_TOKENS}!`), 131072),
   ...schema("tail:tokens tail_dtype:bf16|fp16|fp32 window:tokens"),
 };
+
 const LAYER = schema("k:any v:any");
 // Check the map of a header; `isKnown(id)`: whether the reader knows a codec; `ofRow`: a row's description.
 export function readHeader(map, isKnown, ofRow = false) {
@@ -65,13 +67,8 @@ function readLayer(map, index, codecs) {
   const layer = { k: side(k, "k"), v: side(v, "v") };
   if (!layer.k || !layer.v) return layer;
   const [one, other] = [layer.k, layer.v];
-  need(
-    one.batch === other.batch,
-    "container-13",
-    `${what}: a batch of ${one.batch} in k, ${other.batch} in v`,
-  );
-  const same = one.length === other.length;
-  need(same, "container-14", `${what}: ${one.length} tokens in k, ${other.length} in v`);
+  need(one.batch === other.batch, "container-13", `${what}: batches of ${one.batch} and ${other.batch}`);
+  need(one.length === other.length, "container-14", `${what}: ${one.length} and ${other.length} tokens`);
   return layer;
 }
 

@@ -5,7 +5,7 @@ import { Basis, checkBasisHeader } from "./basis.js";
 import { decodeSide } from "./decode.js";
 import * as errors from "./errors.js";
 import { tokenIds } from "./features.js";
-import { readHeader, refuseNew, sidesOf } from "./header.js";
+import { byteSize, readHeader, refuseNew, sidesOf } from "./header.js";
 import { parse } from "./msgpack.js";
 import { concat, equalBytes, finite, hex, isZero, sha256, viewOf } from "./numbers.js";
 import { isCodec } from "./parameters.js";
@@ -31,7 +31,7 @@ export function fromBlob(blob) {
   const read = async (from, to) => new Uint8Array(await blob.slice(from, to).arrayBuffer());
   return { size: blob.size, read };
 }
-// An open file handle of Node.
+
 export async function fromHandle(handle) {
   const read = async (from, to) => {
     const bytes = new Uint8Array(to - from);
@@ -82,8 +82,7 @@ function readPlace(text) {
   const [, digest, size, rest] = form.exec(text.slice(START.length)) ?? [];
   need(digest, "container-5", "the JSON header does not begin as its form says");
   limit(Number(size), MAX_HEADER_BYTES, "bytes of kvpack.header");
-  const isWhole = rest.startsWith(`,"data_offsets":[0,${size}]}`);
-  need(isWhole, "container-5", "the JSON header does not begin as its form says");
+  need(rest.startsWith(`,"data_offsets":[0,${size}]}`), "container-5", "the JSON header has another form");
   return { digest, size: Number(size) };
 }
 // Places of tensors in the data section, from which `offset` counts, as BigInt; returns where they end.
@@ -130,8 +129,7 @@ export async function open(source, options = {}) {
   const header = readHeader(map, isKnown);
   const end = BigInt(start) + placeTensors(header.tensors, size);
   const json = new TextEncoder().encode(jsonHeader(header.tensors, digest, size));
-  const same = equalBytes(await readExactly(source, 8, start), json);
-  need(same, "container-5", "the JSON header is not the one of kvpack.header");
+  need(equalBytes(await readExactly(source, 8, start), json), "container-5", "the JSON header is another");
   limit(end, MAX_FILE_BYTES, "bytes of the file");
   if (BigInt(source.size) !== end)
     truncated("container-4", `the file has ${source.size} bytes, and its tensors end at ${end}`);
@@ -159,9 +157,7 @@ export class KvpackFile {
     ]);
     return [...new Set(bases.filter(Boolean).map(hex))];
   }
-  tokenIds() {
-    return tokenIds(this.header);
-  }
+  tokenIds = () => tokenIds(this.header);
   // Read the stored bytes of a tensor by pieces of at most `size` bytes, and check its pad and digest.
   async #read({ name, offset, pad, stored, digest }, size, visit) {
     const at = this.dataStart + Number(offset);
@@ -184,8 +180,7 @@ export class KvpackFile {
     if (tensor.filter === "none") return result;
     return decompress(result, Number(tensor.size), this.header.ignorable.has("zstd-checksum"));
   }
-  // Check the pad and the digest of a tensor by slices; `progress(bytes)` after each. Frames are undone by
-  // tensor().
+  // Check a tensor by slices; `progress(bytes)` after each. Frames are undone by tensor().
   async checkTensor(tensor, progress = () => {}) {
     await this.#read(tensor, PIECE, (bytes) => progress(bytes.length));
     if (tensor.filter === "zstd") await this.tensor(tensor);
@@ -203,18 +198,14 @@ export class KvpackFile {
     const side = this.layers[layer][which];
     const whole = { batch: [0, side.batch], heads: [0, side.heads], tokens: [0, side.length] };
     const range = { ...whole, ...options };
-    const shape = [range.batch, range.heads, range.tokens].map(([from, to]) => to - from);
-    shape.push(side.dim);
-    limit(
-      shape.reduce((product, count) => product * BigInt(count), 4n),
-      this.limit,
-      "bytes of values",
-    );
+    const counts = [range.batch, range.heads, range.tokens].map(([from, to]) => to - from);
+    const shape = [...counts, side.dim];
+    limit(byteSize({ dtype: "F32", shape }), this.limit, "bytes of values");
     const bytes = streams ?? (await this.streams(layer, which));
     return { shape, values: decodeSide(side, bytes, bases, range) };
   }
 }
-// Open a basis: the whole file is read and checked.
+
 export async function openBasis(source, options = {}) {
   const file = await open(source, options);
   need(file.isBasis, "basis-18", "the file is not a basis");

@@ -60,16 +60,13 @@ const LEAST = {
 class Cut extends Error {}
 
 class Parser extends Cursor {
-  // A function that refuses the first fault.
   fault = null;
   constructor(bytes) {
     super(bytes, () => {
       throw new Cut();
     });
   }
-  note(refuse) {
-    this.fault ??= refuse;
-  }
+  note = (refuse) => (this.fault ??= refuse);
   limit(value, most, what) {
     if (value > most) this.note(() => limit(value, most, what));
   }

@@ -96,15 +96,10 @@ export class Cursor {
     this.at += count;
     return this.bytes.subarray(this.at - count, this.at);
   }
-  // The next bytes as a cursor of their own.
   part(size) {
     this.take(size);
     return new Cursor(this.bytes, this.cut, this.at - size, this.at);
   }
-  big(width) {
-    return littleEndian(this.take(width), 0, width);
-  }
-  number(width) {
-    return Number(this.big(width));
-  }
+  big = (width) => littleEndian(this.take(width), 0, width);
+  number = (width) => Number(this.big(width));
 }

@@ -13,7 +13,7 @@ function columnBytes(bases, fields) {
   const values = bases.reduce((product, base) => product * BigInt(base) ** BigInt(fields), 1n);
   return values > 2n ** 53n ? 0 : range(7, (i) => i + 1).find((bytes) => 256n ** BigInt(bytes) >= values);
 }
-// The bytes of a row at the default F.
+
 export function defaultRowBytes(n, base) {
   const sizes = range(Math.min(n, 128), (i) => [columnBytes([base], i + 1), Math.ceil(n / (i + 1))]);
   const rows = sizes.filter(([bytes]) => bytes).map(([bytes, columns]) => [bytes >> 1, bytes & 1, columns]);
@@ -29,13 +29,11 @@ export class Columns {
     need(fits, "front-5", `fields of the stream ${name} is ${fields}, beyond the limits of packing`);
     const columns = Math.ceil(n / fields);
     Object.assign(this, { name, n, bases, fields, alphabets, columns, odd: bytes & 1, words: bytes >> 1 });
-    // The words of a row in each plane; the last plane holds the last bytes of columns of an odd number of
-    // them.
+    // The words of a row in each plane; the last plane may hold the last bytes of two columns.
     this.half = Math.ceil(columns / 2);
     this.planes = [...range(this.words, () => columns), ...range(this.odd, () => this.half)];
     this.powers = bases.every(isPower);
     this.digits = bases.map(() => new Int32Array(columns * fields));
-    // The 16-bit words of the columns of a row, word after word.
     this.row = new Uint16Array((this.words + 2) * columns);
   }
   // Unpack one row into this.digits, and make all checks. `planes` are Uint16Arrays of all rows.

@@ -208,8 +208,7 @@ const DERIVED = {
     p.width = { e8m0: 32, e4m3: 16 }[dtype];
     const fits = (granularity === "block") === Boolean(p.width);
     need(fits, "minifloat-2", `scale_dtype ${dtype} is not one of granularity ${granularity}`);
-    const small = dtype !== "e4m3" || element === "e2m1";
-    need(small, "minifloat-4", `scale_dtype e4m3 has the element ${element}, not e2m1`);
+    need(dtype !== "e4m3" || element === "e2m1", "minifloat-4", `e4m3 scales of the element ${element}`);
     p.elementBits = element === "e2m1" ? 4 : 8;
   },
   scalar(p) {
@@ -222,10 +221,8 @@ const DERIVED = {
     p.isHigh = range(dim, (c) => (flags[c >> 3] >> (c & 7)) & 1);
     p.highCount = p.isHigh.reduce((sum, flag) => sum + flag, 0);
     p.lowCount = dim - p.highCount;
-    const some = high === 0 || (p.highCount > 0 && p.lowCount > 0);
-    need(some, "scalar-5", `high_channels has ${p.highCount} of ${dim} channels`);
-    const none = dim % 8 === 0 || !(flags.at(-1) >> (dim % 8));
-    need(none, "scalar-6", "high_channels has a bit from dim on");
+    need(high === 0 || (p.highCount > 0 && p.lowCount > 0), "scalar-5", `${p.highCount} channels are high`);
+    need(dim % 8 === 0 || !(flags.at(-1) >> (dim % 8)), "scalar-6", "high_channels has a bit from dim on");
   },
   octahedral(p) {
     const { b_dir: bits, b_norm: normBits, dim } = p;
@@ -243,8 +240,7 @@ const DERIVED = {
   },
   quaternion(p) {
     const direct = p.arrangement === "direct";
-    const fits = !direct || p.secondary <= 2730;
-    need(fits, "quaternion-2", `secondary is ${p.secondary}, above 2730 of the arrangement direct`);
+    need(!direct || p.secondary <= 2730, "quaternion-2", `secondary is ${p.secondary}, above 2730 of direct`);
     p.words = 24 * p.secondary;
     const isSplit = (one, two) => !direct && (p.words > 65536 || two < one);
     splitSymbols(p, Math.ceil(p.dim / 4), p.words, isSplit);
@@ -265,8 +261,7 @@ const DERIVED = {
   },
   polar(p) {
     const digits = p.bits.split(".");
-    const few = digits.length <= Math.ceil(Math.log2(p.dim));
-    need(few, "polar-2", `bits has ${digits.length} levels, too many for dim ${p.dim}`);
+    need(digits.length <= Math.ceil(Math.log2(p.dim)), "polar-2", `${digits.length} levels for dim ${p.dim}`);
     const streams = [];
     let offset = 0;
     p.radii = p.dim;
@@ -295,8 +290,11 @@ const DERIVED = {
     need((p.dim * p.bits) % 16 === 0, "trellis-3", `dim · bits is ${p.dim * p.bits}, no multiple of 16`);
     checkSize(p.table, 2 * 2 ** p.state_bits, "trellis-4");
     Object.assign(p, { values: floats(p.table, "F16"), words: (p.dim * p.bits) / 16 });
-    const small = p.values.every((value) => Math.abs(value) <= 1);
-    need(small, "trellis-4", "table has a value outside [-1, 1]");
+    need(
+      !p.values.some((value) => !(Math.abs(value) <= 1)),
+      "trellis-4",
+      "table has a value outside [-1, 1]",
+    );
   },
   klt(p) {
     const { dim, widths, fields } = p;
@@ -321,7 +319,6 @@ const DERIVED = {
       });
       return [];
     }
-    // The columns of each code stream, in the order of its symbols.
     const ofWidth = (width) => range(dim, (c) => c).filter((c) => widths[c >> 4] === width);
     p.columns = range(8, (i) => ({ width: i + 1, list: ofWidth(i + 1) })).filter(({ list }) => list.length);
     return p.columns.map(({ width, list }) => `codes_${width} = ${list.length} ${2 ** width}`);
@@ -331,8 +328,7 @@ const DERIVED = {
     p.group = p.chunk;
   },
   channel_order(p) {
-    const fits = p.channel_order === "u16" || p.dim <= 256;
-    need(fits, "side-cars-3", `channel_order is u8 at dim ${p.dim}`);
+    need(p.channel_order === "u16" || p.dim <= 256, "side-cars-3", `channel_order is u8 at dim ${p.dim}`);
   },
   block_rotation({ dim, block_rotation: size }) {
     need(dim % size === 0, "side-cars-3", `block_rotation is ${size}, which does not divide dim ${dim}`);
@@ -357,6 +353,7 @@ for (const codec of Object.values(CODECS)) {
   codec.optional = / (\w+)\?$/.exec(codec.words)?.[1];
   codec.types = { id: isText, ...schema(codec.words.replace(/ \w+\?$/, "")) };
 }
+
 for (const sideCar of Object.values(SIDE_CARS))
   sideCar.type = sideCar.words.includes(":") ? mapOf(sideCar.words, "side-cars-3") : typeOf(sideCar.words);
 // Check a codec's map of the header. Returns its parameters with `packings` and `streams`.
@@ -387,11 +384,9 @@ function checkFields({ id, fields, packings, ofHeads }, rule) {
   const names = ofHeads ? ["codes"] : packings.map(({ name }) => name);
   const same = [...fields.keys()].join() === names.join();
   need(same, rule(3), `codec ${id}: fields has the keys ${quoted([...fields.keys()])}, not ${names}`);
-  const integers = [...fields.values()].every(isInteger);
-  need(integers, rule(2), `codec ${id}: fields has a value that is not an integer`);
+  need([...fields.values()].every(isInteger), rule(2), `codec ${id}: fields has a value of another type`);
 }
-// Check the side-cars of a codec, [key, value] each, and add their streams; a side-car of symbols has a
-// `packing`.
+// Check side-cars, [key, value] each, and add their streams; one of symbols has a `packing`.
 function readSideCars(p, sideCars) {
   const order = Object.keys(SIDE_CARS);
   let last = -1;

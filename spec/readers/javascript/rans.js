@@ -35,7 +35,6 @@ export class Segments {
     const { length } = this.words;
     if (sum !== length) badPayload(rule, `word_counts sum to ${sum}, and there are ${length} words`);
   }
-  // Check the first states of a segment.
   check(index) {
     for (let i = 2 * LANES * index + 1; i < 2 * LANES * (index + 1); i += 2)
       if (this.states[i] === 0)
@@ -70,7 +69,5 @@ export class Segments {
       badPayload("rans-4", `segment ${index}: the last state of a lane is not 65536`);
     return next;
   }
-  end(index) {
-    return this.starts[index] + this.counts[index];
-  }
+  end = (index) => this.starts[index] + this.counts[index];
 }

@@ -15,9 +15,7 @@ export class Generator {
     z = ((z ^ (z >> 27n)) * 0x94d049bb133111ebn) & M;
     return z ^ (z >> 31n);
   }
-  symmetric() {
-    return (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
-  }
+  symmetric = () => (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
   // A point of the disc, and the square of its distance from the middle.
   point() {
     for (;;) {

@@ -51,16 +51,13 @@ function checkDescription(header) {
   const values = layers.filter(({ v }) => v).length;
   restrict(values === 0 || values === layers.length, "some layers have v, and others do not");
   for (const { codec, batch, runs, tail, window, heads, packed } of sides) {
-    const plain = batch === 1 && runs.length === 1 && !tail && !window;
-    restrict(plain, "a side has another form than those of rows");
-    const same = heads === sides[0].heads && packed === sides[0].packed;
-    restrict(same, "sides have different heads or tokens");
+    restrict(batch === 1 && runs.length === 1 && !tail && !window, "a side has no form of rows");
+    restrict(heads === sides[0].heads && packed === sides[0].packed, "sides differ in heads or tokens");
     const other = codec.streams.find(
       (of) => of.heads === "item" && !/^raw_(positions|values)$/.test(of.name),
     );
     restrict(!other, `a side has the stream ${other?.name} of items`);
-    const opaque = header.pageDtype !== "u8" || codec.id === "opaque";
-    need(opaque, "row-6", "a page of u8 has a codec that is not opaque");
+    need(header.pageDtype !== "u8" || codec.id === "opaque", "row-6", "a page of u8 has another codec");
   }
 }
 // Read a row from memory that begins with it: { header, namespace, key, description, sides }, every check

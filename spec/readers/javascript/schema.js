@@ -42,14 +42,12 @@ export function typeOf(word) {
   const texts = word.split("|");
   return oneOf(texts.some((text) => Number.isNaN(Number(text))) ? texts : texts.map(Number));
 }
-// The types of the keys of a map, from words such as bits:1..8; a key without a type has that of its own
-// name.
+// The types of the keys of a map, from words such as bits:1..8; a type may be named as its key is.
 export function schema(words) {
   const pairs = words.split(/\s+/).map((word) => word.split(":"));
   return Object.fromEntries(pairs.map(([name, type = name]) => [name, typeOf(type)]));
 }
-// A map that has the keys of a table, in its order, as an object. Other keys and other values break the
-// rules.
+// A map that has the keys of a table, in its order, as an object; others break the rules.
 export function readMap(map, types, what, keyRule = "container-11", valueRule = keyRule) {
   need(isMap(map), keyRule, `${what} is not a map`);
   const names = Object.keys(types);

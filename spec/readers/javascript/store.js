@@ -23,7 +23,7 @@ function encodeText(text) {
 export function lengthPrefixed(bytes) {
   return concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
 }
-// The SHA-256 of byte strings, each after its length.
+
 const keyOf = (...parts) => sha256(concat(...parts.map(lengthPrefixed)));
 // The root of an identity: its fields by name, "" for those that are left out.
 export function rootKey(fields) {
@@ -75,8 +75,11 @@ function checkIdentity({ header }, identity, start) {
   const expected = new Map(names.map((name) => [name === "model" ? "name" : name, identity[name] ?? ""]));
   for (const [name, value] of expected)
     need((header.model.get(name) ?? "") === value, "store-2", `the entry is of another ${name}`);
-  const known = [...header.model.keys()].every((name) => expected.has(name));
-  need(known, "store-2", "the entry's model has other fields");
+  need(
+    ![...header.model.keys()].some((name) => !expected.has(name)),
+    "store-2",
+    "the model has other fields",
+  );
   need(header.recipe === (identity.recipe ?? ""), "store-2", "the entry is of another recipe");
   need(header.start === start, "store-2", `the entry starts at ${header.start}, not at ${start}`);
 }
@@ -86,8 +89,7 @@ function checkPayload(file, bytes, digest) {
   const from = first ? file.dataStart + Number(first.offset) : bytes.length;
   if (!equalBytes(xxh3(bytes.subarray(from)), digest))
     digestMismatch("store-3", "the payload does not have its digest");
-  const plain = file.header.tensors.every(({ filter }) => filter === "none");
-  need(plain, "store-19", "a tensor of the entry has a filter");
+  need(!file.header.tensors.some(({ filter }) => filter !== "none"), "store-19", "a tensor has a filter");
 }
 // Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.
 // expected: { identity (fields as for rootKey), start, limit (bytes) }.
@@ -101,15 +103,13 @@ export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }
   const inputs = record.slice(81, 81 + record[80]);
   const ids = [...view(record.slice(81 + record[80]), Uint32Array)];
   const own = await chunkKey(parent, ids, inputs);
-  const same = equalBytes(record.subarray(0, 32), key) && equalBytes(own, key);
-  need(same, "store-2", "the entry has another key");
+  need(equalBytes(record.subarray(0, 32), key) && equalBytes(own, key), "store-2", "the key is another");
   checkIdentity(file, identity, start);
   for (const { batch, tail, packed } of file.layers.flatMap(sidesOf)) {
     const plain = batch === 1 && !tail && packed === ids.length;
     need(plain, "store-19", "a side of the entry is not one sequence of its tokens, all packed");
   }
-  const starts = file.header.starts.every((value) => value === start);
-  need(starts, "store-19", "a layer of the entry has another start");
+  need(!file.header.starts.some((value) => value !== start), "store-19", "a layer has another start");
   checkPayload(file, bytes, record.subarray(64, 80));
   return { file, parent, inputs, ids };
 }

@@ -1,6 +1,5 @@
-// XXH3-128 (container.md, Digests), XXH64 (the checksum of zstd frames), both with seed 0, and the checksum
-// of rows. Long inputs are hashed in 32-bit halves; BigInt is for inputs of at most 240 bytes and for what is
-// done once.
+// XXH3-128 (container.md, Digests), XXH64 (of zstd frames), both with seed 0, and the checksum of rows. Long
+// inputs are hashed in 32-bit halves; BigInt is for at most 240 bytes and for what is done once.
 
 import { concat, view, viewOf } from "./numbers.js";
 
@@ -27,7 +26,6 @@ function mixed(h, first, factor, second) {
 
 const avalanche = (h) => mixed(wrap(h), 37n, 0x165667919e3779f9n, 32n);
 const avalanche64 = (h) => mixed(wrap((h ^ (h >> 33n)) * P64[2]), 29n, P64[3], 32n);
-// A number of 64 bits with its bytes in the other order.
 function swap(x) {
   const data = new DataView(new ArrayBuffer(8));
   data.setBigUint64(0, x);
@@ -94,7 +92,7 @@ function add(numbers, i, low, high) {
   numbers[i] = sum | 0;
   numbers[i + 1] = (numbers[i + 1] + high + (sum > 0xffffffff ? 1 : 0)) | 0;
 }
-// Multiply the number at index i by another.
+
 function multiply(numbers, i, low, high) {
   const [l, h] = [numbers[i], numbers[i + 1]];
   numbers[i] = Math.imul(l, low);
@@ -125,7 +123,7 @@ function scramble(acc) {
     multiply(acc, i, 0x9e3779b1, 0);
   }
 }
-// The 64-bit numbers of an array of halves.
+
 const joined = (numbers) => Array.from(new BigUint64Array(numbers.buffer));
 // The XXH3-128 of bytes that come in pieces; all but the last have a multiple of 1,024 bytes.
 export class Digest {
@@ -142,7 +140,6 @@ export class Digest {
     this.#length += bytes.length;
     return this;
   }
-  // Hash whole stripes of the piece.
   #hash(stripes) {
     const words = view(this.#piece.subarray(0, STRIPE * stripes), Int32Array);
     const acc = this.#acc;
@@ -204,8 +201,7 @@ export function xxh64(bytes) {
 
 const round = (input) => rotate(wrap(input * P64[2]), 31n) * P64[1];
 const step = (h, x, bits = 0n, p = P64[1], q = P64[4]) => wrap(rotate(wrap(h ^ x), bits) * p + q);
-// The checksum of a row (row.md): its words as the digits of a number to the base X, modulo 2^64; words 6 and
-// 7 count as 0.
+// The checksum of a row (row.md): its words, 6 and 7 as 0, as digits of a number to the base X, modulo 2^64.
 export function rowChecksum(bytes) {
   const words = view(bytes, Int32Array);
   const sum = new Int32Array(2);

@@ -34,12 +34,9 @@ class BackwardBits {
     this.left -= count;
     return result;
   }
-  // The state of an FSE table after another.
-  next({ bases, bits }, state) {
-    return bases[state] + this.read(bits[state]);
-  }
+  next = ({ bases, bits }, state) => bases[state] + this.read(bits[state]);
 }
-// The FSE table whose distribution a cursor is at.
+
 function readTable(cursor, maxLog, maxSymbol) {
   let bit = 8 * cursor.at;
   const read = (count) => {
@@ -117,7 +114,7 @@ function number(bits, index, code) {
   const upper = extra[code] > 16 ? bits.read(extra[code] - 16) * 65536 : 0;
   return starts[code] + upper + bits.read(Math.min(extra[code], 16));
 }
-// The weights of a Huffman tree that a cursor is at.
+
 function readWeights(cursor) {
   const head = cursor.number(1);
   if (head >= 128) {
@@ -138,8 +135,7 @@ function readWeights(cursor) {
   }
   return weights;
 }
-// The table of Huffman codes that a cursor is at: look-ups of `log` bits give a symbol and the length of its
-// code.
+// A table of Huffman codes: `log` bits give a symbol and the length of its code.
 function readTree(cursor) {
   const weights = readWeights(cursor);
   const sum = weights.reduce((total, weight) => total + (weight && 2 ** (weight - 1)), 0);
@@ -190,7 +186,6 @@ class Frame {
   append(bytes) {
     this.out.set(bytes, this.room(bytes.length));
   }
-  // A compressed block: the rest of a cursor.
   block(cursor) {
     const start = this.length;
     const literals = this.literals(cursor);

@@ -1,7 +1,7 @@
 // Reads, checks and decodes files off the page's thread. Each message { id, action, ... } is answered by {
 // id, result } or { id, error }; { id, done, total } may come before.
 
-import { KvpackError, fromBlob, fromUrl, loadBasis, open } from "../readers/javascript/kvpack.js";
+import { KvpackError, fromBlob, loadBasis, open } from "../readers/javascript/kvpack.js";
 import { readTokenizer } from "./tokens.js";
 
 const MAX_ROWS = 512;
@@ -32,6 +32,22 @@ function sideSummary(side) {
   const stored = side.streams.reduce((sum, stream) => sum + Number(stream.stored), 0);
   const { codec, batch, heads, dim, length, packed, tail, runs } = side;
   return { codec: codec.id, batch, heads, dim, length, packed, tail, runs: runs.length, stored };
+}
+
+// A file behind a URL whose server knows ranges. Errors do not name the URL, which may be secret.
+async function fromUrl(url) {
+  const ask = async (status, options) => {
+    const lost = () => Promise.reject(new Error("the server has ended, or the file was cut short meanwhile"));
+    const response = await fetch(url, { ...options, cache: "no-store" }).catch(lost);
+    if (response.status !== status) throw new Error(`the server answers ${response.status}, not ${status}`);
+    const bytes = new Uint8Array(await response.arrayBuffer().catch(lost));
+    return { bytes, size: Number(response.headers.get("Content-Length")) };
+  };
+  const read = async (from, to) => {
+    if (from === to) return new Uint8Array(0);
+    return (await ask(206, { headers: { Range: `bytes=${from}-${to - 1}` } })).bytes;
+  };
+  return { size: (await ask(200, { method: "HEAD" })).size, read };
 }
 
 // The stored bytes by side and stream, planes of one stream together.

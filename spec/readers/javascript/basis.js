@@ -5,8 +5,7 @@ import { finite, floats } from "./numbers.js";
 import { vectorCount } from "./parameters.js";
 import { ransTable } from "./rans.js";
 
-const shaped = ({ dtype, shape }, dtypes, ...sizes) =>
-  dtypes.split(" ").includes(dtype) && shape.join() === sizes.join();
+const shaped = ({ dtype, shape }, dtypes, ...sizes) => dtypes.includes(dtype) && `${shape}` === `${sizes}`;
 const statesOf = (states, layer) =>
   new Map(states.filter((state) => state.layer === layer).map((state) => [state.key, state]));
 export function checkBasisHeader({ layers, states }) {
@@ -31,7 +30,7 @@ function checkFrames(states, which, side, what) {
   if (!frames && !scales) return;
   need(frames && scales && side, "basis-8", `${what} lacks frames, scales or vectors of ${which}`);
   const { heads, dim } = side;
-  const fits = (q, n) => shaped(frames, "F16 F32", 1, q, 1 + n, n) && shaped(scales, "U8", 1, q, n);
+  const fits = (q, n) => shaped(frames, ["F16", "F32"], 1, q, 1 + n, n) && shaped(scales, ["U8"], 1, q, n);
   const right = fits(heads, dim) || fits(1, heads * dim);
   need(right, "basis-9", `frames or scales of ${which} of ${what} have another dtype or shape`);
 }
@@ -43,7 +42,7 @@ function checkBalanced(states, side, what) {
   const [, h, n] = states.get(found[0]).shape;
   const { heads, dim } = side ?? { heads: h, dim: n };
   for (const key of found) {
-    const dtypes = key === "k.balanced" || key === "k.centered" ? "F16 F32" : "F32";
+    const dtypes = key === "k.balanced" || key === "k.centered" ? ["F16", "F32"] : ["F32"];
     const sizes = key === "k.mean" ? [1, heads, dim] : [1, heads, dim, dim];
     const right = dim <= 1024 && shaped(states.get(key), dtypes, ...sizes);
     need(right, "basis-22", `${key} of ${what} has another dtype or shape`);
@@ -56,7 +55,7 @@ function checkRope(states, side, what) {
   const state = halves ?? neighbours;
   if (!state) return;
   const dim = side?.dim ?? (states.get("k.balanced") ?? states.get("k.centered"))?.shape[2] ?? 0;
-  const right = shaped(state, "F32", 1, state.shape[1]) && 2 * state.shape[1] <= dim;
+  const right = shaped(state, ["F32"], 1, state.shape[1]) && 2 * state.shape[1] <= dim;
   need(right, "basis-13", `${state.key} of ${what} has another dtype or shape`);
 }
 
@@ -66,8 +65,9 @@ function checkTables(states, all) {
   need(frequencies && values, "basis-10", "a basis with frames or tables lacks one of the tables in layer 0");
   const [, count, symbols] = frequencies.shape;
   const sized = count >= 1 && count <= 64 && symbols >= 4 && symbols <= 256 && symbols % 2 === 0;
-  const right = shaped(frequencies, "U16", 1, count, symbols) && shaped(values, "F16", 1, count, symbols - 1);
-  need(sized && right, "basis-11", "the tables of the basis have another dtype or shape");
+  const right = shaped(frequencies, ["U16"], 1, count, symbols);
+  const fits = right && shaped(values, ["F16"], 1, count, symbols - 1);
+  need(sized && fits, "basis-11", "the tables of the basis have another dtype or shape");
 }
 // The states whose values have to be finite, and the rule that others break.
 const FINITE = [
@@ -118,9 +118,8 @@ export class Basis {
       side.dim === dim && side.heads === heads && frames.shape.join() === [1, count, 1 + size, size].join();
     need(same, "transform-7", `the frames of ${which} of layer ${layer} are of another scope or shape`);
     const scales = this.state(layer, `${which}.scales`).values;
-    const { tables } = this;
-    const table = (column, step) =>
-      tables[Math.min(Math.floor(Math.max(step - scales[column], 0) / 4), tables.length - 1)];
+    const last = this.tables.length - 1;
+    const table = (column, step) => this.tables[Math.min(Math.max(step - scales[column], 0) >> 2, last)];
     return { values: frames.values, table };
   }
   rope(layer) {

@@ -120,11 +120,8 @@ function minifloat(data, { dim, element, granularity, scale_dtype: dtype }) {
   const shift = dtype === "e8m0" ? 5 : 4;
   const perToken = Math.ceil(dim / 2 ** shift);
   must(dtype !== "e8m0" || !blocks.includes(255), "minifloat-7", "an e8m0 scale is NaN");
-  must(
-    dtype !== "e4m3" || !blocks.some((code) => code > 126),
-    "minifloat-8",
-    "an e4m3 scale is NaN or below 0",
-  );
+  const positive = dtype !== "e4m3" || !blocks.some((code) => code > 126);
+  must(positive, "minifloat-8", "an e4m3 scale is NaN or below 0");
   const scales = dtype === "e8m0" ? null : data.finite(dtype === "e4m3" ? "global_scale" : "scale");
   return ({ b, run, token, ofRun }, u) => {
     const index = { head: ofRun, token }[granularity] ?? b * data.side.runs.length + run;
@@ -241,7 +238,7 @@ function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
   const numbers = data.finite(norm === "fp32" ? "norm" : "range");
   const directions = directionTable(bins);
   const [first, second, codes] = [digits[0], digits[1], digits.at(-1)];
-  // The norm of each code that a token has; NaN for those not computed yet.
+  // The norms of codes of a token; NaN for those not computed yet.
   const table = new Float64Array(2 ** bits);
   return ({ token }, u) => {
     table.fill(NaN);

@@ -7,7 +7,7 @@ import * as errors from "./errors.js";
 import { tokenIds } from "./features.js";
 import { byteSize, readHeader, refuseNew, sidesOf } from "./header.js";
 import { parse } from "./msgpack.js";
-import { concat, equalBytes, finite, hex, isZero, sha256, viewOf } from "./numbers.js";
+import { ascii, equalBytes, finite, hex, isZero, sha256, viewOf } from "./numbers.js";
 import { isCodec } from "./parameters.js";
 import { Digest, xxh3 } from "./xxhash.js";
 import { decompress } from "./zstd.js";
@@ -20,7 +20,6 @@ const MAX_JSON_BYTES = 16777216;
 const MAX_HEADER_BYTES = 8388608;
 const MAX_FILE_BYTES = 2n ** 60n - 1n;
 const PIECE = 8388608;
-const latin = (bytes) => Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
 const isKnown = (id) => id !== "opaque" && isCodec(id);
 
 export function fromBytes(bytes) {
@@ -43,21 +42,6 @@ export async function fromHandle(handle) {
     return bytes;
   };
   return { size: (await handle.stat()).size, read };
-}
-// A file behind a URL whose server knows ranges. Errors do not name the URL, which may be secret.
-export async function fromUrl(url) {
-  const ask = async (status, options) => {
-    const lost = () => Promise.reject(new Error("the server has ended, or the file was cut short meanwhile"));
-    const response = await fetch(url, { ...options, cache: "no-store" }).catch(lost);
-    if (response.status !== status) throw new Error(`the server answers ${response.status}, not ${status}`);
-    const bytes = new Uint8Array(await response.arrayBuffer().catch(lost));
-    return { bytes, size: Number(response.headers.get("Content-Length")) };
-  };
-  const read = async (from, to) => {
-    if (from === to) return new Uint8Array(0);
-    return (await ask(206, { headers: { Range: `bytes=${from}-${to - 1}` } })).bytes;
-  };
-  return { size: (await ask(200, { method: "HEAD" })).size, read };
 }
 
 async function readExactly(source, from, to, rule = "container-4") {
@@ -113,7 +97,7 @@ function jsonHeader(tensors, digest, headerBytes) {
 // options.limit: bytes of decoded values at once, 4 GiB unless given.
 export async function open(source, options = {}) {
   const head = await source.read(0, Math.min(source.size, 8192));
-  const text = latin(head.subarray(8));
+  const text = ascii(head.subarray(8));
   checkMajor(text, source.size);
   const length = viewOf(head).getBigUint64(0, true);
   limit(length, MAX_JSON_BYTES, "bytes of the JSON header");
@@ -150,11 +134,8 @@ export class KvpackFile {
   }
   // The digests of the bases that the file's sides need.
   get basisDigests() {
-    const codecs = this.layers.flatMap(sidesOf).map(({ codec }) => codec);
-    const bases = codecs.flatMap(({ id, rows, basis, balanced }) => [
-      id === "transform" || rows === "basis" ? basis : null,
-      balanced?.basis,
-    ]);
+    const own = ({ id, rows, basis }) => (id === "transform" || rows === "basis" ? basis : null);
+    const bases = this.layers.flatMap(sidesOf).flatMap(({ codec }) => [own(codec), codec.balanced?.basis]);
     return [...new Set(bases.filter(Boolean).map(hex))];
   }
   tokenIds = () => tokenIds(this.header);

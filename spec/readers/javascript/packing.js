@@ -15,11 +15,11 @@ function columnBytes(bases, fields) {
 }
 
 export function defaultRowBytes(n, base) {
-  const sizes = range(Math.min(n, 128), (i) => [columnBytes([base], i + 1), Math.ceil(n / (i + 1))]);
-  const rows = sizes.filter(([bytes]) => bytes).map(([bytes, columns]) => [bytes >> 1, bytes & 1, columns]);
-  return Math.min(
-    ...rows.map(([words, odd, columns]) => 2 * (columns * words + Math.ceil(columns / 2) * odd)),
-  );
+  const rowBytes = range(Math.min(n, 128), (i) => {
+    const [bytes, columns] = [columnBytes([base], i + 1), Math.ceil(n / (i + 1))];
+    return bytes ? 2 * (columns * (bytes >> 1) + Math.ceil(columns / 2) * (bytes & 1)) : Infinity;
+  });
+  return Math.min(...rowBytes);
 }
 // A packing of rows of n symbols, whose digits have these bases and alphabets.
 export class Columns {

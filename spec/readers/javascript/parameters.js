@@ -290,11 +290,8 @@ const DERIVED = {
     need((p.dim * p.bits) % 16 === 0, "trellis-3", `dim · bits is ${p.dim * p.bits}, no multiple of 16`);
     checkSize(p.table, 2 * 2 ** p.state_bits, "trellis-4");
     Object.assign(p, { values: floats(p.table, "F16"), words: (p.dim * p.bits) / 16 });
-    need(
-      !p.values.some((value) => !(Math.abs(value) <= 1)),
-      "trellis-4",
-      "table has a value outside [-1, 1]",
-    );
+    const small = p.values.every((value) => Math.abs(value) <= 1);
+    need(small, "trellis-4", "table has a value outside [-1, 1]");
   },
   klt(p) {
     const { dim, widths, fields } = p;

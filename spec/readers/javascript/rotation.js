@@ -2,27 +2,24 @@
 
 import { range } from "./numbers.js";
 
-const M = 0xffffffffffffffffn;
+const wrap = (x) => BigInt.asUintN(64, x);
 
 export class Generator {
   constructor(seed) {
     this.state = BigInt(seed);
   }
   word() {
-    this.state = (this.state + 0x9e3779b97f4a7c15n) & M;
-    let z = this.state;
-    z = ((z ^ (z >> 30n)) * 0xbf58476d1ce4e5b9n) & M;
-    z = ((z ^ (z >> 27n)) * 0x94d049bb133111ebn) & M;
+    let z = (this.state = wrap(this.state + 0x9e3779b97f4a7c15n));
+    z = wrap((z ^ (z >> 30n)) * 0xbf58476d1ce4e5b9n);
+    z = wrap((z ^ (z >> 27n)) * 0x94d049bb133111ebn);
     return z ^ (z >> 31n);
   }
   symmetric = () => (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
   // A point of the disc, and the square of its distance from the middle.
   point() {
-    for (;;) {
-      const [x, y] = [this.symmetric(), this.symmetric()];
-      const q = x * x + y * y;
-      if (q > 0 && q < 1) return [x, y, q];
-    }
+    const [x, y] = [this.symmetric(), this.symmetric()];
+    const q = x * x + y * y;
+    return q > 0 && q < 1 ? [x, y, q] : this.point();
   }
   quaternion() {
     const [a, b, q1] = this.point();
@@ -54,8 +51,7 @@ function paley(order) {
   return square(28, (i, j) => block(i >> 1, j >> 1)[2 * (i & 1) + (j & 1)]);
 }
 // m of the Hadamard matrix of order 2^k · m, or 0 where there is none.
-const factor = (order) =>
-  [1, 12, 20, 28].find((m) => order % m === 0 && Number.isInteger(Math.log2(order / m))) ?? 0;
+const factor = (order) => [1, 12, 20, 28].find((m) => /^10*$/.test((order / m).toString(2))) ?? 0;
 export const hasHadamard = (order) => factor(order) > 0;
 // The inverse rotation of `order` values, in binary64: x_j = (s_j / √order) Σ_i H_ij u_i.
 export class Rotation {

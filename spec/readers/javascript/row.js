@@ -53,10 +53,8 @@ function checkDescription(header) {
   for (const { codec, batch, runs, tail, window, heads, packed } of sides) {
     restrict(batch === 1 && runs.length === 1 && !tail && !window, "a side has no form of rows");
     restrict(heads === sides[0].heads && packed === sides[0].packed, "sides differ in heads or tokens");
-    const other = codec.streams.find(
-      (of) => of.heads === "item" && !/^raw_(positions|values)$/.test(of.name),
-    );
-    restrict(!other, `a side has the stream ${other?.name} of items`);
+    const items = codec.streams.filter((stream) => stream.heads === "item").map(({ name }) => name);
+    restrict(!items.some((name) => !/^raw_(positions|values)$/.test(name)), `a side has items: ${items}`);
     need(header.pageDtype !== "u8" || codec.id === "opaque", "row-6", "a page of u8 has another codec");
   }
 }
@@ -68,8 +66,7 @@ export function readRow(memory) {
   need(size >= FRAME && size <= 2 ** 32 - 64 && size % 64 === 0, "row-2", `the row has ${size} bytes`);
   if (size > memory.length) truncated("row-2", `the row has ${size} bytes, and ${memory.length} are at hand`);
   const row = memory.subarray(0, size);
-  if (rowChecksum(row) !== littleEndian(row, 24, 8))
-    digestMismatch("row-4", "the row does not have its checksum");
+  if (rowChecksum(row) !== littleEndian(row, 24, 8)) digestMismatch("row-4", "the row is damaged");
   const length = Number(littleEndian(row, 96, 4));
   restrict(isZero(row.subarray(100, FRAME)), "spare bytes of the frame are not 0");
   restrict(FRAME + length <= size, "the description does not end within the row");
@@ -84,19 +81,16 @@ export function readRow(memory) {
     return row.subarray(from, end);
   };
   take(length);
-  const streams = header.sides.map((side) => {
-    const pairs = side.streams.map((stream) => [stream.stream, take(Number(byteSize(stream)))]);
-    return new Map(pairs);
-  });
+  const pair = (stream) => [stream.stream, take(Number(byteSize(stream)))];
+  const streams = header.sides.map((side) => new Map(side.streams.map(pair)));
   need(at === size, "row-2", `the row has ${size} bytes, and its streams end at ${at}`);
   const { sides } = header;
   return { header, sides, streams, description, namespace: row.slice(32, 64), key: row.slice(64, 96) };
 }
 // The values of the sides of a row, binary32 [1, head, token, channel], in the order of `sides`.
 export function decodeRow({ sides, streams }, bases = new Map()) {
-  return sides.map((side, i) =>
-    decodeSide(side, streams[i], bases, { batch: [0, 1], heads: [0, side.heads], tokens: [0, side.packed] }),
-  );
+  const range = ({ heads, packed }) => ({ batch: [0, 1], heads: [0, heads], tokens: [0, packed] });
+  return sides.map((side, i) => decodeSide(side, streams[i], bases, range(side)));
 }
 // The name of a row as an entry of a prefix store, in hexadecimal.
 export async function rowEntryKey({ namespace, key, description }) {

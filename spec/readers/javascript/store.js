@@ -11,13 +11,12 @@ const FIELDS = ["model", "recipe", "weights", "adapter", "rope", "dtype", "tenan
 const ascii = (text) => new TextEncoder().encode(text);
 // UTF-8, with each lone surrogate encoded as if it were a character.
 function encodeText(text) {
-  const lone = (point) =>
-    Uint8Array.of(0xe0 | (point >> 12), 0x80 | ((point >> 6) & 63), 0x80 | (point & 63));
   const encode = (character) => {
     const point = character.codePointAt(0);
-    return point >= 0xd800 && point < 0xe000 ? lone(point) : ascii(character);
+    if (point < 0xd800 || point >= 0xe000) return ascii(character);
+    return Uint8Array.of(0xe0 | (point >> 12), 0x80 | ((point >> 6) & 63), 0x80 | (point & 63));
   };
-  return concat(...[...text].map(encode));
+  return concat(...Array.from(text, encode));
 }
 
 export function lengthPrefixed(bytes) {
@@ -38,10 +37,10 @@ export function chunkKey(parent, ids, inputs = new Uint8Array(0)) {
 // S(x): the root of models that keep states, or the key of the states after a chunk.
 export const statesKey = (key) => keyOf(ascii("kvpack-states 1"), key);
 // The key of a basis by the SHA-256 of its file; `encryption`: { id, tenant } where entries are encrypted.
-export const basisKey = async (digest, encryption = null) =>
-  encryption
-    ? keyOf(ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant))
-    : digest;
+export async function basisKey(digest, encryption = null) {
+  if (!encryption) return digest;
+  return keyOf(ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant));
+}
 
 const HEAD = "kvpack-encrypted ";
 const damaged = (what) => digestMismatch("store-5", `the encrypted entry ${what}`);
@@ -73,13 +72,8 @@ export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
 function checkIdentity({ header }, identity, start) {
   const names = FIELDS.filter((name) => name !== "recipe" && name !== "tenant");
   const expected = new Map(names.map((name) => [name === "model" ? "name" : name, identity[name] ?? ""]));
-  for (const [name, value] of expected)
-    need((header.model.get(name) ?? "") === value, "store-2", `the entry is of another ${name}`);
-  need(
-    ![...header.model.keys()].some((name) => !expected.has(name)),
-    "store-2",
-    "the model has other fields",
-  );
+  for (const name of [...expected.keys(), ...header.model.keys()])
+    need((header.model.get(name) ?? "") === expected.get(name), "store-2", `the entry is of another ${name}`);
   need(header.recipe === (identity.recipe ?? ""), "store-2", "the entry is of another recipe");
   need(header.start === start, "store-2", `the entry starts at ${header.start}, not at ${start}`);
 }

@@ -26,7 +26,7 @@ C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g"
 """How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
 READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(PROGRAMS_FOLDER / "answer.mjs"))}
 """The command of each reader's program, or of its compiler."""
-ENTRY_READERS = ("c",)
+ENTRY_READERS = ("c", "javascript")
 """Those whose programs read entries of stores."""
 
 FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"

@@ -43,7 +43,7 @@ export async function basisKey(digest, encryption = null) {
 }
 
 const HEAD = "kvpack-encrypted ";
-const damaged = (what) => digestMismatch("store-5", `the encrypted entry ${what}`);
+const damaged = (what) => digestMismatch("store-31", `the encrypted entry ${what}`);
 // Decrypt an entry. `keys`: Map from the id of a key to its bytes.
 // Returns the kvpack file, or null where no key at hand opens the entry.
 export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
@@ -86,8 +86,9 @@ function checkPayload(file, bytes, digest) {
   need(!file.header.tensors.some(({ filter }) => filter !== "none"), "store-19", "a tensor has a filter");
 }
 // Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.
-// expected: { identity (fields as for rootKey), start, limit (bytes) }.
-export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }) {
+// expected: { identity (fields as for rootKey; null for any, with any start), start, parent (null for any),
+// limit (bytes) }.
+export async function openChunk(bytes, key, { identity, start, parent: before, limit = 2 ** 29 }) {
   if (bytes.length > limit) return null;
   const file = await open(fromBytes(bytes));
   const record = file.header.ignorable.get("prefix-store-2");
@@ -98,12 +99,17 @@ export async function openChunk(bytes, key, { identity, start, limit = 2 ** 29 }
   const ids = [...view(record.slice(81 + record[80]), Uint32Array)];
   const own = await chunkKey(parent, ids, inputs);
   need(equalBytes(record.subarray(0, 32), key) && equalBytes(own, key), "store-2", "the key is another");
-  checkIdentity(file, identity, start);
+  need(!before || equalBytes(parent, before), "store-2", "the parent is another");
+  if (identity) checkIdentity(file, identity, start);
   for (const { batch, tail, packed } of file.layers.flatMap(sidesOf)) {
     const plain = batch === 1 && !tail && packed === ids.length;
     need(plain, "store-19", "a side of the entry is not one sequence of its tokens, all packed");
   }
-  need(!file.header.starts.some((value) => value !== start), "store-19", "a layer has another start");
+  need(
+    !file.header.starts.some((value) => value !== file.header.start),
+    "store-19",
+    "a layer has another start",
+  );
   checkPayload(file, bytes, record.subarray(64, 80));
   return { file, parent, inputs, ids };
 }
@@ -119,7 +125,7 @@ export async function openStates(bytes, chunk, { identity, start, limit = 2 ** 2
   if (file.layers.some(({ k, v }) => k || v) || file.header.states.some(({ shape }) => shape[0] !== 1))
     badHeader("store-21", "an entry of states has sides, or states of several sequences");
   try {
-    checkIdentity(file, identity, start);
+    if (identity) checkIdentity(file, identity, start);
     checkPayload(file, bytes, record.subarray(64, 80));
   } catch (error) {
     if (error instanceof KvpackError && error.kind === "InvalidHeader") badHeader("store-21", error.message);

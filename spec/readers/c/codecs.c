@@ -202,16 +202,9 @@ static void decode_lossless(const kv_side *s, const kv_place *at, const u32 *cod
 /* What a token and head decodes to: what is stored, what was decoded for all tokens at once, or what codes
  * give. */
 static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
-  static void (*const decoders[CODECS])(const kv_side *, const kv_place *, const u32 *, float *) = {
-      [ANGLE] = decode_angle,
-      [GROUP] = decode_group,
-      [LOSSLESS] = decode_lossless,
-      [MINIFLOAT] = decode_minifloat,
-      [OCTAHEDRAL] = decode_octahedral,
-      [POLAR] = decode_polar,
-      [QUATERNION] = decode_quaternion,
-      [SCALAR] = decode_scalar,
-      [TRELLIS] = decode_trellis};
+  static void (*const decoders[])(const kv_side *, const kv_place *, const u32 *, float *) = {decode_angle,
+      decode_group, NULL, decode_lossless, decode_minifloat, decode_octahedral, NULL, decode_polar,
+      decode_quaternion, NULL, decode_scalar, NULL, decode_trellis};
   u32 codes[2 * MAX_DIM] = {0};
   u64 dim = s->codec->dim, first = token_row(s, at) * dim;
   const kv_tensor *stored = s->codec->id == RAW ? stream(s, "values") : stream(s, "bytes");

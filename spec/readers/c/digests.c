@@ -22,12 +22,9 @@ static const u8 secret[192] = {0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0
 static u64 r64(const u8 *p) { return little(p, 8); }
 static u64 r32(const u8 *p) { return little(p, 4); }
 static u64 rotl(u64 x, int r) { return x << r | x >> (64 - r); }
-
-static u64 swap64(u64 x) {
-  u8 bytes[8];
-  put_big(bytes, x, 8);
-  return little(bytes, 8);
-}
+static u32 rotr(u32 x, int r) { return x >> r | x << (32 - r); }
+/* What the secret has at a place for an input of at most 16 bytes. */
+static u64 key_at(int at) { return r64(secret + at) ^ r64(secret + at + 8); }
 
 typedef struct {
   u64 low, high;
@@ -64,31 +61,26 @@ static void mix32(wide *acc, const u8 *a, const u8 *b, const u8 *key) {
 }
 
 static wide xxh3_short(const u8 *in, u64 n) {
-  if (!n)
-    return (wide){
-        avalanche64(r64(secret + 64) ^ r64(secret + 72)), avalanche64(r64(secret + 80) ^ r64(secret + 88))};
+  if (!n) return (wide){avalanche64(key_at(64)), avalanche64(key_at(80))};
   if (n <= 3) {
-    u32 low = (u32)in[0] << 16 | (u32)in[n >> 1] << 24 | in[n - 1] | (u32)n << 8;
-    u32 high = (u32)(swap64(low) >> 32);
-    high = high << 13 | high >> 19;
-    return (wide){avalanche64(low ^ r32(secret) ^ r32(secret + 4)),
-        avalanche64(high ^ r32(secret + 8) ^ r32(secret + 12))};
+    u8 bytes[] = {in[n - 1], (u8)n, in[0], in[n / 2]};
+    u64 low = r32(bytes) ^ r32(secret) ^ r32(secret + 4);
+    u64 high = rotr((u32)big(bytes, 4), 19) ^ r32(secret + 8) ^ r32(secret + 12);
+    return (wide){avalanche64(low), avalanche64(high)};
   }
   if (n <= 8) {
-    u64 keyed = (r32(in) + (r32(in + n - 4) << 32)) ^ r64(secret + 16) ^ r64(secret + 24);
-    wide m = multiply(keyed, P1 + (n << 2));
+    wide m = multiply((r32(in) + (r32(in + n - 4) << 32)) ^ key_at(16), P1 + (n << 2));
     m.high += m.low << 1;
     m.low ^= m.high >> 3;
     m.low = (m.low ^ m.low >> 35) * 0x9fb21c651e98df25u;
     return (wide){m.low ^ m.low >> 28, avalanche(m.high)};
   }
-  u64 low = r64(in), high = r64(in + n - 8);
-  wide m = multiply(low ^ high ^ r64(secret + 32) ^ r64(secret + 40), P1);
-  m.low += (n - 1) << 54;
-  high ^= r64(secret + 48) ^ r64(secret + 56);
+  u8 swapped[8];
+  u64 high = r64(in + n - 8) ^ key_at(48);
+  wide m = multiply(r64(in) ^ r64(in + n - 8) ^ key_at(32), P1);
   m.high += high + (high & 0xffffffff) * 0x85ebca76;
-  m.low ^= swap64(m.high);
-  wide h = multiply(m.low, P2);
+  put_big(swapped, m.high, 8);
+  wide h = multiply((m.low + ((n - 1) << 54)) ^ r64(swapped), P2);
   return (wide){avalanche(h.low), avalanche(h.high + m.high * P2)};
 }
 
@@ -157,13 +149,14 @@ static u64 xxh64(const u8 *in, u64 n) {
   return avalanche64(h);
 }
 
-static u32 rotr(u32 x, int r) { return x >> r | x << (32 - r); }
-/* The first 32 bits of the fraction of the cube root of every prime number. */
-static void fill_constants(u32 constants[64]) {
+/* The first 32 bits of the fractions of the square roots of 8 prime numbers, and of the cube roots of 64. */
+static void fill_constants(u32 state[8], u32 constants[64]) {
   for (int n = 2, count = 0; count < 64; n++) {
     int divisor = 2;
     while (n % divisor) divisor++;
-    if (divisor == n) constants[count++] = (u32)((cbrt(n) - floor(cbrt(n))) * 0x1p32);
+    if (divisor < n) continue;
+    if (count < 8) state[count] = (u32)(fmod(sqrt(n), 1) * 0x1p32);
+    constants[count++] = (u32)(fmod(cbrt(n), 1) * 0x1p32);
   }
 }
 
@@ -177,8 +170,8 @@ static void sha_block(u32 state[8], const u32 constants[64], const u8 *in) {
   memcpy(s, state, sizeof s);
   for (int i = 0; i < 64; i++) {
     u32 e = s[4], a = s[0];
-    u32 t1 =
-        s[7] + (rotr(e, 6) ^ rotr(e, 11) ^ rotr(e, 25)) + ((e & s[5]) ^ (~e & s[6])) + constants[i] + w[i];
+    u32 t1 = w[i] + constants[i] + s[7];
+    t1 += (rotr(e, 6) ^ rotr(e, 11) ^ rotr(e, 25)) + ((e & s[5]) ^ (~e & s[6]));
     u32 t2 = (rotr(a, 2) ^ rotr(a, 13) ^ rotr(a, 22)) + ((a & s[1]) ^ (a & s[2]) ^ (s[1] & s[2]));
     memmove(s + 1, s, 7 * sizeof *s);
     s[4] += t1;
@@ -188,12 +181,10 @@ static void sha_block(u32 state[8], const u32 constants[64], const u8 *in) {
 }
 
 static void sha256(kv_bytes bytes, u8 digest[32]) {
-  u32 state[8] = {
-      0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  u32 state[8], constants[64];
   u64 size = bytes.size, whole = size / 64 * 64, rest = size - whole, padded = rest < 56 ? 64 : 128;
   u8 last[128] = {0};
-  u32 constants[64];
-  fill_constants(constants);
+  fill_constants(state, constants);
   for (u64 i = 0; i < whole; i += 64) sha_block(state, constants, bytes.data + i);
   if (rest) memcpy(last, bytes.data + whole, rest);
   last[rest] = 0x80;

@@ -71,18 +71,20 @@ static kv_value *parse_header(kv_reader *r, kv_bytes bytes) {
   need(r, !bytes.size, "container-10", "bytes follow the header");
   return v;
 }
-/* Read a head and its bytes in any form of msgpack; false if they are cut short. */
-static bool read_loose(kv_bytes *rest, kv_value *v) {
+/* Take a value in any form of msgpack; false if its head or bytes are cut short. The items
+ * begin at `within`; if they are cut short, `rest` becomes NULL. */
+static bool read_loose(kv_bytes *rest, kv_value *v, kv_bytes *within) {
   u64 least;
+  kv_value item;
   bool whole = read_head(rest, v, &least) && take_bytes(rest, v);
   if (v->type == 'j') v->type = INTEGER;
+  *within = *rest;
+  for (u64 left = whole ? items_of(v) : 0; left; left += items_of(&item) - 1)
+    if (!read_head(rest, &item, &least) || !take_bytes(rest, &item)) {
+      *rest = (kv_bytes){NULL, 0};
+      break;
+    }
   return whole;
-}
-/* Skip the values that follow a head. */
-static bool skip_items(kv_bytes *rest, kv_value v) {
-  for (u64 left = items_of(&v); left; left += items_of(&v) - 1)
-    if (!read_loose(rest, &v)) return false;
-  return true;
 }
 
 static bool is_string(kv_value v, const char *words) {
@@ -97,42 +99,36 @@ static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
 static void look_at_required(kv_reader *r, kv_bytes rest, u64 count) {
   static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
                               "position-offsets|raw-positions|token-scale-per-head";
-  for (kv_value v; count && read_loose(&rest, &v); count--) {
+  kv_bytes within;
+  for (kv_value v; count && read_loose(&rest, &v, &within); count--)
     know(r, v.type != STRING || is_string(v, known), "container-7", v.bytes);
-    if (!skip_items(&rest, v)) return;
-  }
 }
 
 static void look_at_codecs(kv_reader *r, kv_bytes rest, u64 count) {
-  for (kv_value codec; count && read_loose(&rest, &codec); count--) {
-    kv_bytes members = rest;
-    if (!skip_items(&rest, codec)) return;
+  kv_bytes members, within;
+  for (kv_value codec; count && read_loose(&rest, &codec, &members) && rest.data; count--) {
     bool found = false;
     for (u64 left = codec.type == MAP ? codec.number : 0; left && !found; left--) {
       kv_value key, id;
-      read_loose(&members, &key);
+      read_loose(&members, &key, &within);
       found = is_string(key, "id");
-      skip_items(&members, key);
-      read_loose(&members, &id);
+      read_loose(&members, &id, &within);
       bool known = is_string(id, codec_names) && !is_string(id, "opaque");
       know(r, !found || id.type != STRING || known, "container-12", id.bytes);
-      skip_items(&members, id);
     }
   }
 }
 /* Refuse what a later version wrote, before anything else that may be wrong (rule container-69). */
 static void look_for_new(kv_reader *r, kv_bytes bytes) {
-  kv_value map, key, found[3] = {{0}};
-  kv_bytes places[3];
-  if (!read_loose(&bytes, &map) || map.type != MAP) return;
-  for (u64 left = map.number; left; left--) {
-    kv_value value;
-    if (!read_loose(&bytes, &key) || !skip_items(&bytes, key) || !read_loose(&bytes, &value)) break;
+  kv_value map, key, value, found[3] = {{0}};
+  kv_bytes members, within, places[3];
+  if (!read_loose(&bytes, &map, &members) || map.type != MAP) return;
+  for (u64 left = map.number; left && read_loose(&members, &key, &within); left--) {
+    if (!read_loose(&members, &value, &within)) break;
     int which = key.type == STRING ? word_of(key.bytes, "format|required|codecs") : -1;
-    bool first = which >= 0 && !found[which].type;
-    if (first) places[which] = bytes;
-    if (first) found[which] = value;
-    if (!skip_items(&bytes, value)) break;
+    if (which < 0 || found[which].type) continue;
+    places[which] = within;
+    found[which] = value;
   }
   u64 version = found[0].type == INTEGER ? found[0].number : 1;
   need(r, version <= 1, "container-32", "a later version, %llu, wrote the file", version);

@@ -5,7 +5,6 @@ static const char *const dtype_names[] = {"U8", "U16", "F16", "BF16", "F32"};
 static const u8 dtype_bytes[] = {1, 2, 2, 2, 4};
 
 static u64 times(u64 a, u64 b) { return b && a > UINT64_MAX / b ? UINT64_MAX : a * b; }
-
 static u64 plus(u64 a, u64 b) { return a > UINT64_MAX - b ? UINT64_MAX : a + b; }
 
 static u64 little(const u8 *bytes, int count) {
@@ -41,6 +40,10 @@ static kv_bytes text_of(const char *words) { return (kv_bytes){(const u8 *)words
 
 static bool is(kv_bytes bytes, const char *text) {
   return bytes.size == strlen(text) && !memcmp(bytes.data, text, bytes.size);
+}
+/* Whether bytes begin with a text. */
+static bool begins(const u8 *data, u64 size, const char *text) {
+  return size >= strlen(text) && !memcmp(data, text, strlen(text));
 }
 /* The number of a text among words with bars between them, which end with a space or the text; or -1. */
 static int word_of(kv_bytes text, const char *words) {
@@ -105,8 +108,7 @@ static float number_at(kv_dtype dtype, const u8 *data, u64 index) {
   if (dtype == F16) return from_half((u16)bits);
   return dtype == BF16 ? as_float(bits << 16) : dtype == F32 ? as_float(bits) : (float)bits;
 }
-/* The classes of rules (rules.md); every other rule is one of the header. A rule with several classes has a
- * word after a colon for each but one. */
+/* The classes of rules (rules.md) but InvalidHeader; a colon begins the word of one of several classes. */
 static const char *const classes[][2] = {{"NotKvpack", "container-5:magic|row-1:magic|store-5:magic"},
     {"UnsupportedVersion", "container-6|container-7|container-32|row-1:version|store-5:version"},
     {"UnknownCodec", "container-12"}, {"MissingBasis", "klt-5|transform-5|side-cars-16"},
@@ -119,11 +121,6 @@ static const char *const classes[][2] = {{"NotKvpack", "container-5:magic|row-1:
         "side-cars-7|side-cars-8|side-cars-12|side-cars-13|basis-4|basis-14|basis-15|basis-23|"
         "klt-11|group-7|minifloat-6|minifloat-7|minifloat-8|octahedral-5|lossless-6|transform-8|"
         "transform-9|transform-10|transform-11|rans-1|rans-2|rans-3|rans-4"}};
-
-struct kv_block {
-  kv_block *next;
-  max_align_t start[];
-};
 
 /* Refuse what is not right. In the description of a packed page all that it breaks is one rule (row.md). */
 static void need(kv_reader *r, bool right, const char *rule, const char *format, ...) {

@@ -8,33 +8,33 @@ typedef struct {
 } json;
 
 static u64 aligned(u64 size, u64 unit) { return (size + unit - 1) / unit * unit; }
-/* Take a decimal number without leading zeros; returns its digits, 0 if there is none or one of more. */
-static u64 read_decimal(json *j, u64 most, u64 *number) {
-  u64 first = j->at;
-  const u8 *data = j->bytes.data;
-  for (*number = 0;
-      j->at < j->bytes.size && j->at - first <= most && data[j->at] >= '0' && data[j->at] <= '9'; j->at++)
-    *number = *number * 10 + data[j->at] - '0';
-  u64 count = j->at - first;
-  return count > most || (count > 1 && data[first] == '0') ? 0 : count;
+/* Take a decimal number of at most `most` digits, without leading zeros. */
+static u64 read_decimal(json *j, u64 most) {
+  const u8 *first = j->bytes.data + j->at;
+  u64 number = 0, count = 0, left = j->bytes.size - j->at;
+  for (; count < left && count <= most && first[count] >= '0' && first[count] <= '9'; count++)
+    number = number * 10 + first[count] - '0';
+  bool right = count && count <= most && (count == 1 || *first != '0');
+  need(j->r, right, "container-5", "a number has another form");
+  j->at += count;
+  return number;
 }
 
 static void expect(json *j, const char *format, ...) {
   char text[160];
   va_list values;
   va_start(values, format);
-  u64 size = vsnprintf(text, sizeof text, format, values);
+  vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  bool right = j->bytes.size - j->at >= size && !memcmp(j->bytes.data + j->at, text, size);
-  need(j->r, right, "container-5", "byte %llu of the file is not that of the JSON header", j->at);
-  j->at += size;
+  need(j->r, begins(&j->bytes.data[j->at], j->bytes.size - j->at, text), "container-5", "byte %llu is wrong",
+      j->at);
+  j->at += strlen(text);
 }
 /* The major number, before the length of the JSON header is known to be right. */
 static void check_major(json *j) {
-  u64 major;
   need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
-  u64 digits = read_decimal(j, 9, &major);
-  need(j->r, digits && major, "container-5", "the major number has another form");
+  u64 major = read_decimal(j, 9);
+  need(j->r, major, "container-5", "the major number is 0");
   need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
   u8 next = j->bytes.data[j->at];
   need(j->r, next == ' ' || (next == '"' && major > 1), "container-5", "the major number has another form");
@@ -44,10 +44,9 @@ static void check_major(json *j) {
 static void open_header(kv_file *f, json *j) {
   kv_reader *r = f->r;
   kv_bytes bytes = f->bytes;
-  u64 first = 8 + strlen(BEGINNING), size;
-  bool begins = bytes.size >= first && !memcmp(bytes.data + 8, BEGINNING, first - 8);
-  need(r, begins, "container-5:magic", "the file does not begin as a kvpack file does");
-  *j = (json){r, bytes, first};
+  bool right = bytes.size >= 8 && begins(bytes.data + 8, bytes.size - 8, BEGINNING);
+  need(r, right, "container-5:magic", "the file does not begin as a kvpack file does");
+  *j = (json){r, bytes, 8 + strlen(BEGINNING)};
   check_major(j);
   u64 length = little(bytes.data, 8);
   need(r, length <= 16777216, "container-29", "the JSON header has %llu bytes", length);
@@ -58,12 +57,11 @@ static void open_header(kv_file *f, json *j) {
   u8 digest[16] = {0};
   for (int i = 0; i < 32; i++, j->at++) {
     u8 c = bytes.data[j->at], digit = c <= '9' ? c - '0' : c - 'a' + 10;
-    bool right = digit < 16 && (c <= '9' || c >= 'a');
-    need(r, right, "container-5", "the digest of kvpack.header has another form");
+    need(r, digit < 16 && (c <= '9' || c >= 'a'), "container-5", "a digest has another form");
     digest[i / 2] = digest[i / 2] << 4 | digit;
   }
   expect(j, "\"},\"kvpack.header\":{\"dtype\":\"U8\",\"shape\":[");
-  need(r, read_decimal(j, 7, &size), "container-5", "the size of kvpack.header has another form");
+  u64 size = read_decimal(j, 7);
   expect(j, "],\"data_offsets\":[0,%llu]}", size);
   need(r, size <= 8388608, "container-29", "kvpack.header has %llu bytes", size);
   need(r, bytes.size - f->data >= size, "container-4", "the file ends within kvpack.header");
@@ -95,8 +93,7 @@ static void check_json(kv_file *f, json *j) {
   expect(j, "}");
   need(f->r, aligned(j->at, 4096) == f->data, "container-5", "the JSON header has too many spaces");
   while (j->at < f->data) expect(j, " ");
-  need(
-      f->r, left == offset, "container-4", "tensors take %llu bytes, not the %llu that follow", offset, left);
+  need(f->r, left == offset, "container-4", "tensors take %llu bytes, and %llu follow", offset, left);
 }
 
 kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
@@ -121,12 +118,12 @@ static void load(kv_file *f) {
     for (; end < t->offset; end++) need(r, !data[end], "container-19", "the pad before %s is not 0", t->name);
     end = t->offset + t->stored;
     t->data = data + t->offset;
-    bool right = has_xxh3((kv_bytes){t->data, t->stored}, t->digest);
-    need(r, right, "container-20", "%s does not have its digest", t->name);
+    kv_bytes stored = {t->data, t->stored};
+    need(r, has_xxh3(stored, t->digest), "container-20", "%s does not have its digest", t->name);
     if (!t->zstd) continue;
     u8 *content = take(r, t->bytes, 1);
     kv_block *mark = r->blocks;
-    unzstd(r, (kv_bytes){t->data, t->stored}, content, t->bytes, f->checksums);
+    unzstd(r, stored, content, t->bytes, f->checksums);
     release(r, mark);
     t->data = content;
   }

@@ -49,11 +49,10 @@ static kv_side *read_side(kv_file *f, const kv_value *map, u32 layer, u32 which)
   need(r, side->window % codec->group == 0, "container-15", "window is not a multiple of the token group");
   side->entries = key_is(&c, "entries") ? next_value(&c, "entries", MAP) : NULL;
   end_map(&c);
-  bool right = runs->number < 2 || codec->group > 1 || rows_per_run(codec);
-  need(r, right, "container-18", "a codec that encodes tokens one by one has several runs");
+  bool single = runs->number < 2 || codec->group > 1 || rows_per_run(codec);
+  need(r, single, "container-18", "a codec without token groups has several runs");
   need(r, !which || !has(codec, MEAN), "side-cars-14", "values have key_mean");
-  right = !codec->by_head || side->heads == codec->heads;
-  need(r, right, "klt-10", "there are widths for %llu heads", codec->heads);
+  need(r, !codec->by_head || side->heads == codec->heads, "klt-10", "there are widths of other heads");
   return side;
 }
 
@@ -85,12 +84,14 @@ static bool required(const kv_file *f, const char *name) {
     if (is(f->required->items[i].bytes, name)) return true;
   return false;
 }
-
-static kv_bytes feature(const kv_file *f, const char *name) {
-  for (u64 i = 0; i < f->ignorable->number; i++)
-    if (is(f->ignorable->items[2 * i].bytes, name)) return f->ignorable->items[2 * i + 1].bytes;
+/* The bytes of a member of a map; without data if there is none. */
+static kv_bytes member(const kv_value *map, const char *name) {
+  for (u64 i = 0; i < 2 * map->number; i += 2)
+    if (is(map->items[i].bytes, name)) return map->items[i + 1].bytes;
   return (kv_bytes){NULL, 0};
 }
+
+static kv_bytes feature(const kv_file *f, const char *name) { return member(f->ignorable, name); }
 /* Features that a file needs exactly if a codec has a side-car, or what counts as one. */
 static void check_codec_features(kv_file *f) {
   static const struct {
@@ -102,8 +103,8 @@ static void check_codec_features(kv_file *f) {
   for (int i = 0; i < 5; i++) {
     bool found = false;
     for (u32 k = 0; k < f->codec_count; k++) found = found || has(&f->codecs[k], features[i].car);
-    need(f->r, required(f, features[i].name) == found, features[i].rule, "the feature %s is %s",
-        features[i].name, found ? "missing" : "named without need");
+    const char *name = features[i].name;
+    need(f->r, required(f, name) == found, features[i].rule, "%s is named or needed, not both", name);
   }
 }
 /* The data of a feature that has both a name and data, or neither: records of `size` bytes, or any for 0. */
@@ -115,15 +116,12 @@ static kv_bytes records(kv_file *f, const char *name, u64 size, const char *name
   return data;
 }
 
-static kv_side *any_side(const kv_layer *layer) {
-  return layer->sides[0] ? layer->sides[0] : layer->sides[1];
-}
+static kv_side *any_side(const kv_layer *l) { return l->sides[0] ? l->sides[0] : l->sides[1]; }
 
 static void read_starts(kv_file *f) {
   kv_bytes data = records(f, "layer-positions", 0, "container-35", "container-36");
   bool differs = false;
-  need(f->r, !data.data || data.size == 8 * f->layer_count, "container-36", "there are %llu starts",
-      data.size / 8);
+  need(f->r, !data.data || data.size == 8 * f->layer_count, "container-36", "a layer has no start");
   f->end = f->start;
   for (u32 l = 0; l < f->layer_count; l++) {
     kv_layer *layer = &f->layers[l];
@@ -189,8 +187,7 @@ static void read_hidden(kv_file *f) {
     need(f->r, sequence < f->fewest, "container-51", "there is no sequence %llu", sequence);
     bool within = first < end && first >= f->start && end <= f->end;
     need(f->r, within, "container-52", "a stretch of hidden tokens is not within the range");
-    bool ascends = record == feature(f, "hidden-tokens").data || last < sequence ||
-                   (last == sequence && last_end < first);
+    bool ascends = !last_end || last < sequence || (last == sequence && last_end < first);
     need(f->r, ascends, "container-53", "the stretches of hidden tokens do not ascend");
     last = sequence;
     last_end = end;
@@ -223,8 +220,7 @@ static void plan_all(kv_file *f) {
       s->tensor->any = true;
     }
   }
-  bool all = f->r->page || f->tensor_count == f->listed->number;
-  need(f->r, all, "container-16", "there are %llu tensors, not %llu", f->tensor_count, f->listed->number);
+  need(f->r, f->r->page || f->tensor_count == f->listed->number, "container-16", "a tensor is not planned");
 }
 
 static void read_header(kv_file *f, const kv_value *map) {
@@ -234,10 +230,8 @@ static void read_header(kv_file *f, const kv_value *map) {
   integer(&c, "format", 1, 1);
   f->required = many(&c, "required", ARRAY, STRING);
   limit(r, "the number of required features", f->required->number, 256);
-  for (u64 i = 1; i < f->required->number; i++) {
-    bool ascends = compare(f->required->items[i - 1].bytes, f->required->items[i].bytes) < 0;
-    need(r, ascends, "container-34", "required features do not ascend");
-  }
+  for (const kv_value *v = f->required->items; v + 1 < f->required->items + f->required->number; v++)
+    need(r, compare(v->bytes, v[1].bytes) < 0, "container-34", "required features do not ascend");
   f->ignorable = many(&c, "ignorable", MAP, BINARY);
   f->model = many(&c, "model", MAP, STRING);
   f->recipe = next_value(&c, "recipe", STRING)->bytes;
@@ -251,7 +245,7 @@ static void read_header(kv_file *f, const kv_value *map) {
   f->listed = next_value(&c, "tensors", ARRAY);
   end_map(&c);
   bool empty = !f->model->number && !f->start && !f->listed->number;
-  need(r, !r->page || empty, "row-3", "a description has a model, a start or tensors");
+  need(r, !r->page || empty, "row-3", "a description has too much");
   check_codec_features(f);
   read_starts(f);
   read_states(f);

@@ -22,8 +22,11 @@ typedef struct {
   u64 size;
 } kv_bytes;
 
-typedef struct kv_block kv_block;
 typedef struct kv_file kv_file;
+typedef struct kv_block {
+  struct kv_block *next;
+  max_align_t start[];
+} kv_block;
 
 typedef struct {
   jmp_buf refused;       /* where a refusal continues */

@@ -1,21 +1,17 @@
 /* Packed pages of serving engines (row.md). */
-static u64 padded(u64 size) { return (size + 63) / 64 * 64; }
-
 static void check_zeros(kv_reader *r, const u8 *data, u64 from, u64 to) {
   for (; from < to; from++) need(r, !data[from], "row-3", "byte %llu of the packed page is not zero", from);
 }
+static bool is_page(kv_bytes bytes) { return begins(bytes.data, bytes.size, "kvpack-row "); }
 /* The first bytes, the length and the checksum. */
 static kv_bytes open_page(kv_reader *r, kv_bytes bytes) {
-  need(r, bytes.size >= 128, "row-1:size", "a packed page has at least 128 bytes, and there are %llu",
-      bytes.size);
-  bool begins = !memcmp(bytes.data, "kvpack-row ", 11), known = !memcmp(bytes.data + 11, "1\n\0\0", 5);
-  need(r, begins, "row-1:magic", "the bytes do not begin as a packed page does");
-  need(r, known, "row-1:version", "the packed page is of a later version");
+  need(r, bytes.size >= 128, "row-1:size", "there are %llu bytes of a packed page", bytes.size);
+  need(r, is_page(bytes), "row-1:magic", "the bytes do not begin as a packed page does");
+  need(r, !memcmp(bytes.data + 11, "1\n\0\0", 5), "row-1:version", "the page is of a later version");
   u64 length = little(bytes.data + 16, 8), sum = 0;
   bool right = length >= 128 && length <= ((u64)1 << 32) - 64 && length % 64 == 0;
   need(r, right, "row-2", "a packed page cannot have %llu bytes", length);
-  need(r, length <= bytes.size, "row-2:cut", "the packed page has %llu bytes, of which %llu are there",
-      length, bytes.size);
+  need(r, length <= bytes.size, "row-2:cut", "the packed page of %llu bytes is cut short", length);
   for (u64 i = 0; i < length; i += 4)
     sum = sum * 0x9e3779b97f4a7c15u + (i == 24 || i == 28 ? 0 : little(bytes.data + i, 4));
   need(r, sum == little(bytes.data + 24, 8), "row-4", "the packed page does not have its checksum");
@@ -27,8 +23,7 @@ static void check_description(kv_file *f) {
   kv_reader *r = f->r;
   kv_bytes dtype = feature(f, "page-dtype");
   for (u64 i = 0; i < f->required->number; i++)
-    need(
-        r, word_of(f->required->items[i].bytes, known) >= 0, "row-3", "packed pages lack a required feature");
+    need(r, word_of(f->required->items[i].bytes, known) >= 0, "row-3", "a feature is not of pages");
   bool right = word_of(dtype, "bf16|fp16|fp32|fp8_e4m3|fp8_e5m2|u8") >= 0 && f->ignorable->number == 1;
   need(r, right, "row-3", "the ignorable features of a description are not page-dtype alone");
   const kv_side *first = f->side_count ? f->sides[0] : NULL;
@@ -44,14 +39,13 @@ static void check_description(kv_file *f) {
     need(r, right, "row-3", "a side of layer %u has a shape that packed pages do not have", s->layer);
     bool items = has(c, OUTLIERS) || has(c, TOKENS) || c->id == LOSSLESS || c->id == TRANSFORM;
     need(r, !items, "row-3", "a side of layer %u has a stream of items", s->layer);
-    right = !is(dtype, "u8") || c->id == OPAQUE;
-    need(r, right, "row-6", "layer %u of a page of bytes is not opaque", s->layer);
+    need(r, !is(dtype, "u8") || c->id == OPAQUE, "row-6", "a side of a page of bytes is not opaque");
   }
 }
 
 kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   kv_bytes page = open_page(r, bytes);
-  u64 size = little(page.data + 96, 4), at = 128 + padded(size);
+  u64 size = little(page.data + 96, 4), at = 128 + aligned(size, 64);
   check_zeros(r, page.data, 100, 128);
   need(r, at <= page.size, "row-3", "the description does not end within the packed page");
   kv_file *f = take(r, 1, sizeof *f);
@@ -66,9 +60,10 @@ kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   check_zeros(r, page.data, 128 + size, at);
   for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
     u64 end = plus(at, t->bytes);
-    need(r, end <= page.size && padded(end) <= page.size, "row-2", "the packed page ends within %s", t->name);
+    need(r, end <= page.size && aligned(end, 64) <= page.size, "row-2", "the packed page ends within %s",
+        t->name);
     t->data = page.data + at;
-    at = padded(end);
+    at = aligned(end, 64);
     check_zeros(r, page.data, end, at);
   }
   need(r, at == page.size, "row-2", "the packed page has bytes after its last padding");

@@ -12,10 +12,6 @@ static kv_bytes prefixed(kv_reader *r, const kv_bytes *parts, u64 count) {
   return (kv_bytes){data, size};
 }
 
-static void key_of(kv_reader *r, const kv_bytes *parts, u64 count, u8 key[32]) {
-  sha256(prefixed(r, parts, count), key);
-}
-
 static kv_bytes field_of(const kv_wanted *w, const char *name) {
   for (u64 i = 0; i < w->field_count; i++)
     if (is(w->fields[i].name, name)) return w->fields[i].value;
@@ -32,25 +28,24 @@ void kv_root_key(kv_reader *r, const kv_wanted *w, u8 key[32]) {
     parts[2 * i + 2] = text_of(names[i]);
     parts[2 * i + 3] = i == 6 ? w->tenant : field_of(w, names[i]);
   }
-  key_of(r, parts, 20, key);
+  sha256(prefixed(r, parts, 20), key);
 }
 /* The kvpack file in an entry that may be encrypted. */
 static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
-  static const char magic[] = "kvpack-encrypted ";
-  u64 first = sizeof magic - 1, digits = first;
-  bool begins = entry.size >= first && !memcmp(entry.data, magic, first);
-  while (begins && digits < entry.size && entry.data[digits] >= '0' && entry.data[digits] <= '9') digits++;
-  begins = begins && digits > first && entry.data[first] != '0' && digits < entry.size &&
-           entry.data[digits] == '\n';
-  need(r, begins || !w->secret_count, "store-5:magic", "the entry is not encrypted");
-  if (!begins) return entry;
+  u64 first = 17, digits = first;
+  bool right = begins(entry.data, entry.size, "kvpack-encrypted ");
+  while (right && digits < entry.size && entry.data[digits] >= '0' && entry.data[digits] <= '9') digits++;
+  right = right && digits > first && digits < entry.size && entry.data[first] != '0';
+  right = right && entry.data[digits] == '\n';
+  need(r, right || !w->secret_count, "store-5:magic", "the entry is not encrypted");
+  if (!right) return entry;
   bool later = digits != first + 1 || entry.data[first] != '1';
   need(r, !later, "store-5:version", "a later version encrypted the entry");
   u64 nonce = entry.size > 19 ? 20 + entry.data[19] : 20;
   need(r, entry.size >= nonce + 12 + 16 + 16, "store-31", "the entry is too short for its parts");
   const u8 *tag = entry.data + entry.size - 32, *data = entry.data + nonce + 12;
   kv_bytes id = {entry.data + 20, nonce - 20}, head = {entry.data, nonce}, sealed = {data, tag - data};
-  bool right = has_xxh3((kv_bytes){entry.data, entry.size - 16}, tag + 16);
+  right = has_xxh3((kv_bytes){entry.data, entry.size - 16}, tag + 16);
   need(r, right, "store-31", "the entry does not have its digest");
   const kv_secret *secret = w->secrets, *end = secret + w->secret_count;
   while (secret < end && compare(secret->id, id)) secret++;
@@ -65,10 +60,9 @@ static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
 static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
   u64 known = 0;
   for (int i = 0; w->fields && i < 9; i++) {
-    kv_bytes given = field_of(w, names[i]), found = i == 1 ? f->recipe : (kv_bytes){NULL, 0};
-    for (u64 k = 0; i != 1 && i != 6 && k < f->model->number; k++)
-      if (is(f->model->items[2 * k].bytes, i ? names[i] : "name")) found = f->model->items[2 * k + 1].bytes;
-    known += i != 1 && found.size;
+    kv_bytes given = field_of(w, names[i]),
+             found = i == 1 ? f->recipe : member(f->model, i ? names[i] : "name");
+    known += i != 1 && i != 6 && found.size;
     need(f->r, i == 6 || !compare(given, found), rule, "the entry is of another %s", names[i]);
   }
   need(f->r, !w->fields || known == f->model->number, rule, "the entry's model has other fields");
@@ -91,7 +85,7 @@ static void check_chunk(kv_file *f, const kv_wanted *w) {
   need(r, right, "store-2", "the file is not the entry of a chunk");
   kv_bytes ids = {record.data + first, record.size - first}, parent = {record.data + 32, 32};
   u8 own[32];
-  key_of(r, (kv_bytes[]){parent, ids, {record.data + 81, inputs}}, inputs ? 3 : 2, own);
+  sha256(prefixed(r, (kv_bytes[]){parent, ids, {record.data + 81, inputs}}, inputs ? 3 : 2), own);
   right = !memcmp(record.data, w->key, 32) && !memcmp(own, w->key, 32);
   need(r, right, "store-2", "the entry has another entry key");
   need(r, !w->parent || !memcmp(parent.data, w->parent, 32), "store-2", "the entry has another parent");
@@ -119,15 +113,14 @@ static void check_page(kv_file *f, const kv_wanted *w) {
   const u8 *page = f->bytes.data;
   kv_bytes parts[] = {text_of("kvpack-page 2"), {page + 32, 32}, {page + 64, 32}, f->header};
   u8 own[32];
-  key_of(f->r, parts, 4, own);
+  sha256(prefixed(f->r, parts, 4), own);
   need(f->r, !memcmp(own, w->key, 32), "row-7", "the packed page has another entry key");
 }
-/* Open an entry that was found under an entry key; refused entries count as absent. kv_check checks its
- * values. */
+/* Open an entry that was found under an entry key; refused entries count as absent. */
 kv_file *kv_open_entry(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   need(r, entry.size <= w->limit, "store-7", "the entry has %llu bytes", entry.size);
   kv_bytes file = decrypted(r, entry, w);
-  bool page = file.size >= 11 && !memcmp(file.data, "kvpack-row ", 11);
+  bool page = is_page(file);
   kv_file *f = page ? kv_open_page(r, file) : kv_open(r, file);
   if (page) check_page(f, w);
   else if (w->states) check_states(f, w);

@@ -88,25 +88,23 @@ static void check_basis(kv_file *f) {
     kv_bytes name = text_of(s->name);
     int which = word_of(name, "k.frames|v.frames|table.values|k.balanced|k.centered|k.queries|k.mean");
     bool own = which >= 0 && (which != 2 || !s->layer);
-    need(f->r, !own || all_finite(s->tensor), which < 3 ? "basis-14" : "basis-23",
-        "%s has a number that is not finite", s->tensor->name);
+    const char *rule = which < 3 ? "basis-14" : "basis-23";
+    need(f->r, !own || all_finite(s->tensor), rule, "%s is not finite", s->tensor->name);
     for (u64 i = 0; word_of(name, "rope.halves|rope.neighbours") >= 0 && i < s->tensor->count; i++) {
       float number = get(s->tensor, i);
-      bool right = number >= 0 && number <= 2;
-      need(f->r, right, "basis-15", "a frequency of %s is not from 0 to 2", s->tensor->name);
+      need(f->r, number >= 0 && number <= 2, "basis-15", "a frequency of RoPE is not from 0 to 2");
     }
   }
   const kv_tensor *frequencies = basis_state(f, 0, "table.frequencies");
   for (u64 i = 0; frequencies && i < frequencies->shape[1]; i++) {
-    u16 table[512];
-    u8 slots[4096];
-    rans_table(f->r, frequencies, i * frequencies->shape[2], (u32)frequencies->shape[2], table, slots);
+    coder own;
+    read_coder(f->r, frequencies, i * frequencies->shape[2], frequencies->shape[2], &own);
   }
 }
 /* The basis of a digest, which the caller must have given. */
 static kv_file *find_basis(kv_file *f, kv_bytes digest, const char *rule) {
   kv_reader *r = f->r;
-  u8 found[32];
+  u8 found[32] = {0};
   u64 i = 0;
   for (; i < r->base_count; i++) {
     sha256(r->bases[i], found);

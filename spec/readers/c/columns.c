@@ -8,20 +8,20 @@ static void check_coded(kv_file *f, kv_side *side) {
   const kv_tensor *tokens = stream(side, "tokens"), *columns = stream(side, "columns");
   u64 sum = 0;
   for (u64 i = 0; i < counts->count; i++) sum += get_int(counts, i) << (counts->rank == 4 && i % 2 ? 16 : 0);
-  bool right = sum == stream(side, "words")->count;
-  need(r, right, lossless ? "lossless-6" : "transform-10", "word_counts sum to %llu", sum);
+  const char *rule = lossless ? "lossless-6" : "transform-10";
+  need(r, sum == stream(side, "words")->count, rule, "word_counts sum to %llu", sum);
   if (lossless) side->symbols = take(r, times(times(side->rows, side->packed), dim), 1);
   coder own;
   const coder *const coders[] = {&own};
   for (segment s = {0}; next_segment(side, &s);) {
     if (lossless) {
       u64 n = s.tokens * dim, row = s.row * side->run_count + s.run;
-      rans_table(r, frequencies, symbols * row, symbols, own.table, own.slots);
+      read_coder(r, frequencies, symbols * row, symbols, &own);
       u64 taken = read_symbols(r, &s, n, coders, n, side->symbols + (s.row * side->packed + s.token) * dim);
       need(r, taken == s.words.size, "rans-3", "symbols leave words");
     } else {
-      right = get_int(tokens, s.row / side->heads * side->groups + s.group) == s.tokens;
-      need(r, right, "transform-8", "a token group has another number of tokens");
+      u64 given = get_int(tokens, s.row / side->heads * side->groups + s.group);
+      need(r, given == s.tokens, "transform-8", "a token group has %llu tokens", given);
       need(r, get_int(columns, s.number) <= dim, "transform-9", "a coded block has too many coordinates");
       read_lanes(r, &s, lanes);
     }
@@ -67,8 +67,7 @@ static const kv_tensor *find_vectors(kv_file *f, const kv_side *side) {
   kv_file *basis = find_basis(f, blob(c, "basis"), "klt-5");
   const kv_side *found = layer < basis->layer_count ? basis->layers[layer].sides[num(c, "side")] : NULL;
   need(f->r, found != NULL, "klt-6", "the basis has no such side");
-  bool right = found->codec->dim == c->dim && found->heads == side->heads;
-  need(f->r, right, "klt-7", "the side of the basis has other heads");
+  need(f->r, found->codec->dim == c->dim && found->heads == side->heads, "klt-7", "its heads are others");
   return stream(found, "values");
 }
 
@@ -120,8 +119,7 @@ static matrices find_matrices(kv_file *f, kv_side *side) {
   m.coder_count = frequencies->shape[1];
   m.symbols = frequencies->shape[2];
   m.coders = take(r, m.coder_count, sizeof *m.coders);
-  for (u64 i = 0; i < m.coder_count; i++)
-    rans_table(r, frequencies, i * m.symbols, (u32)m.symbols, m.coders[i].table, m.coders[i].slots);
+  for (u64 i = 0; i < m.coder_count; i++) read_coder(r, frequencies, i * m.symbols, m.symbols, &m.coders[i]);
   return m;
 }
 /* Turn a token to its position (basis.md, Rotary positions). */
@@ -151,9 +149,8 @@ static void read_block(kv_file *f, const kv_side *side, const matrices *m, const
   u64 taken = read_symbols(f->r, s, count * s->tokens, coders, s->tokens, symbols);
   for (u64 i = 0; i < codec->dim * s->tokens; i++) {
     u64 c = i / s->tokens, t = i % s->tokens;
-    /* Coordinates of all heads of a token follow one another. */
-    double *to =
-        &v[t * side->heads * codec->dim + (m->whole ? c * side->heads + head : head * codec->dim + c)];
+    u64 each = side->heads * codec->dim, at = m->whole ? c * side->heads + head : head * codec->dim + c;
+    double *to = &v[t * each + at];
     *to = 0;
     if (c < count && symbols[i]) *to = delta * get(m->values, numbers[c] * (m->symbols - 1) + symbols[i] - 1);
     if (c >= count || symbols[i]) continue;

@@ -7,9 +7,9 @@ static const char codec_names[] =
 static const char types[] = "nxxxbbbeeeffiiiijjjjpppppsssaamm";
 static const char widths[] = "00001241240012481248000001242424";
 
-/* Read a head; false if it is cut short. `least` is the least number whose shortest form it is. Its number is
- * also the bytes that follow a head of bytes, of which nothing is read. */
-static bool read_head(kv_bytes *rest, kv_value *v, u64 *least) {
+/* Read a value without its items; false if it is cut short. `least` is the least number whose shortest form
+ * its head is. */
+static bool read_value(kv_bytes *rest, kv_value *v, u64 *least) {
   *v = (kv_value){.type = 'x'};
   *least = 0;
   if (!rest->size) return false;
@@ -29,10 +29,6 @@ static bool read_head(kv_bytes *rest, kv_value *v, u64 *least) {
     if (width == 1) *least = v->type == INTEGER ? 128 : v->type == STRING ? 32 : 0;
     if (width == 2 && (v->type == ARRAY || v->type == MAP)) *least = 16;
   }
-  return true;
-}
-/* Take the bytes that follow a head; false if they are cut short. */
-static bool take_bytes(kv_bytes *rest, kv_value *v) {
   if (!strchr("befps", v->type)) return true;
   if (rest->size < v->number) return false;
   v->bytes = cut(rest, v->number);
@@ -45,12 +41,12 @@ static u64 items_of(const kv_value *v) {
 
 static void parse(kv_reader *r, kv_bytes *rest, kv_value *v, int open) {
   u64 least;
-  need(r, read_head(rest, v, &least), "container-10", "the header is cut short");
+  bool whole = read_value(rest, v, &least);
   need(r, v->number >= least, "container-10", "a number of the header does not have its shortest form");
-  need(r, strchr("abimns", v->type) != NULL, "container-10", "a type of msgpack does not occur in headers");
+  need(r, !whole || strchr("abimns", v->type), "container-10", "a type of msgpack does not occur in headers");
   u64 limit = v->type == STRING ? 4096 : v->type == BINARY ? 65536 : v->type == MAP ? 256 : 131072;
   need(r, v->type == INTEGER || v->number <= limit, "container-29", "a value has a size of %llu", v->number);
-  need(r, take_bytes(rest, v), "container-10", "the header is cut short");
+  need(r, whole, "container-10", "the header is cut short");
   need(r, v->type != STRING || is_utf8(v->bytes), "container-10", "a string is not UTF-8");
   if (v->type != ARRAY && v->type != MAP) return;
   need(r, open < 5, "container-10", "more than five maps and arrays are open");
@@ -76,11 +72,11 @@ static kv_value *parse_header(kv_reader *r, kv_bytes bytes) {
 static bool read_loose(kv_bytes *rest, kv_value *v, kv_bytes *within) {
   u64 least;
   kv_value item;
-  bool whole = read_head(rest, v, &least) && take_bytes(rest, v);
+  bool whole = read_value(rest, v, &least);
   if (v->type == 'j') v->type = INTEGER;
   *within = *rest;
   for (u64 left = whole ? items_of(v) : 0; left; left += items_of(&item) - 1)
-    if (!read_head(rest, &item, &least) || !take_bytes(rest, &item)) {
+    if (!read_value(rest, &item, &least)) {
       *rest = (kv_bytes){NULL, 0};
       break;
     }

@@ -35,11 +35,10 @@ static u64 default_bytes(u32 symbols, u32 base) {
 }
 /* The digits of a row: those of digit 0 of all symbols, then those of digit 1. */
 static void unpack(kv_reader *r, const kv_packing *p, const u8 *const planes[], u64 row, u32 *digits) {
-  u32 half = (p->columns + 1) / 2, last = p->planes - 1,
-      widths[] = {highest(p->base[0]), highest(p->base[1])};
+  u32 half = (p->columns + 1) / 2, last = p->planes - 1;
+  int widths[] = {highest(p->base[0]), highest(p->base[1])};
   bool odd = p->bytes % 2, bits = has_bits(p), padded = odd && p->columns % 2;
-  need(r, !padded || !planes[last][2 * (row * half + half - 1) + 1], "front-4",
-      "the last byte of a row of %s is not zero", p->name);
+  need(r, !padded || !planes[last][2 * (row + 1) * half - 1], "front-4", "a row of %s has no zero", p->name);
   for (u32 c = 0; c < p->columns; c++) {
     u8 bytes[16] = {0};
     for (u32 plane = 0; plane < p->bytes / 2; plane++)
@@ -101,8 +100,6 @@ static u32 paley_order(u32 order) {
   return 0;
 }
 
-static bool rotates(u32 order) { return paley_order(order) != 0; }
-
 static int chi(int a, int r) {
   a = (a % r + r) % r;
   for (int k = 1; k < r; k++)
@@ -122,8 +119,7 @@ static int paley(int order, int i, int j) {
 static void rotate_back(const double *u, double *x, u32 order, const signed char *signs) {
   u32 m = paley_order(order);
   signed char matrix[28][28];
-  for (u32 i = 0; i < m * m; i++)
-    matrix[i / m][i % m] = (signed char)paley((int)m, (int)(i / m), (int)(i % m));
+  for (u32 i = 0; i < m * m; i++) matrix[i / m][i % m] = (signed char)paley(m, i / m, i % m);
   for (u32 j = 0; j < order; j++) {
     x[j] = 0;
     for (u32 p = 0; p < m; p++) x[j] += matrix[p][j % m] * u[j - j % m + p];
@@ -138,9 +134,4 @@ static void rotate_back(const double *u, double *x, u32 order, const signed char
   for (u32 j = 0; j < order; j++) x[j] *= (signs ? signs[j] : 1) / sqrt(order);
 }
 
-static float norm_of_code(u8 code) {
-  static const u32 sixteenths[] = {0x3f800000, 0x3f85aac3, 0x3f8b95c2, 0x3f91c3d3, 0x3f9837f0, 0x3f9ef532,
-      0x3fa5fed7, 0x3fad583f, 0x3fb504f3, 0x3fbd08a4, 0x3fc5672a, 0x3fce248c, 0x3fd744fd, 0x3fe0ccdf,
-      0x3feac0c7, 0x3ff5257d};
-  return code ? ldexpf(as_float(sixteenths[(code - 1) % 16]), (code - 1) / 16 - 7) : 0;
-}
+static float norm_of_code(u8 code) { return code ? (float)exp2((code - 1) / 16.0 - 7) : 0; }

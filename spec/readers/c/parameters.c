@@ -263,8 +263,8 @@ static void finish_trellis(kv_cursor *m, kv_codec *c) {
   add(c, "codes", bits / 16, 65536);
 }
 
-static void check_order(kv_reader *r, u64 order) {
-  need(r, rotates(order), "front-7", "there is no rotation of order %llu", order);
+static void check_order(kv_reader *r, u32 order) {
+  need(r, paley_order(order), "front-7", "there is no rotation of order %u", order);
 }
 
 static void read_cars(kv_cursor *m, kv_codec *c) {

@@ -1,23 +1,20 @@
 /* The entropy coder (rans.md), and the segments that it codes. */
-/* Read a table of the entropy coder: f and b of every symbol by turns, and the symbol of each of 4096 slots.
- */
-static void rans_table(
-    kv_reader *r, const kv_tensor *frequencies, u64 first, u32 symbols, u16 *table, u8 *slots) {
+typedef struct {
+  u16 table[512]; /* f and b of every symbol by turns */
+  u8 slots[4096]; /* their symbols */
+} coder;
+
+static void read_coder(kv_reader *r, const kv_tensor *frequencies, u64 first, u64 symbols, coder *c) {
   u64 sum = 0;
-  for (u32 s = 0; s < symbols; s++) {
+  for (u64 s = 0; s < symbols; s++) {
     u64 f = get_int(frequencies, first + s);
     need(r, sum + f <= 4096, "rans-1", "frequencies do not sum to 4096");
-    table[2 * s] = (u16)f;
-    table[2 * s + 1] = (u16)sum;
-    for (; f; f--) slots[sum++] = (u8)s;
+    c->table[2 * s] = (u16)f;
+    c->table[2 * s + 1] = (u16)sum;
+    for (; f; f--) c->slots[sum++] = (u8)s;
   }
   need(r, sum == 4096, "rans-1", "frequencies sum to %llu, not 4096", sum);
 }
-
-typedef struct {
-  u16 table[512];
-  u8 slots[4096];
-} coder;
 
 /* A segment: a token group of a row, the first of its tokens over all runs, and where its words begin. */
 typedef struct {
@@ -54,8 +51,8 @@ static bool next_segment(const kv_side *side, segment *s) {
   s->tokens = left < side->codec->group ? left : side->codec->group;
   s->number = s->row * side->groups + s->group;
   s->words.data += s->words.size;
-  s->words.size =
-      2 * (s->counts->rank == 4 ? little(s->counts->data + 4 * s->number, 4) : get_int(s->counts, s->number));
+  u64 bytes = s->counts->rank == 4 ? 4 : 2;
+  s->words.size = 2 * little(s->counts->data + bytes * s->number, (int)bytes);
   return true;
 }
 /* Decode a segment with a coder for every `tokens` symbols; returns the bytes of words it took. */

@@ -1,15 +1,4 @@
 /* Side-cars, the rotation back, and the values of a side (side-cars.md). */
-static void check_orders(kv_file *f, const kv_side *side) {
-  const kv_tensor *orders = stream(side, "channel_order");
-  u64 dim = side->codec->dim;
-  bool seen[MAX_DIM];
-  for (u64 i = 0; i < orders->count; i++) {
-    u64 channel = get_int(orders, i);
-    if (i % dim == 0) memset(seen, 0, sizeof seen);
-    need(f->r, channel < dim && !seen[channel], "side-cars-8", "a row of channel_order is no order");
-    seen[channel] = true;
-  }
-}
 /* Count the flags before those of every token, sequence and head, which is the order of items. */
 static void check_outliers(kv_file *f, kv_side *side) {
   u32 flags[MAX_DIM / 4], quadruples = side->codec->dim / 4;
@@ -23,26 +12,14 @@ static void check_outliers(kv_file *f, kv_side *side) {
     *own = count;
     count += flagged;
   }
-  bool right = count == stream(side, "outliers")->shape[2];
-  need(f->r, right, "side-cars-5", "%llu flags of outliers are 1", count);
-}
-
-static void check_raw_tokens(kv_file *f, const kv_side *side) {
-  const kv_tensor *flags = stream(side, "raw_token_flags");
-  u64 count = 0;
-  for (u64 i = 0; i < flags->count; i++) {
-    need(f->r, flags->data[i] <= 1, "side-cars-7", "a flag of raw tokens is %u", flags->data[i]);
-    count += flags->data[i];
-  }
-  bool right = count == stream(side, "raw_tokens")->shape[2];
-  need(f->r, right, "side-cars-5", "%llu flags of raw tokens are 1", count);
+  need(f->r, count == stream(side, "outliers")->shape[2], "side-cars-5", "%llu flags are 1", count);
 }
 
 static void check_positions(kv_file *f, const kv_side *side) {
   const kv_tensor *positions = stream(side, "raw_positions"), *values = stream(side, "raw_values");
   u64 count = positions->shape[2], last = 0, bytes = count ? values->bytes / count : 0;
-  bool unused = false, right = count == values->shape[2];
-  need(f->r, right, "side-cars-12", "positions and raw values have different numbers of items");
+  bool unused = false, right = false;
+  need(f->r, count == values->shape[2], "side-cars-12", "positions and values differ in number");
   for (u64 i = 0; i < count; i++) {
     u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
     u64 place = token << 16 | sequence;
@@ -55,14 +32,23 @@ static void check_positions(kv_file *f, const kv_side *side) {
 }
 
 static void check_side_cars(kv_file *f, kv_side *side) {
-  const kv_codec *c = side->codec;
-  const kv_tensor *scales = stream(side, "channel_scale");
+  const kv_tensor *scales = stream(side, "channel_scale"), *orders = stream(side, "channel_order");
+  const kv_tensor *flags = stream(side, "raw_token_flags");
+  u64 dim = side->codec->dim, raw = 0;
+  bool seen[MAX_DIM];
   for (u64 i = 0; scales && i < scales->count; i++)
     need(f->r, get(scales, i) > 0, "side-cars-6", "a channel scale is not above 0");
-  if (has(c, ORDER)) check_orders(f, side);
-  if (has(c, OUTLIERS)) check_outliers(f, side);
-  if (has(c, TOKENS)) check_raw_tokens(f, side);
-  if (has(c, POSITIONS)) check_positions(f, side);
+  for (u64 i = 0; orders && i < orders->count; i++) {
+    u64 channel = get_int(orders, i);
+    if (i % dim == 0) memset(seen, 0, sizeof seen);
+    need(f->r, channel < dim && !seen[channel], "side-cars-8", "a row of channel_order is no order");
+    seen[channel] = true;
+  }
+  if (has(side->codec, OUTLIERS)) check_outliers(f, side);
+  for (u64 i = 0; flags && i < flags->count; raw += flags->data[i++])
+    need(f->r, flags->data[i] <= 1, "side-cars-7", "a flag of raw tokens is %u", flags->data[i]);
+  need(f->r, !flags || raw == stream(side, "raw_tokens")->shape[2], "side-cars-5", "%llu flags are 1", raw);
+  if (has(side->codec, POSITIONS)) check_positions(f, side);
 }
 
 static void put_outliers(kv_file *f, const kv_side *side, const kv_place *at, float *u) {
@@ -98,10 +84,12 @@ static void add_qjl(kv_file *f, const kv_side *side, const kv_place *at, float *
   for (u32 j = 0; j < c->dim; j++) u[j] = (float)(u[j] + factor * x[j]);
 }
 
-static void rotate(float *u, u32 dim, const signed char *signs) {
-  double from[MAX_DIM] = {0}, to[MAX_DIM];
+/* Rotate back by signs, or multiply by the matrix of a head. */
+static void turn_back(float *u, u32 dim, const signed char *signs, const kv_tensor *matrix, u64 head) {
+  double from[MAX_DIM] = {0}, to[MAX_DIM] = {0};
   for (u32 j = 0; j < dim; j++) from[j] = u[j];
-  rotate_back(from, to, dim, signs);
+  if (matrix) add_product(from, matrix, head * dim * dim, dim, to);
+  else rotate_back(from, to, dim, signs);
   for (u32 j = 0; j < dim; j++) u[j] = (float)to[j];
 }
 /* Put channels into their order, and scale them. */
@@ -120,16 +108,9 @@ static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
   const char *name = num(c, "balanced.frame") ? "k.centered" : "k.balanced";
   const kv_tensor *found = basis_state(basis, num(c, "balanced.layer"), name);
   need(f->r, found != NULL, "side-cars-17", "the basis has no state %s of the layer", name);
-  bool right = found->shape[1] == side->heads && found->shape[2] == c->dim;
-  need(f->r, right, "side-cars-18", "the balanced matrices are of other heads");
+  bool same = found->shape[1] == side->heads && found->shape[2] == c->dim;
+  need(f->r, same, "side-cars-18", "the balanced matrices are of other heads");
   return found;
-}
-
-static void balance(const kv_tensor *matrix, const kv_place *at, u32 dim, float *u) {
-  double x[MAX_DIM] = {0}, sum[MAX_DIM] = {0};
-  for (u32 j = 0; j < dim; j++) x[j] = u[j];
-  add_product(x, matrix, at->head * dim * dim, dim, sum);
-  for (u32 c = 0; c < dim; c++) u[c] = (float)sum[c];
 }
 
 static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_tensor *matrix, float *u) {
@@ -138,18 +119,16 @@ static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_
   if (has(c, OUTLIERS)) put_outliers(f, side, at, u);
   if (has(c, MEAN)) add_mean(side, at, u);
   if (has(c, QJL)) add_qjl(f, side, at, u);
-  if (num(c, "rotation_kind")) rotate(u, c->dim, c->signs);
-  for (u64 i = 0; block && i < c->dim; i += block) rotate(u + i, block, NULL);
+  if (num(c, "rotation_kind")) turn_back(u, c->dim, c->signs, NULL, 0);
+  for (u64 i = 0; block && i < c->dim; i += block) turn_back(u + i, block, NULL, NULL, 0);
   reorder(side, at, u);
-  if (matrix) balance(matrix, at, c->dim, u);
+  if (matrix) turn_back(u, c->dim, NULL, matrix, at->head);
 }
 /* Put the values of an item into all heads of a token. */
-static void put_item(
-    const kv_side *side, const kv_tensor *items, u64 item, u64 sequence, u64 token, float *values) {
-  u64 dim = side->codec->dim, heads = side->heads, tokens = side->packed + side->tail;
-  for (u64 i = 0; i < heads * dim; i++)
-    values[((sequence * heads + i / dim) * tokens + token) * dim + i % dim] =
-        get(items, item * heads * dim + i);
+static void put_item(const kv_side *s, const kv_tensor *items, u64 item, u64 sequence, u64 token, float *to) {
+  u64 dim = s->codec->dim, each = s->heads * dim;
+  for (u64 i = 0; i < each; i++)
+    to[((sequence * s->heads + i / dim) * s->tokens + token) * dim + i % dim] = get(items, item * each + i);
 }
 
 static void put_raw(const kv_side *side, float *values) {
@@ -164,9 +143,7 @@ static void put_raw(const kv_side *side, float *values) {
   }
 }
 
-u64 kv_value_count(const kv_side *side) {
-  return times(times(side->rows, side->packed + side->tail), side->codec->dim);
-}
+u64 kv_value_count(const kv_side *side) { return times(times(side->rows, side->tokens), side->codec->dim); }
 /* Decode a side whose file kv_check has found right: [batch, kv_head, token, channel], tails included. */
 void kv_decode(kv_file *f, kv_side *side, float *values) {
   kv_codec *c = side->codec;

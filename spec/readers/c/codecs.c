@@ -7,9 +7,10 @@ static void put_bin(float to[2], u64 p, u64 bins) {
   to[0] = 4 * p + 2 == bins || 4 * p + 2 == 3 * bins ? 0 : (float)cos(angle);
   to[1] = 2 * p + 1 == bins ? 0 : (float)sin(angle);
 }
-/* The codewords of a quaternion: products of 24 unit quaternions with it. */
-static void put_codewords(float *to, const double q[4]) {
-  double w = (float)q[0], x = (float)q[1], y = (float)q[2], z = (float)q[3];
+/* The codewords of the next quaternion: products of 24 unit quaternions with it. */
+static void put_codewords(float *to, u64 *state) {
+  double q[4], first = disc(state, q), second = disc(state, q + 2), t = sqrt((1 - first) / second);
+  double w = (float)q[0], x = (float)q[1], y = (float)(q[2] * t), z = (float)(q[3] * t);
   for (u32 p = 0; p < 24; p++, to += 4) {
     double u[4];
     for (u32 i = 0; i < 4; i++)
@@ -23,18 +24,13 @@ static void put_codewords(float *to, const double q[4]) {
 /* Compute what all tokens of a codec share, until it is released. */
 static void prepare_codec(kv_reader *r, kv_codec *c) {
   kv_bytes table = blob(c, "angle_table");
-  u64 seeds = num(c, "secondary"), first = c->id == POLAR ? 1u << c->level[0].bits : 0,
-      state = num(c, "seed");
-  c->signs = num(c, "rotation_kind") == 2 ? take(r, c->dim, 1) : NULL;
-  if (c->signs) make_signs(num(c, c->id == QUATERNION ? "rotation_seed" : "seed"), c->dim, c->signs);
-  c->qjl_signs = take(r, c->dim, 1);
-  make_signs(num(c, "qjl.seed"), c->dim, c->qjl_signs);
+  u64 seeds = num(c, "secondary"), state = num(c, "seed");
+  u64 first = c->id == POLAR ? 1u << c->level[0].bits : 0;
+  u64 seed = num(c, c->id == QUATERNION ? "rotation_seed" : "seed");
+  c->signs = num(c, "rotation_kind") == 2 ? make_signs(r, seed, c->dim) : NULL;
+  c->qjl_signs = make_signs(r, num(c, "qjl.seed"), c->dim);
   c->directions = take(r, 96 * seeds + 2 * first + table.size / 2, sizeof(float));
-  for (u64 s = 0; s < seeds; s++) {
-    double q[4];
-    make_quaternion(&state, q);
-    put_codewords(c->directions + 96 * s, q);
-  }
+  for (u64 s = 0; s < seeds; s++) { put_codewords(c->directions + 96 * s, &state); }
   for (u64 p = 0; p < first; p++) put_bin(c->directions + 2 * p, p, first);
   for (u64 i = 0; i < table.size / 4; i++) {
     double angle = number_at(F32, table.data, i);
@@ -68,8 +64,8 @@ static float ranged(const kv_tensor *ranges, u64 row, u64 kind, u64 k) {
 
 static void decode_group(const kv_side *s, const kv_place *at, const u32 *codes, float *u) {
   const kv_codec *c = s->codec;
-  const kv_tensor *scales = stream(s, "scales"), *ranges = stream(s, "scale_range"),
-                  *factors = stream(s, "token_scale");
+  const kv_tensor *scales = stream(s, "scales"), *ranges = stream(s, "scale_range");
+  const kv_tensor *factors = stream(s, "token_scale");
   u64 size = num(c, "axis") ? num(c, "size") : 1, run = at->row * s->run_count + at->run;
   u64 row = num(c, "axis") ? token_row(s, at) : at->row * s->groups + at->group;
   u64 factor = (num(c, "token_scale") > 2 ? at->row : at->sequence) * s->packed + at->token;
@@ -168,8 +164,7 @@ static void decode_angle(const kv_side *s, const kv_place *at, const u32 *codes,
     float r = kind ? get(t, 2 * row + 1) + get(t, 2 * row) * (float)code : get(t, row * n + i);
     if (kind == 2) r = (float)exp2(r);
     put_bin(u + 2 * i, whole_code(c, codes, n, i), num(c, "bins"));
-    u[2 * i] *= r;
-    u[2 * i + 1] *= r;
+    for (u64 k = 0; k < 2; k++) u[2 * i + k] *= r;
   }
 }
 
@@ -181,10 +176,8 @@ static void decode_polar(const kv_side *s, const kv_place *at, const u32 *codes,
     if (l->radii % 2) below[l->radii - 1] = u[l->pairs];
     for (u32 i = 0; i < l->pairs; i++) {
       bool other = l->unequal && i && i == l->pairs - 1;
-      const float *direction =
-          &c->directions[2 * (l->tables + (other ? 1u << l->bits : 0) + codes[l->codes + i])];
-      below[2 * i] = u[i] * direction[0];
-      below[2 * i + 1] = u[i] * direction[1];
+      u32 angle = l->tables + (other ? 1u << l->bits : 0) + codes[l->codes + i];
+      for (u32 k = 0; k < 2; k++) below[2 * i + k] = u[i] * c->directions[2 * angle + k];
     }
     memcpy(u, below, l->radii * sizeof *u);
   }
@@ -199,8 +192,7 @@ static void decode_lossless(const kv_side *s, const kv_place *at, const u32 *cod
     u[j] = half ? from_half((u16)bits) : as_float(bits << 16);
   }
 }
-/* What a token and head decodes to: what is stored, what was decoded for all tokens at once, or what codes
- * give. */
+/* What a token and head decodes to: what is stored, was decoded for all tokens at once, or codes give. */
 static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
   static void (*const decoders[])(const kv_side *, const kv_place *, const u32 *, float *) = {decode_angle,
       decode_group, NULL, decode_lossless, decode_minifloat, decode_octahedral, NULL, decode_polar,
@@ -208,11 +200,11 @@ static void decode_token(kv_file *f, kv_side *s, const kv_place *at, float *u) {
   u32 codes[2 * MAX_DIM] = {0};
   u64 dim = s->codec->dim, first = token_row(s, at) * dim;
   const kv_tensor *stored = s->codec->id == RAW ? stream(s, "values") : stream(s, "bytes");
-  for (u64 j = 0; !decoders[s->codec->id] && j < dim; j++)
-    u[j] = s->early ? s->early[first + j] : get(stored, first + j);
-  if (!decoders[s->codec->id]) return;
-  read_codes(f, s, at, codes);
-  decoders[s->codec->id](s, at, codes, u);
+  if (decoders[s->codec->id]) {
+    read_codes(f, s, at, codes);
+    decoders[s->codec->id](s, at, codes, u);
+  } else
+    for (u64 j = 0; j < dim; j++) u[j] = s->early ? s->early[first + j] : get(stored, first + j);
 }
 /* Check what a codec says of its streams, and every digit. */
 static void check_codec(kv_file *f, kv_side *s) {
@@ -222,21 +214,18 @@ static void check_codec(kv_file *f, kv_side *s) {
   bool powers = num(c, "scale_dtype") == 2, padded = c->id == OCTAHEDRAL && num(c, "arrangement");
   u32 codes[2 * MAX_DIM], n = (u32)(c->dim + 2) / 3;
   if (c->id == LOSSLESS || c->id == TRANSFORM) check_coded(f, s);
+  const char *rule = powers ? "minifloat-7" : "minifloat-8";
   for (u64 i = 0; blocks && i < blocks->count; i++)
-    need(f->r, blocks->data[i] < (powers ? 0xff : 0x7f), powers ? "minifloat-7" : "minifloat-8",
-        "a scale is not finite");
-  for (u64 i = 0; ranges && i < ranges->count; i++) {
-    bool right = isfinite(ranged(ranges, i / 4, i % 4 / 2, i % 2 * 255));
-    need(f->r, right, "group-7", "scale_range gives a number that is not finite");
-  }
+    need(f->r, blocks->data[i] < (powers ? 0xff : 0x7f), rule, "a scale is not finite");
+  for (u64 i = 0; ranges && i < ranges->count; i++)
+    need(f->r, isfinite(ranged(ranges, i / 4, i % 4 / 2, i % 2 * 255)), "group-7", "a range is not finite");
   for (kv_place at = {0}; walk(s, &at);) {
     for (u32 i = c->own_packings; i < c->packing_count; i++) read_digits(f, s, &at, i, codes);
     read_codes(f, s, &at, codes);
     for (u64 j = 0; c->id == MINIFLOAT && j < c->dim; j++)
       need(f->r, (codes[j] & 0x7f) < finite[num(c, "element")], "minifloat-6", "an element is not finite");
     for (u32 i = 0; padded && i < c->packings[0].digits * c->packings[0].symbols; i++)
-      need(f->r, i % c->packings[0].symbols < n || !codes[i], "octahedral-5",
-          "a triplet beyond the last is not zero");
+      need(f->r, i % c->packings[0].symbols < n || !codes[i], "octahedral-5", "a padding is not zero");
     if (c->by_head) read_klt_codes(f, s, &at, codes);
   }
 }

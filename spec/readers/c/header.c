@@ -116,7 +116,9 @@ static kv_bytes records(kv_file *f, const char *name, u64 size, const char *name
   return data;
 }
 
-static kv_side *any_side(const kv_layer *l) { return l->sides[0] ? l->sides[0] : l->sides[1]; }
+static kv_side *any_side(const kv_file *f, u32 layer) {
+  return f->layers[layer].sides[0] ? f->layers[layer].sides[0] : f->layers[layer].sides[1];
+}
 
 static void read_starts(kv_file *f) {
   kv_bytes data = records(f, "layer-positions", 0, "container-35", "container-36");
@@ -124,14 +126,13 @@ static void read_starts(kv_file *f) {
   need(f->r, !data.data || data.size == 8 * f->layer_count, "container-36", "a layer has no start");
   f->end = f->start;
   for (u32 l = 0; l < f->layer_count; l++) {
-    kv_layer *layer = &f->layers[l];
-    const kv_side *side = any_side(layer);
-    layer->start = data.data ? little(data.data + 8 * l, 8) : f->start;
-    limit(f->r, "the start of a layer", layer->start, MAX_TOKENS);
-    need(f->r, layer->start >= f->start, "container-37", "layer %u starts before the range", l);
-    need(f->r, side || layer->start == f->start, "container-38", "layer %u has no sides and a start", l);
-    differs = differs || layer->start != f->start;
-    if (side && layer->start + side->tokens > f->end) f->end = layer->start + side->tokens;
+    const kv_side *side = any_side(f, l);
+    u64 start = f->layers[l].start = data.data ? little(data.data + 8 * l, 8) : f->start;
+    limit(f->r, "the start of a layer", start, MAX_TOKENS);
+    need(f->r, start >= f->start, "container-37", "layer %u starts before the range", l);
+    need(f->r, side || start == f->start, "container-38", "layer %u has no sides and a start", l);
+    differs = differs || start != f->start;
+    if (side && start + side->tokens > f->end) f->end = start + side->tokens;
   }
   need(f->r, !data.data || differs, "container-39", "layer-positions has one start only");
 }
@@ -164,7 +165,7 @@ static void read_states(kv_file *f) {
     bool same = before && before->layer == state->layer;
     bool ascends = !before || (same ? strcmp(before->name, state->name) < 0 : before->layer < state->layer);
     need(f->r, ascends, "container-45", "the records of layer-state do not ascend");
-    const kv_side *side = any_side(&f->layers[state->layer]);
+    const kv_side *side = any_side(f, state->layer);
     u64 batch = state->tensor->shape[0];
     bool right = (!same || before->tensor->shape[0] == batch) && (!side || side->batch == batch);
     need(f->r, right, "container-46", "the states of layer %u differ in sequences", state->layer);

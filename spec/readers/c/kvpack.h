@@ -50,21 +50,16 @@ u64 kv_value_count(const kv_side *side);
 void kv_decode(kv_file *f, kv_side *side, float *values);
 void kv_free(kv_reader *r);
 
-/* Entries of a store (store.md). A key of encryption has 16, 24 or 32 bytes. */
+/* Entries of a store (store.md): an identity field, or a key of encryption and its id. */
 typedef struct {
-  kv_bytes id, key;
-} kv_secret;
-
-typedef struct {
-  kv_bytes name, value; /* an identity field */
-} kv_field;
+  kv_bytes name, value;
+} kv_named;
 
 /* What a caller looks for: the entry key; the parent, or the chunk of states, or NULL to take any; the
  * identity fields by the names of store.md without the tenant, or NULL to take any identity and start. */
 typedef struct {
   const u8 *key, *parent;
-  const kv_field *fields;
-  const kv_secret *secrets; /* none: entries are in the clear */
+  const kv_named *fields, *secrets; /* no secrets: entries are in the clear */
   u64 field_count, secret_count;
   kv_bytes tenant;
   u64 start, limit; /* the position of the first token, and the most bytes of an entry */
@@ -90,8 +85,8 @@ typedef struct {
 } kv_packing;
 
 /* The header. */
-enum { ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, OPAQUE, POLAR, QUATERNION };
-enum { RAW = QUATERNION + 1, SCALAR, TRANSFORM, TRELLIS, CODECS };
+enum { ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, OPAQUE, POLAR };
+enum { QUATERNION = POLAR + 1, RAW, SCALAR, TRANSFORM, TRELLIS, CODECS };
 enum { BALANCED, SCALE, ORDER, BLOCK, MEAN, OUTLIERS, QJL, TOKENS, POSITIONS, CARS };
 enum { LOG_NORMS = CARS, HEAD_SCALES }; /* no side-cars, but also features that a codec needs */
 
@@ -137,17 +132,15 @@ typedef struct {
 
 struct kv_side {
   kv_codec *codec;
-  u32 layer, which; /* 0: keys, 1: values */
-  u64 batch, heads, rows, run_count, packed, tail, groups, window,
-      tokens; /* rows: of all sequences and heads */
-  u64 *runs;
+  u32 layer, which;                                                        /* 0: keys, 1: values */
+  u64 batch, heads, rows, run_count, packed, tail, groups, window, tokens; /* rows: sequences times heads */
   kv_dtype tail_dtype;
   const kv_value *entries;
   kv_tensor *tensors;
   u32 tensor_count, entry_count, planes[MAX_PACKINGS]; /* planes: the tensor of the first one of a packing */
   float *early;                                        /* values that were decoded for all tokens at once */
   u8 *symbols;                                         /* exponent fields of lossless */
-  u64 *outliers;                                       /* the first outlier item of every row and token */
+  u64 *runs, *outliers;                                /* outliers: the first item of every row and token */
 };
 
 typedef struct {
@@ -156,11 +149,6 @@ typedef struct {
   kv_tensor *tensor;
 } kv_state;
 
-typedef struct {
-  kv_side *sides[2];
-  u64 start;
-} kv_layer;
-
 struct kv_file {
   kv_reader *r;
   kv_bytes bytes, header, recipe;
@@ -168,7 +156,10 @@ struct kv_file {
   u64 start, end, data;                                  /* the range, and the place of the data section */
   u32 codec_count, layer_count, side_count, state_count;
   kv_codec *codecs;
-  kv_layer *layers;
+  struct {
+    kv_side *sides[2];
+    u64 start;
+  } *layers;
   kv_side **sides; /* those that there are, in order */
   kv_state *states;
   kv_tensor *tensors;

@@ -79,18 +79,14 @@ static double disc(u64 *state, double point[2]) {
   }
 }
 
-static void make_quaternion(u64 *state, double quaternion[4]) {
-  double q1 = disc(state, quaternion), q2 = disc(state, quaternion + 2), t = sqrt((1 - q1) / q2);
-  quaternion[2] *= t;
-  quaternion[3] *= t;
-}
-
-static void make_signs(u64 seed, u32 count, signed char *signs) {
+static signed char *make_signs(kv_reader *r, u64 seed, u32 count) {
+  signed char *signs = take(r, count, 1);
   u64 word = 0;
   for (u32 i = 0; i < count; i++, word >>= 1) {
     if (i % 64 == 0) word = generate(&seed);
     signs[i] = word & 1 ? -1 : 1;
   }
+  return signs;
 }
 
 static u32 paley_order(u32 order) {

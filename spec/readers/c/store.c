@@ -47,12 +47,12 @@ static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   kv_bytes id = {entry.data + 20, nonce - 20}, head = {entry.data, nonce}, sealed = {data, tag - data};
   right = has_xxh3((kv_bytes){entry.data, entry.size - 16}, tag + 16);
   need(r, right, "store-31", "the entry does not have its digest");
-  const kv_secret *secret = w->secrets, *end = secret + w->secret_count;
-  while (secret < end && compare(secret->id, id)) secret++;
+  const kv_named *secret = w->secrets, *end = secret + w->secret_count;
+  while (secret < end && compare(secret->name, id)) secret++;
   need(r, secret < end, "store-5", "the encryption key of the entry is not available");
   kv_bytes associated = prefixed(r, (kv_bytes[]){head, {w->key, 32}, w->tenant}, 3);
   u8 *clear = take(r, sealed.size, 1);
-  right = decrypt(secret->key, entry.data + nonce, associated, sealed, tag, clear);
+  right = decrypt(secret->value, entry.data + nonce, associated, sealed, tag, clear);
   need(r, right, "store-5", "the tag of the entry does not agree");
   return (kv_bytes){clear, sealed.size};
 }

@@ -177,8 +177,8 @@ static kv_bytes unhex(kv_reader *r, const char *text) {
  * identity.NAME. */
 static kv_wanted wanted(kv_reader *r, char **fields, u64 count) {
   kv_wanted w = {.limit = LIMIT, .key = take(r, 32, 1)};
-  kv_secret *secrets = take(r, count, sizeof *secrets);
-  kv_field *identity = take(r, count, sizeof *identity);
+  kv_named *secrets = take(r, count, sizeof *secrets);
+  kv_named *identity = take(r, count, sizeof *identity);
   w.secrets = secrets;
   for (char **field = fields; field < fields + count; field++) {
     char *value = strchr(*field, '=');
@@ -190,8 +190,8 @@ static kv_wanted wanted(kv_reader *r, char **fields, u64 count) {
     if (!strcmp(name, "start")) w.start = strtoull(value, NULL, 10);
     if (!strcmp(name, "tenant")) w.tenant = text_of(value);
     if (!strcmp(name, "states")) w.states = true;
-    if (!strncmp(name, "secret.", 7)) secrets[w.secret_count++] = (kv_secret){text_of(own), unhex(r, value)};
-    if (!strncmp(name, "identity.", 9)) identity[w.field_count++] = (kv_field){text_of(own), text_of(value)};
+    if (!strncmp(name, "secret.", 7)) secrets[w.secret_count++] = (kv_named){text_of(own), unhex(r, value)};
+    if (!strncmp(name, "identity.", 9)) identity[w.field_count++] = (kv_named){text_of(own), text_of(value)};
   }
   w.fields = w.field_count ? identity : NULL;
   return w;

@@ -26,8 +26,7 @@ static void expect(json *j, const char *format, ...) {
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  need(j->r, begins(&j->bytes.data[j->at], j->bytes.size - j->at, text), "container-5", "byte %llu is wrong",
-      j->at);
+  need(j->r, begins(&j->bytes.data[j->at], j->bytes.size - j->at, text), "container-5", "a wrong byte");
   j->at += strlen(text);
 }
 /* The major number, before the length of the JSON header is known to be right. */

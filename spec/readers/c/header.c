@@ -209,8 +209,8 @@ static void read_offsets(kv_file *f) {
 
 static void plan_all(kv_file *f) {
   u32 state = 0, side = 0;
-  f->tensors =
-      take(f->r, f->r->page ? 2 * MAX_STREAMS * f->layer_count : f->listed->number, sizeof *f->tensors);
+  u64 most = f->r->page ? 2 * MAX_STREAMS * f->layer_count : f->listed->number;
+  f->tensors = take(f->r, most, sizeof *f->tensors);
   for (u32 l = 0; l < f->layer_count; l++) {
     while (side < f->side_count && f->sides[side]->layer == l) plan_side(f, f->sides[side++]);
     for (; state < f->state_count && f->states[state].layer == l; state++) {

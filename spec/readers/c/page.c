@@ -60,8 +60,7 @@ kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   check_zeros(r, page.data, 128 + size, at);
   for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
     u64 end = plus(at, t->bytes);
-    need(r, end <= page.size && aligned(end, 64) <= page.size, "row-2", "the packed page ends within %s",
-        t->name);
+    need(r, end <= page.size && aligned(end, 64) <= page.size, "row-2", "the page ends within %s", t->name);
     t->data = page.data + at;
     at = aligned(end, 64);
     check_zeros(r, page.data, end, at);

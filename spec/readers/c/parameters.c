@@ -34,13 +34,13 @@ static u32 choice(kv_cursor *m, const char *key, const char *words) {
 static void end_map(kv_cursor *m) {
   need(m->r, m->at == m->map->number, m->keys, "a map has a key too many");
 }
-/* A schema has the keys of a map, each with what its value may be: an integer (a range, p of powers of two; #
- * for any), a string (its words, or " for any), or bytes (*). Side-cars are such a value or a map. */
+/* Keys, each with an integer (a range, p of powers of two; # for any), a string (its words, or " for any), or
+ * bytes (*). A side-car is such a value or a map of them. */
 static const char *const car_schemas[CARS][2] = {{"balanced", "basis:* layer:0-4095 frame:balanced|centered"},
-    {"channel_scale", "fp16|fp32"}, {"channel_order", "u8|u16"}, {"block_rotation", "2-1024"},
-    {"key_mean", "tokens:p8-1024 bits:p4-8"}, {"outliers", "fields:#"},
-    {"qjl", "seed:# norm:fp16|fp32 fields:#"}, {"raw_tokens", "bf16|fp16|fp32"},
-    {"raw_positions", "bf16|fp16|fp32"}};
+    {"channel_scale", "channel_scale:fp16|fp32"}, {"channel_order", "channel_order:u8|u16"},
+    {"block_rotation", "block_rotation:2-1024"}, {"key_mean", "tokens:p8-1024 bits:p4-8"},
+    {"outliers", "fields:#"}, {"qjl", "seed:# norm:fp16|fp32 fields:#"},
+    {"raw_tokens", "raw_tokens:bf16|fp16|fp32"}, {"raw_positions", "raw_positions:bf16|fp16|fp32"}};
 
 /* A parameter by its key, or all zeros; the key of a side-car with a map begins with its name and a dot. */
 static const kv_parameter *find(const kv_codec *c, const char *key) {
@@ -58,30 +58,22 @@ static kv_dtype dtype_of(const kv_codec *c, const char *key) {
   return dtypes[word_of(blob(c, key), "log8|u8|u16|fp16|bf16|fp32")];
 }
 static bool has(const kv_codec *c, u32 car) { return c->cars >> car & 1; }
-/* Read a value by its schema, which ends with a space or the text. */
-static void read_parameter(
-    kv_cursor *m, kv_codec *c, const char *prefix, const char *key, const char *schema) {
-  kv_parameter *p = &c->parameters[c->parameter_count++];
-  bool power = *schema == 'p', range = power || (*schema >= '0' && *schema <= '9');
-  const kv_value *v = next_value(m, key,
-      *schema == '*'            ? BINARY
-      : range || *schema == '#' ? INTEGER
-                                : STRING);
-  u64 low = 0, high = UINT64_MAX, number = v->number;
-  int word = v->type == STRING && *schema != '"' ? word_of(v->bytes, schema) : 0;
-  if (range) sscanf(schema + power, "%llu-%llu", &low, &high);
-  bool right = word >= 0 && number >= low && number <= high && (!power || !(number & (number - 1)));
-  need(m->r, right, m->values, "%s has a value that does not exist: %llu", key, number);
-  snprintf(p->key, sizeof p->key, "%s%s", prefix, key);
-  p->number = v->type == STRING ? (u64)word : number;
-  p->bytes = v->bytes;
-}
-
+/* Read the values of a schema by their keys, before which `prefix` is put. */
 static void read_parameters(kv_cursor *m, kv_codec *c, const char *prefix, const char *schema) {
-  for (char key[24]; *schema; schema += strcspn(schema, " "), schema += *schema == ' ') {
-    int length = (int)strcspn(schema, ":");
-    snprintf(key, sizeof key, "%.*s", length, schema);
-    read_parameter(m, c, prefix, key, schema += length + 1);
+  for (; *schema; schema += strcspn(schema, " "), schema += *schema == ' ') {
+    kv_parameter *p = &c->parameters[c->parameter_count++];
+    snprintf(p->key, sizeof p->key, "%s%.*s", prefix, (int)strcspn(schema, ":"), schema);
+    schema += strcspn(schema, ":") + 1;
+    bool power = *schema == 'p', number = power || *schema == '#' || (*schema >= '0' && *schema <= '9');
+    const char *key = p->key + strlen(prefix);
+    const kv_value *v = next_value(m, key, number ? INTEGER : *schema == '*' ? BINARY : STRING);
+    u64 low = 0, high = UINT64_MAX;
+    int word = v->type == STRING && *schema != '"' ? word_of(v->bytes, schema) : 0;
+    if (number && *schema != '#') sscanf(schema + power, "%llu-%llu", &low, &high);
+    bool right = word >= 0 && v->number >= low && v->number <= high && (!power || is_power(v->number));
+    need(m->r, right, m->values, "%s has a value that does not exist: %llu", key, v->number);
+    p->number = v->type == STRING ? (u64)word : v->number;
+    p->bytes = v->bytes;
   }
 }
 /* Add a code stream; `second` is the base of a second digit, or 0. */
@@ -91,9 +83,7 @@ static void add_symbols(kv_codec *c, const char *name, u64 symbols, u64 base, u6
   snprintf(p->name, sizeof p->name, "%s", name);
 }
 
-static void add(kv_codec *c, const char *name, u64 symbols, u64 base) {
-  add_symbols(c, name, symbols, base, base, 0);
-}
+static void add(kv_codec *c, const char *name, u64 n, u64 base) { add_symbols(c, name, n, base, base, 0); }
 
 static void set_fields(kv_reader *r, kv_packing *p, u64 fields) {
   p->fields = fields > 128 ? 0 : fields;
@@ -116,8 +106,8 @@ static u64 power_above(u64 number) {
 }
 
 static void finish_angle(kv_cursor *m, kv_codec *c) {
-  u64 n = c->dim / 2, bins = num(c, "bins"), low = bins & (0 - bins), high = bins / low,
-      bits = num(c, "norm_bits");
+  u64 bins = num(c, "bins"), low = bins & (0 - bins), high = bins / low;
+  u64 n = c->dim / 2, bits = num(c, "norm_bits");
   bool direct = num(c, "arrangement"), norms = num(c, "norm");
   bool fits = norms ? bits : !bits && !direct && !num(c, "range");
   need(m->r, c->dim % 2 == 0 && fits, m->values, "dim is odd, or norms do not fit norm_bits or range");
@@ -165,8 +155,8 @@ static void finish_klt(kv_cursor *m, kv_codec *c) {
 
 static void finish_chunk(kv_cursor *m, kv_codec *c) {
   c->group = num(c, "chunk");
-  need(m->r, c->group * c->dim <= 65536, c->id == LOSSLESS ? "lossless-4" : "transform-3",
-      "chunk and dim have a product above 65536");
+  const char *rule = c->id == LOSSLESS ? "lossless-4" : "transform-3";
+  need(m->r, c->group * c->dim <= 65536, rule, "chunk and dim have a product above 65536");
   if (c->id == LOSSLESS) add(c, "signed_fractions", c->dim, num(c, "dtype") ? 2048 : 256);
   else check_digest(m, blob(c, "basis"));
 }
@@ -221,8 +211,8 @@ static void finish_polar(kv_cursor *m, kv_codec *c) {
 }
 
 static void finish_quaternion(kv_cursor *m, kv_codec *c) {
-  u64 n = (c->dim + 3) / 4, seeds = num(c, "secondary"), words = 24 * seeds,
-      radii = 1u << num(c, "radius_bits");
+  u64 n = (c->dim + 3) / 4, seeds = num(c, "secondary"), words = 24 * seeds;
+  u64 radii = 1u << num(c, "radius_bits");
   bool direct = num(c, "arrangement");
   need(m->r, !direct || seeds <= 2730, m->values, "secondary is %llu", seeds);
   c->low = words & (0 - words);
@@ -235,8 +225,8 @@ static void finish_quaternion(kv_cursor *m, kv_codec *c) {
 }
 
 static void finish_scalar(kv_cursor *m, kv_codec *c) {
-  u64 high = 0, bits = num(c, "bits"), bits_high = num(c, "bits_high"),
-      size = bits_high ? (c->dim + 7) / 8 : 0;
+  u64 high = 0, bits = num(c, "bits"), bits_high = num(c, "bits_high");
+  u64 size = bits_high ? (c->dim + 7) / 8 : 0;
   kv_bytes channels = blob(c, "high_channels");
   bool right = (!bits_high || bits_high > bits) && channels.size == size;
   need(m->r, right, m->values, "bits_high is not above bits, or high_channels has not %llu bytes", size);
@@ -272,13 +262,14 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
     const char *name = car_schemas[car][0], *schema = car_schemas[car][1];
     if (!key_is(m, name)) continue;
     c->cars |= 1u << car;
-    if (strchr(schema, ':')) {
+    if (!strncmp(schema, name, strlen(name))) read_parameters(m, c, "", schema);
+    else {
       kv_cursor map = {m->r, next_value(m, name, MAP), 0, m->values, m->values};
       char before[24];
       snprintf(before, sizeof before, "%s.", name);
       read_parameters(&map, c, before, schema);
       end_map(&map);
-    } else read_parameter(m, c, "", name, schema);
+    }
   }
   for (u32 car = 0; car < CARS; car++)
     need(m->r, !key_is(m, car_schemas[car][0]), "side-cars-2", "%s is not in its place", car_schemas[car][0]);

@@ -60,10 +60,10 @@ static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
 static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
   u64 known = 0;
   for (int i = 0; w->fields && i < 9; i++) {
-    kv_bytes given = field_of(w, names[i]),
-             found = i == 1 ? f->recipe : member(f->model, i ? names[i] : "name");
+    kv_bytes found = i == 1 ? f->recipe : member(f->model, i ? names[i] : "name");
     known += i != 1 && i != 6 && found.size;
-    need(f->r, i == 6 || !compare(given, found), rule, "the entry is of another %s", names[i]);
+    need(
+        f->r, i == 6 || !compare(field_of(w, names[i]), found), rule, "the entry is of another %s", names[i]);
   }
   need(f->r, !w->fields || known == f->model->number, rule, "the entry's model has other fields");
   need(f->r, !w->fields || f->start == w->start, rule, "the entry starts at %llu", f->start);

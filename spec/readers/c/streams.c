@@ -1,19 +1,16 @@
-/* The streams of a side in the order of the documents of codecs and side-cars, and the walk through tokens.
- */
+/* The streams of a side in the order of their documents, and the walk through tokens. */
 /* Compare a tensor with what the header lists in its place. */
 static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
-  static const char types[] = {STRING, STRING, ARRAY, STRING, INTEGER, BINARY};
   kv_reader *r = f->r;
   const kv_value *parts = item->items, *sizes = &parts[2];
   bool right = item->type == ARRAY && item->number == 6;
-  for (int i = 0; right && i < 6; i++) right = parts[i].type == types[i];
+  for (int i = 0; right && i < 6; i++) right = parts[i].type == "ssasib"[i];
   for (u64 i = 0; right && i < sizes->number; i++) right = sizes->items[i].type == INTEGER;
   right = right && parts[5].bytes.size == 16 && word_of(parts[3].bytes, "none|zstd") >= 0;
   need(r, right, "container-11", "the tensor %s is listed in another form", t->name);
-  right =
-      is(parts[0].bytes, t->name) && is(parts[1].bytes, dtype_names[t->dtype]) && sizes->number == t->rank;
-  for (u32 i = 0; right && i < t->rank; i++) right = sizes->items[i].number == t->shape[i];
-  need(r, right, "container-16", "the tensor %s is not what is listed", t->name);
+  bool same = is(parts[0].bytes, t->name) && is(parts[1].bytes, dtype_names[t->dtype]);
+  for (u32 i = 0; i < sizes->number && i < t->rank; i++) same = same && sizes->items[i].number == t->shape[i];
+  need(r, same && sizes->number == t->rank, "container-16", "%s is not what is listed", t->name);
   t->zstd = is(parts[3].bytes, "zstd");
   t->stored = parts[4].number;
   t->digest = parts[5].bytes.data;
@@ -72,10 +69,9 @@ static void add_tensor(kv_file *f, kv_side *s, const char *name, kv_dtype dtype,
   if (!s->tensors) s->tensors = t;
   s->tensor_count++;
 }
-/* A stream of `rows` rows for every sequence and head, or for all heads together; the sizes end with a 0. */
-static void rows(
-    kv_file *f, kv_side *s, const char *name, u32 dtype, u64 heads, u64 rows, u64 size, u64 more) {
-  add_tensor(f, s, name, dtype, 3 + (size > 0) + (more > 0), (u64[]){s->batch, heads, rows, size, more});
+/* A stream of `count` rows for every sequence and head, or for all heads together; the sizes end with a 0. */
+static void rows(kv_file *f, kv_side *s, const char *name, u32 dtype, u64 heads, u64 count, u64 x, u64 y) {
+  add_tensor(f, s, name, dtype, 3 + (x > 0) + (y > 0), (u64[]){s->batch, heads, count, x, y});
 }
 /* A stream of items, whose number is in `entries`. */
 static void items(kv_file *f, kv_side *s, const char *name, u32 dtype, u64 size, u64 more) {
@@ -101,13 +97,11 @@ static void planes(kv_file *f, kv_side *s, u32 packing) {
 static void plan_codec(kv_file *f, kv_side *s) {
   const kv_codec *c = s->codec;
   u64 heads = s->heads, tokens = s->packed, runs = s->run_count, groups = s->groups, dim = c->dim, id = c->id;
-  u64 width = num(c, "axis") ? (dim + num(c, "size") - 1) / num(c, "size") : dim,
-      scale = num(c, "token_scale");
-  u64 shared = num(c, "granularity"), kind = num(c, "scale_dtype");
+  u64 shared = num(c, "granularity"), kind = num(c, "scale_dtype"), scale = num(c, "token_scale");
+  u64 axis = num(c, "axis"), width = axis ? (dim + num(c, "size") - 1) / num(c, "size") : dim;
   if (id == ANGLE && num(c, "norm")) rows(f, s, "range", dtype_of(c, "range"), heads, tokens, 2, 0);
   if (id == ANGLE && !num(c, "norm")) rows(f, s, "norm", F32, heads, tokens, dim / 2, 0);
-  if (id == GROUP)
-    rows(f, s, "scales", c->ranged ? U8 : F16, heads, num(c, "axis") ? tokens : groups, width, 2);
+  if (id == GROUP) rows(f, s, "scales", c->ranged ? U8 : F16, heads, axis ? tokens : groups, width, 2);
   if (c->ranged) rows(f, s, "scale_range", F16, heads, runs, 4, 0);
   if (scale) rows(f, s, "token_scale", scale % 2 ? F16 : F32, scale > 2 ? heads : 1, tokens, 0, 0);
   if (c->by_head) rows(f, s, "codes", U8, 1, tokens, c->row_bytes, 0);
@@ -115,8 +109,8 @@ static void plan_codec(kv_file *f, kv_side *s) {
   if (num(c, "rows")) rows(f, s, "rows", dtype_of(c, "rows"), heads, runs, basis_vectors(dim), dim);
   if (id == MINIFLOAT && shared < 2) rows(f, s, "scale", kind ? F32 : F16, shared ? heads : 1, runs, 0, 0);
   if (shared == 2) rows(f, s, "scale", kind ? F32 : F16, heads, tokens, 0, 0);
-  if (shared == 3)
-    rows(f, s, "block_scales", U8, heads, tokens, kind == 3 ? (dim + 15) / 16 : (dim + 31) / 32, 0);
+  u64 block = kind == 3 ? 16 : 32;
+  if (shared == 3) rows(f, s, "block_scales", U8, heads, tokens, (dim + block - 1) / block, 0);
   if (kind == 3) rows(f, s, "global_scale", F32, 1, runs, 0, 0);
   if (id == LOSSLESS) rows(f, s, "frequencies", U16, heads, runs, num(c, "dtype") ? 32 : 256, 0);
   if (id == TRANSFORM && !num(c, "side")) rows(f, s, "positions", U16, 1, groups, 2, 0);
@@ -154,8 +148,7 @@ static void plan_side(kv_file *f, kv_side *s) {
   need(f->r, all, "container-11", "entries has a member too many");
   if (s->tail) rows(f, s, "tail", s->tail_dtype, heads, s->tail, dim, 0);
 }
-/* The place of a token: its head, its row (sequence times heads plus head), its number over all runs, its
- * run, its number in the run, and its token group. */
+/* The place of a token: its row is sequence times heads plus head, and its number is over all runs. */
 typedef struct {
   u64 sequence, head, row, token, run, in_run, group;
   bool begun;

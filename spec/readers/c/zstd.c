@@ -180,10 +180,8 @@ static u64 read_literals(frame *f, kv_bytes block) {
   u64 tree = kind == 2 ? read_tree(f, (kv_bytes){from, size}) : 0;
   require(f, f->huffman_bits, "there is no Huffman tree");
   kv_bytes bytes = {from + tree, size - tree};
-  if (format == 0) {
-    read_stream(f, bytes, f->literals, f->literal_count);
-    return head + size;
-  }
+  if (format == 0) read_stream(f, bytes, f->literals, f->literal_count);
+  if (format == 0) return head + size;
   require(f, bytes.size >= 6 && f->literal_count >= 6, "four streams of literals are cut short");
   u32 each = (f->literal_count + 3) / 4, done = 0;
   u64 at = 6;
@@ -213,8 +211,8 @@ static u64 read_mode(frame *f, int which, int mode, kv_bytes bytes) {
   for (int i = 0; i < count; i++) chances[i] = likely[which][i] - '0';
   if (mode == 0) build_table(f, t, chances, count, defaults[which]);
   if (mode == 2) return read_table(f, bytes, t, accuracies[which], symbols[which]);
-  require(
-      f, mode != 1 || (bytes.size && bytes.data[0] < symbols[which]), "a code of sequences does not exist");
+  bool exists = mode != 1 || (bytes.size && bytes.data[0] < symbols[which]);
+  require(f, exists, "a code of sequences does not exist");
   if (mode == 1) *t = (table){.cells = {{0, bytes.data[0], 0}}};
   require(f, t->accuracy >= 0, "there is no table to repeat");
   return mode == 1;
@@ -246,8 +244,8 @@ static void read_sequences(frame *f, kv_bytes bytes) {
   require(f, bytes.size >= at, "sequences are cut short");
   if (at == 2) count = (count - 128) << 8 | bytes.data[1];
   if (at == 3) count = (u32)little(bytes.data + 1, 2) + 0x7f00;
-  require(f, count ? at < bytes.size && !(bytes.data[at] & 3) : at == bytes.size,
-      "the modes of sequences are malformed");
+  bool right = count ? at < bytes.size && !(bytes.data[at] & 3) : at == bytes.size;
+  require(f, right, "the modes of sequences are malformed");
   backward b = {NULL, 0};
   u64 states[3];
   if (count) {
@@ -287,8 +285,7 @@ static u64 read_frame_header(frame *f, kv_bytes bytes) {
   need(f->r, !little(bytes.data + at, ids), "container-25", "a zstd frame needs a dictionary");
   need(f->r, sizes, "container-22", "a zstd frame does not give its content size");
   u64 given = little(bytes.data + at + ids, sizes) + (sizes == 2 ? 256 : 0);
-  need(f->r, given == f->size, "container-23", "a zstd frame has %llu bytes of content, not %llu", given,
-      f->size);
+  need(f->r, given == f->size, "container-23", "a zstd frame has %llu bytes of content", given);
   u64 base = (u64)1 << (10 + (bytes.data[5] >> 3));
   f->window = single ? f->size : base + base / 8 * (bytes.data[5] & 7u);
   need(f->r, f->window <= 8388608, "container-26", "a zstd window has more than 8388608 bytes");

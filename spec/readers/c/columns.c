@@ -184,10 +184,3 @@ static void decode_transform(kv_file *f, kv_side *side) {
     }
   }
 }
-/* Decode all tokens of a side of klt or transform by its basis. */
-static void decode_early(kv_file *f, kv_side *side) {
-  if (side->codec->id != KLT && side->codec->id != TRANSFORM) return;
-  side->early = take(f->r, times(times(side->rows, side->packed), side->codec->dim), sizeof(float));
-  if (side->codec->id == KLT) decode_klt(f, side);
-  else decode_transform(f, side);
-}

@@ -29,16 +29,6 @@ static void expect(json *j, const char *format, ...) {
   need(j->r, begins(&j->bytes.data[j->at], j->bytes.size - j->at, text), "container-5", "a wrong byte");
   j->at += strlen(text);
 }
-/* The major number, before the length of the JSON header is known to be right. */
-static void check_major(json *j) {
-  need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
-  u64 major = read_decimal(j, 9);
-  need(j->r, major, "container-5", "the major number is 0");
-  need(j->r, j->at < j->bytes.size, "container-4", "the file ends within the major number");
-  u8 next = j->bytes.data[j->at];
-  need(j->r, next == ' ' || (next == '"' && major > 1), "container-5", "the major number has another form");
-  need(j->r, major == 1, "container-6", "a later version, %llu, wrote the file", major);
-}
 /* Read the JSON header up to what depends on the header. */
 static void open_header(kv_file *f, json *j) {
   kv_reader *r = f->r;
@@ -46,7 +36,13 @@ static void open_header(kv_file *f, json *j) {
   bool right = bytes.size >= 8 && begins(bytes.data + 8, bytes.size - 8, BEGINNING);
   need(r, right, "container-5:magic", "the file does not begin as a kvpack file does");
   *j = (json){r, bytes, 8 + strlen(BEGINNING)};
-  check_major(j);
+  need(r, j->at < bytes.size, "container-4", "the file ends within the major number");
+  u64 major = read_decimal(j, 9);
+  need(r, major, "container-5", "the major number is 0");
+  need(r, j->at < bytes.size, "container-4", "the file ends within the major number");
+  right = bytes.data[j->at] == ' ' || (bytes.data[j->at] == '"' && major > 1);
+  need(r, right, "container-5", "the major number has another form");
+  need(r, major == 1, "container-6", "a later version, %llu, wrote the file", major);
   u64 length = little(bytes.data, 8);
   need(r, length <= 16777216, "container-29", "the JSON header has %llu bytes", length);
   need(r, 8 + length <= bytes.size, "container-4", "the file ends within its JSON header");

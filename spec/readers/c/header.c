@@ -156,6 +156,7 @@ static void read_state(kv_file *f, const u8 *record, kv_state *state) {
   need(f->r, state->layer < f->layer_count, "container-44", "there is no layer %u", state->layer);
 }
 
+/* Read the states, and count sequences. */
 static void read_states(kv_file *f) {
   kv_bytes data = records(f, "layer-state", 96, "container-41", "container-42");
   f->states = take(f->r, data.size / 96, sizeof *f->states);
@@ -170,9 +171,6 @@ static void read_states(kv_file *f) {
     bool right = (!same || before->tensor->shape[0] == batch) && (!side || side->batch == batch);
     need(f->r, right, "container-46", "the states of layer %u differ in sequences", state->layer);
   }
-}
-
-static void count_sequences(kv_file *f) {
   for (u32 i = 0; i < f->side_count + f->state_count; i++) {
     u64 own = i < f->side_count ? f->sides[i]->batch : f->states[i - f->side_count].tensor->shape[0];
     f->fewest = i && f->fewest < own ? f->fewest : own;
@@ -250,7 +248,6 @@ static void read_header(kv_file *f, const kv_value *map) {
   check_codec_features(f);
   read_starts(f);
   read_states(f);
-  count_sequences(f);
   read_hidden(f);
   read_offsets(f);
   f->checksums = feature(f, "zstd-checksum").data != NULL;

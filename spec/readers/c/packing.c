@@ -67,12 +67,9 @@ static u64 generate(u64 *state) {
   return z ^ z >> 31;
 }
 
-static double symmetric(u64 *state) { return ((double)(generate(state) >> 11) - 0x1p52) / 0x1p52; }
-
 static double disc(u64 *state, double point[2]) {
   for (;;) {
-    point[0] = symmetric(state);
-    point[1] = symmetric(state);
+    for (int i = 0; i < 2; i++) point[i] = ((double)(generate(state) >> 11) - 0x1p52) / 0x1p52;
     /* Each operation is rounded: nothing may fuse them. */
     volatile double a = point[0] * point[0], b = point[1] * point[1], q = a + b;
     if (q > 0 && q < 1) return q;

@@ -3,20 +3,6 @@ static void check_zeros(kv_reader *r, const u8 *data, u64 from, u64 to) {
   for (; from < to; from++) need(r, !data[from], "row-3", "byte %llu of the packed page is not zero", from);
 }
 static bool is_page(kv_bytes bytes) { return begins(bytes.data, bytes.size, "kvpack-row "); }
-/* The first bytes, the length and the checksum. */
-static kv_bytes open_page(kv_reader *r, kv_bytes bytes) {
-  need(r, bytes.size >= 128, "row-1:size", "there are %llu bytes of a packed page", bytes.size);
-  need(r, is_page(bytes), "row-1:magic", "the bytes do not begin as a packed page does");
-  need(r, !memcmp(bytes.data + 11, "1\n\0\0", 5), "row-1:version", "the page is of a later version");
-  u64 length = little(bytes.data + 16, 8), sum = 0;
-  bool right = length >= 128 && length <= ((u64)1 << 32) - 64 && length % 64 == 0;
-  need(r, right, "row-2", "a packed page cannot have %llu bytes", length);
-  need(r, length <= bytes.size, "row-2:cut", "the packed page of %llu bytes is cut short", length);
-  for (u64 i = 0; i < length; i += 4)
-    sum = sum * 0x9e3779b97f4a7c15u + (i == 24 || i == 28 ? 0 : little(bytes.data + i, 4));
-  need(r, sum == little(bytes.data + 24, 8), "row-4", "the packed page does not have its checksum");
-  return (kv_bytes){bytes.data, length};
-}
 /* What container.md allows and a description does not. */
 static void check_description(kv_file *f) {
   static const char known[] = "balanced|key-mean|log-norms|raw-positions|token-scale-per-head";
@@ -44,7 +30,17 @@ static void check_description(kv_file *f) {
 }
 
 kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
-  kv_bytes page = open_page(r, bytes);
+  need(r, bytes.size >= 128, "row-1:size", "there are %llu bytes of a packed page", bytes.size);
+  need(r, is_page(bytes), "row-1:magic", "the bytes do not begin as a packed page does");
+  need(r, !memcmp(bytes.data + 11, "1\n\0\0", 5), "row-1:version", "the page is of a later version");
+  u64 length = little(bytes.data + 16, 8), sum = 0;
+  bool right = length >= 128 && length <= ((u64)1 << 32) - 64 && length % 64 == 0;
+  need(r, right, "row-2", "a packed page cannot have %llu bytes", length);
+  need(r, length <= bytes.size, "row-2:cut", "the packed page of %llu bytes is cut short", length);
+  for (u64 i = 0; i < length; i += 4)
+    sum = sum * 0x9e3779b97f4a7c15u + (i == 24 || i == 28 ? 0 : little(bytes.data + i, 4));
+  need(r, sum == little(bytes.data + 24, 8), "row-4", "the packed page does not have its checksum");
+  kv_bytes page = {bytes.data, length};
   u64 size = little(page.data + 96, 4), at = 128 + aligned(size, 64);
   check_zeros(r, page.data, 100, 128);
   need(r, at <= page.size, "row-3", "the description does not end within the packed page");

@@ -92,15 +92,6 @@ static void turn_back(float *u, u32 dim, const signed char *signs, const kv_tens
   else rotate_back(from, to, dim, signs);
   for (u32 j = 0; j < dim; j++) u[j] = (float)to[j];
 }
-/* Put channels into their order, and scale them. */
-static void reorder(const kv_side *side, const kv_place *at, float *u) {
-  const kv_tensor *orders = stream(side, "channel_order"), *scales = stream(side, "channel_scale");
-  float x[MAX_DIM];
-  u64 dim = side->codec->dim, first = (at->row * side->run_count + at->run) * dim;
-  memcpy(x, u, dim * sizeof *u);
-  for (u64 i = 0; i < dim; i++) u[orders ? get_int(orders, first + i) : i] = x[i];
-  for (u64 j = 0; scales && j < dim; j++) u[j] *= get(scales, first + j);
-}
 /* The balanced matrices of a side. */
 static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
   const kv_codec *c = side->codec;
@@ -115,13 +106,17 @@ static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
 
 static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_tensor *matrix, float *u) {
   const kv_codec *c = side->codec;
-  u64 block = num(c, "block_rotation");
+  const kv_tensor *orders = stream(side, "channel_order"), *scales = stream(side, "channel_scale");
+  u64 block = num(c, "block_rotation"), first = (at->row * side->run_count + at->run) * c->dim;
+  float x[MAX_DIM];
   if (has(c, OUTLIERS)) put_outliers(f, side, at, u);
   if (has(c, MEAN)) add_mean(side, at, u);
   if (has(c, QJL)) add_qjl(f, side, at, u);
   if (num(c, "rotation_kind")) turn_back(u, c->dim, c->signs, NULL, 0);
   for (u64 i = 0; block && i < c->dim; i += block) turn_back(u + i, block, NULL, NULL, 0);
-  reorder(side, at, u);
+  memcpy(x, u, c->dim * sizeof *u);
+  for (u64 i = 0; i < c->dim; i++) u[orders ? get_int(orders, first + i) : i] = x[i];
+  for (u64 j = 0; scales && j < c->dim; j++) u[j] *= get(scales, first + j);
   if (matrix) turn_back(u, c->dim, NULL, matrix, at->head);
 }
 /* Put the values of an item into all heads of a token. */
@@ -152,8 +147,11 @@ void kv_decode(kv_file *f, kv_side *side, float *values) {
   if (c->id == TRANSFORM) find_basis(f, blob(c, "basis"), "transform-5");
   if (c->id == KLT && !num(c, "rows")) find_basis(f, blob(c, "basis"), "klt-5");
   kv_block *mark = f->r->blocks; /* bases stay, and what is taken for this side goes */
-  decode_early(f, side);
   prepare_codec(f->r, c);
+  if (c->id == KLT || c->id == TRANSFORM) {
+    side->early = take(f->r, times(times(side->rows, side->packed), dim), sizeof(float));
+    c->id == KLT ? decode_klt(f, side) : decode_transform(f, side);
+  }
   for (kv_place at = {0}; walk(side, &at);) {
     float *to = values + at.row * each + at.token * dim;
     decode_token(f, side, &at, to);

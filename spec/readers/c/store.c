@@ -21,7 +21,6 @@ static kv_bytes field_of(const kv_wanted *w, const char *name) {
 static const char *const names[] = {
     "model", "recipe", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"};
 
-/* The root of an identity: the parent of its first chunk. */
 void kv_root_key(kv_reader *r, const kv_wanted *w, u8 key[32]) {
   kv_bytes parts[20] = {text_of("format"), text_of("1")};
   for (int i = 0; i < 9; i++) {
@@ -71,8 +70,8 @@ static void check_identity(kv_file *f, const kv_wanted *w, const char *rule) {
 
 static void check_payload(kv_file *f, const u8 *digest, const char *rule) {
   u64 from = f->tensor_count ? f->data + f->tensors[0].offset : f->bytes.size;
-  bool right = has_xxh3((kv_bytes){f->bytes.data + from, f->bytes.size - from}, digest);
-  need(f->r, right, "store-3", "the payload does not have its digest");
+  kv_bytes payload = {f->bytes.data + from, f->bytes.size - from};
+  need(f->r, has_xxh3(payload, digest), "store-3", "the payload does not have its digest");
   for (u64 i = 0; i < f->tensor_count; i++)
     need(f->r, !f->tensors[i].zstd, rule, "the tensor %s of the entry has a filter", f->tensors[i].name);
 }
@@ -108,22 +107,17 @@ static void check_states(kv_file *f, const kv_wanted *w) {
   need(f->r, right, "store-21", "an entry of states has sides, or states of several sequences");
   check_payload(f, record.data + 64, "store-21");
 }
-/* A packed page as an entry (row.md, Entries). */
-static void check_page(kv_file *f, const kv_wanted *w) {
-  const u8 *page = f->bytes.data;
-  kv_bytes parts[] = {text_of("kvpack-page 2"), {page + 32, 32}, {page + 64, 32}, f->header};
-  u8 own[32];
-  sha256(prefixed(f->r, parts, 4), own);
-  need(f->r, !memcmp(own, w->key, 32), "row-7", "the packed page has another entry key");
-}
 /* Open an entry that was found under an entry key; refused entries count as absent. */
 kv_file *kv_open_entry(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   need(r, entry.size <= w->limit, "store-7", "the entry has %llu bytes", entry.size);
   kv_bytes file = decrypted(r, entry, w);
-  bool page = is_page(file);
-  kv_file *f = page ? kv_open_page(r, file) : kv_open(r, file);
-  if (page) check_page(f, w);
-  else if (w->states) check_states(f, w);
+  kv_file *f = is_page(file) ? kv_open_page(r, file) : kv_open(r, file);
+  if (is_page(file)) {
+    kv_bytes parts[] = {text_of("kvpack-page 2"), {file.data + 32, 32}, {file.data + 64, 32}, f->header};
+    u8 own[32];
+    sha256(prefixed(r, parts, 4), own);
+    need(r, !memcmp(own, w->key, 32), "row-7", "the packed page has another entry key");
+  } else if (w->states) check_states(f, w);
   else check_chunk(f, w);
   return f;
 }

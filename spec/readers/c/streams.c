@@ -94,11 +94,12 @@ static void planes(kv_file *f, kv_side *s, u32 packing) {
   }
 }
 
-static void plan_codec(kv_file *f, kv_side *s) {
+static void plan_side(kv_file *f, kv_side *s) {
   const kv_codec *c = s->codec;
   u64 heads = s->heads, tokens = s->packed, runs = s->run_count, groups = s->groups, dim = c->dim, id = c->id;
   u64 shared = num(c, "granularity"), kind = num(c, "scale_dtype"), scale = num(c, "token_scale");
   u64 axis = num(c, "axis"), width = axis ? (dim + num(c, "size") - 1) / num(c, "size") : dim;
+  for (u32 i = 0; i < c->own_packings; i++) planes(f, s, i);
   if (id == ANGLE && num(c, "norm")) rows(f, s, "range", dtype_of(c, "range"), heads, tokens, 2, 0);
   if (id == ANGLE && !num(c, "norm")) rows(f, s, "norm", F32, heads, tokens, dim / 2, 0);
   if (id == GROUP) rows(f, s, "scales", c->ranged ? U8 : F16, heads, axis ? tokens : groups, width, 2);
@@ -125,13 +126,6 @@ static void plan_codec(kv_file *f, kv_side *s) {
   if (id == RAW) rows(f, s, "values", dtype_of(c, "dtype"), heads, tokens, dim, 0);
   if (id == OCTAHEDRAL || id == SCALAR || id == TRELLIS)
     rows(f, s, "norm", dtype_of(c, "norm"), heads, tokens, 0, 0);
-}
-
-static void plan_side(kv_file *f, kv_side *s) {
-  const kv_codec *c = s->codec;
-  u64 heads = s->heads, tokens = s->packed, runs = s->run_count, dim = c->dim;
-  for (u32 i = 0; i < c->own_packings; i++) planes(f, s, i);
-  plan_codec(f, s);
   if (has(c, SCALE)) rows(f, s, "channel_scale", dtype_of(c, "channel_scale"), heads, runs, dim, 0);
   if (has(c, ORDER)) rows(f, s, "channel_order", dtype_of(c, "channel_order"), heads, runs, dim, 0);
   if (has(c, MEAN)) rows(f, s, "key_mean", U8, heads, s->groups, dim * num(c, "key_mean.bits") / 8, 0);

@@ -27,30 +27,25 @@ static void check_matrices(kv_file *f, u32 l, u32 which) {
   right = right || (has_shape(frames, F16, F32, 1, 1 + all, all) && has_shape(scales, U8, U8, 1, all, 0));
   need_layer(f, l, right, "basis-9", "matrices or scales have another dtype or shape");
 }
-/* The states of balanced keys; returns the head dim that they have, or 0. */
-static u64 check_balanced(kv_file *f, u32 l) {
+/* The states of balanced keys and of RoPE. */
+static void check_key_states(kv_file *f, u32 l) {
   const kv_tensor *balanced = basis_state(f, l, "k.balanced"), *centered = basis_state(f, l, "k.centered");
   const kv_tensor *queries = basis_state(f, l, "k.queries"), *mean = basis_state(f, l, "k.mean");
+  const kv_tensor *halves = basis_state(f, l, "rope.halves"), *rope = basis_state(f, l, "rope.neighbours");
   const kv_tensor *first = balanced ? balanced : centered;
   const kv_side *keys = f->layers[l].sides[0];
+  u64 heads = keys ? keys->heads : first ? first->shape[1] : 0;
+  u64 n = keys ? keys->codec->dim : first ? first->shape[2] : 0;
   need_layer(f, l, first || (!queries && !mean), "basis-21", "there are no balanced matrices");
-  if (!first) return 0;
-  u64 heads = keys ? keys->heads : first->shape[1], n = keys ? keys->codec->dim : first->shape[2];
-  bool right = first->rank == 4 && n <= MAX_DIM;
+  bool right = !first || (first->rank == 4 && n <= MAX_DIM);
   right = right && (!balanced || has_shape(balanced, F16, F32, heads, n, n));
   right = right && (!centered || has_shape(centered, F16, F32, heads, n, n));
   right = right && (!queries || has_shape(queries, F32, F32, heads, n, n));
   right = right && (!mean || has_shape(mean, F32, F32, heads, n, 0));
   need_layer(f, l, right, "basis-22", "a state of balanced keys has another dtype or shape");
-  return n;
-}
-
-static void check_rope(kv_file *f, u32 l, u64 balanced_dim) {
-  const kv_tensor *halves = basis_state(f, l, "rope.halves"), *rope = basis_state(f, l, "rope.neighbours");
   need_layer(f, l, !halves || !rope, "basis-12", "there are two pairings of RoPE");
   rope = halves ? halves : rope;
-  u64 dim = f->layers[l].sides[0] ? f->layers[l].sides[0]->codec->dim : balanced_dim;
-  bool right = !rope || (has_shape(rope, F32, F32, rope->shape[1], 0, 0) && 2 * rope->shape[1] <= dim);
+  right = !rope || (has_shape(rope, F32, F32, rope->shape[1], 0, 0) && 2 * rope->shape[1] <= n);
   need_layer(f, l, right, "basis-13", "frequencies of RoPE have another dtype or shape");
 }
 
@@ -67,7 +62,7 @@ static void check_basis_header(kv_file *f) {
     check_matrices(f, l, 0);
     check_matrices(f, l, 1);
     frames = frames || basis_state(f, l, "k.frames") || basis_state(f, l, "v.frames");
-    check_rope(f, l, check_balanced(f, l));
+    check_key_states(f, l);
   }
   const kv_tensor *frequencies = basis_state(f, 0, "table.frequencies");
   const kv_tensor *values = basis_state(f, 0, "table.values");

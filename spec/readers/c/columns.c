@@ -59,21 +59,18 @@ static void read_all_codes(kv_file *f, const kv_side *side, const kv_place *at, 
       if (1u << width_of(c, at->head, j) == c->packings[i].base[0]) codes[j] = digits[next++];
   }
 }
-/* Where the vectors of klt are: a stream of the side, or the side of the basis. */
-static const kv_tensor *find_vectors(kv_file *f, const kv_side *side) {
-  const kv_codec *c = side->codec;
-  u64 layer = num(c, "layer");
-  if (num(c, "rows")) return stream(side, "rows");
-  kv_file *basis = find_basis(f, blob(c, "basis"), "klt-5");
-  const kv_side *found = layer < basis->layer_count ? basis->layers[layer].sides[num(c, "side")] : NULL;
-  need(f->r, found != NULL, "klt-6", "the basis has no such side");
-  need(f->r, found->codec->dim == c->dim && found->heads == side->heads, "klt-7", "its heads are others");
-  return stream(found, "values");
-}
 
 static void decode_klt(kv_file *f, kv_side *side) {
   const kv_codec *c = side->codec;
-  const kv_tensor *vectors = find_vectors(f, side), *gains = stream(side, "gain");
+  const kv_side *found = side;
+  if (!num(c, "rows")) {
+    kv_file *basis = find_basis(f, blob(c, "basis"), "klt-5");
+    bool exists = num(c, "layer") < basis->layer_count;
+    found = exists ? basis->layers[num(c, "layer")].sides[num(c, "side")] : NULL;
+  }
+  need(f->r, found != NULL, "klt-6", "the basis has no such side");
+  need(f->r, found->codec->dim == c->dim && found->heads == side->heads, "klt-7", "its heads are others");
+  const kv_tensor *vectors = stream(found, num(c, "rows") ? "rows" : "values"), *gains = stream(side, "gain");
   u64 dim = c->dim, rows = num(c, "rows") ? basis_vectors(c->dim) : vectors->shape[2];
   for (kv_place at = {0}; walk(side, &at);) {
     u64 first = (num(c, "rows") ? at.row * side->run_count + at.run : at.head) * rows * dim;

@@ -94,17 +94,15 @@ static kv_bytes member(const kv_value *map, const char *name) {
 static kv_bytes feature(const kv_file *f, const char *name) { return member(f->ignorable, name); }
 /* Features that a file needs exactly if a codec has a side-car, or what counts as one. */
 static void check_codec_features(kv_file *f) {
-  static const struct {
-    const char *name, *rule;
-    u32 car;
-  } features[] = {{"balanced", "container-63", BALANCED}, {"key-mean", "container-62", MEAN},
-      {"log-norms", "container-64", LOG_NORMS}, {"raw-positions", "container-55", POSITIONS},
-      {"token-scale-per-head", "container-61", HEAD_SCALES}};
+  static const char *const features[][2] = {{"balanced", "container-63"}, {"key-mean", "container-62"},
+      {"log-norms", "container-64"}, {"raw-positions", "container-55"},
+      {"token-scale-per-head", "container-61"}};
+  static const u32 cars[] = {BALANCED, MEAN, LOG_NORMS, POSITIONS, HEAD_SCALES};
   for (int i = 0; i < 5; i++) {
     bool found = false;
-    for (u32 k = 0; k < f->codec_count; k++) found = found || has(&f->codecs[k], features[i].car);
-    const char *name = features[i].name;
-    need(f->r, required(f, name) == found, features[i].rule, "%s is named or needed, not both", name);
+    for (u32 k = 0; k < f->codec_count; k++) found = found || has(&f->codecs[k], cars[i]);
+    const char *name = features[i][0];
+    need(f->r, required(f, name) == found, features[i][1], "%s is named or needed, not both", name);
   }
 }
 /* The data of a feature that has both a name and data, or neither: records of `size` bytes, or any for 0. */

@@ -7,8 +7,7 @@ static const char codec_names[] =
 static const char types[] = "nxxxbbbeeeffiiiijjjjpppppsssaamm";
 static const char widths[] = "00001241240012481248000001242424";
 
-/* Read a value without its items; false if it is cut short. `least` is the least number whose shortest form
- * its head is. */
+/* Read a value without items; false if it is cut short. Its head is the shortest form from `least` on. */
 static bool read_value(kv_bytes *rest, kv_value *v, u64 *least) {
   *v = (kv_value){.type = 'x'};
   *least = 0;
@@ -92,14 +91,6 @@ static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
   need(r, known, rule, "the file needs what is not known: %.*s", shown, (const char *)name.data);
 }
 
-static void look_at_required(kv_reader *r, kv_bytes rest, u64 count) {
-  static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
-                              "position-offsets|raw-positions|token-scale-per-head";
-  kv_bytes within;
-  for (kv_value v; count && read_loose(&rest, &v, &within); count--)
-    know(r, v.type != STRING || is_string(v, known), "container-7", v.bytes);
-}
-
 static void look_at_codecs(kv_reader *r, kv_bytes rest, u64 count) {
   kv_bytes members, within;
   for (kv_value codec; count && read_loose(&rest, &codec, &members) && rest.data; count--) {
@@ -116,6 +107,8 @@ static void look_at_codecs(kv_reader *r, kv_bytes rest, u64 count) {
 }
 /* Refuse what a later version wrote, before anything else that may be wrong (rule container-69). */
 static void look_for_new(kv_reader *r, kv_bytes bytes) {
+  static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
+                              "position-offsets|raw-positions|token-scale-per-head";
   kv_value map, key, value, found[3] = {{0}};
   kv_bytes members, within, places[3];
   if (!read_loose(&bytes, &map, &members) || map.type != MAP) return;
@@ -128,6 +121,9 @@ static void look_for_new(kv_reader *r, kv_bytes bytes) {
   }
   u64 version = found[0].type == INTEGER ? found[0].number : 1;
   need(r, version <= 1, "container-32", "a later version, %llu, wrote the file", version);
-  if (found[1].type == ARRAY) look_at_required(r, places[1], found[1].number);
+  for (u64 left = found[1].type == ARRAY ? found[1].number : 0; left; left--) {
+    if (!read_loose(&places[1], &value, &within)) break;
+    know(r, value.type != STRING || is_string(value, known), "container-7", value.bytes);
+  }
   if (found[2].type == ARRAY) look_at_codecs(r, places[2], found[2].number);
 }

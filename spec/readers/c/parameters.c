@@ -35,8 +35,9 @@ static void end_map(kv_cursor *m) {
   need(m->r, m->at == m->map->number, m->keys, "a map has a key too many");
 }
 /* Keys, each with an integer (a range, p of powers of two; # for any), a string (its words, or " for any), or
- * bytes (*). A side-car is such a value or a map of them. */
-static const char *const car_schemas[CARS][2] = {{"balanced", "basis:* layer:0-4095 frame:balanced|centered"},
+ * bytes (*, and their number). A side-car is such a value or a map of them. */
+static const char *const car_schemas[CARS][2] = {
+    {"balanced", "basis:*32 layer:0-4095 frame:balanced|centered"},
     {"channel_scale", "channel_scale:fp16|fp32"}, {"channel_order", "channel_order:u8|u16"},
     {"block_rotation", "block_rotation:2-1024"}, {"key_mean", "tokens:p8-1024 bits:p4-8"},
     {"outliers", "fields:#"}, {"qjl", "seed:# norm:fp16|fp32 fields:#"},
@@ -67,10 +68,12 @@ static void read_parameters(kv_cursor *m, kv_codec *c, const char *prefix, const
     bool power = *schema == 'p', number = power || *schema == '#' || (*schema >= '0' && *schema <= '9');
     const char *key = p->key + strlen(prefix);
     const kv_value *v = next_value(m, key, number ? INTEGER : *schema == '*' ? BINARY : STRING);
-    u64 low = 0, high = UINT64_MAX;
+    u64 low = 0, high = UINT64_MAX, size = v->bytes.size;
     int word = v->type == STRING && *schema != '"' ? word_of(v->bytes, schema) : 0;
     if (number && *schema != '#') sscanf(schema + power, "%llu-%llu", &low, &high);
-    bool right = word >= 0 && v->number >= low && v->number <= high && (!power || is_power(v->number));
+    if (*schema == '*') sscanf(schema, "*%llu", &size);
+    bool right = word >= 0 && size == v->bytes.size && v->number >= low && v->number <= high &&
+                 (!power || is_power(v->number));
     need(m->r, right, m->values, "%s has a value that does not exist: %llu", key, v->number);
     p->number = v->type == STRING ? (u64)word : v->number;
     p->bytes = v->bytes;
@@ -128,16 +131,11 @@ static void finish_group(kv_cursor *m, kv_codec *c) {
   add(c, "codes", c->dim, 1u << num(c, "bits"));
 }
 
-static void check_digest(kv_cursor *m, kv_bytes digest) {
-  need(m->r, digest.size == 32, m->values, "no digest");
-}
-
 static void finish_klt(kv_cursor *m, kv_codec *c) {
   u64 counts[9] = {0}, size = blob(c, "widths").size, none = size;
   const kv_value *fields = key_is(m, "fields") ? &m->map->items[2 * m->at + 1] : NULL;
   c->by_head = fields && fields->type == MAP && fields->number && is(fields->items[0].bytes, "codes");
   u64 each = c->by_head ? 8 : 16, blocks = (c->dim + each - 1) / each;
-  check_digest(m, blob(c, "basis"));
   need(m->r, c->by_head ? size % blocks == 0 : size == blocks, m->values, "widths has %llu bytes", size);
   for (u64 i = 0; i < size; i++) {
     u64 width = blob(c, "widths").data[i], left = c->dim - i % blocks * each, n = left < each ? left : each;
@@ -158,7 +156,6 @@ static void finish_chunk(kv_cursor *m, kv_codec *c) {
   const char *rule = c->id == LOSSLESS ? "lossless-4" : "transform-3";
   need(m->r, c->group * c->dim <= 65536, rule, "chunk and dim have a product above 65536");
   if (c->id == LOSSLESS) add(c, "signed_fractions", c->dim, num(c, "dtype") ? 2048 : 256);
-  else check_digest(m, blob(c, "basis"));
 }
 
 static void finish_minifloat(kv_cursor *m, kv_codec *c) {
@@ -277,7 +274,6 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
   bool right = (!block || c->dim % block == 0) && (num(c, "key_mean.bits") != 4 || c->dim % 2 == 0);
   right = right && (!has(c, ORDER) || num(c, "channel_order") || c->dim <= 256);
   need(m->r, right, m->values, "a parameter of a side-car does not fit dim");
-  if (has(c, BALANCED)) check_digest(m, blob(c, "balanced.basis"));
   if (block) check_order(m->r, block);
   need(m->r, !has(c, MEAN) || c->group == 1, "side-cars-15", "the codec has a token group of %llu", c->group);
   if (has(c, MEAN)) c->group = num(c, "key_mean.tokens");
@@ -305,7 +301,7 @@ static const struct {
     {finish_group, 1, NULL,
         "bits:1-8 axis:token|channel size:p4-128" ROTATION
         " token_scale:none|fp16|fp32|fp16-per-head|fp32-per-head"},
-    {finish_klt, 1, "klt-4", "basis:* layer:0-4095 side:k|v rows:basis|fp16|fp32 widths:* gain:none|fp16"},
+    {finish_klt, 1, "klt-4", "basis:*32 layer:0-4095 side:k|v rows:basis|fp16|fp32 widths:* gain:none|fp16"},
     {finish_chunk, 1, "lossless-5", "dtype:bf16|fp16 chunk:p16-256"},
     {finish_minifloat, 1, NULL,
         "element:e4m3|e5m2|e2m1 granularity:tensor|head|token|block scale_dtype:fp16|fp32|e8m0|e4m3"},
@@ -319,7 +315,7 @@ static const struct {
     {finish_scalar, 2, NULL,
         "bits:1-8 bits_high:0-8 high_channels:*" LOG ROTATION " magnitude_table:* high_magnitude_table:*"},
     {finish_chunk, 1, "transform-4",
-        "basis:* layer:0-4095 side:k|v scope:head|layer step:0-255 chunk:p16-256"},
+        "basis:*32 layer:0-4095 side:k|v scope:head|layer step:0-255 chunk:p16-256"},
     {finish_trellis, 1, NULL, "bits:1-4 state_bits:8-10" LOG ROTATION " table:*"}};
 
 static void read_codec(kv_reader *r, const kv_value *map, kv_codec *c) {

@@ -150,7 +150,8 @@ void kv_decode(kv_file *f, kv_side *side, float *values) {
   prepare_codec(f->r, c);
   if (c->id == KLT || c->id == TRANSFORM) {
     side->early = take(f->r, times(times(side->rows, side->packed), dim), sizeof(float));
-    c->id == KLT ? decode_klt(f, side) : decode_transform(f, side);
+    if (c->id == KLT) decode_klt(f, side);
+    else decode_transform(f, side);
   }
   for (kv_place at = {0}; walk(side, &at);) {
     float *to = values + at.row * each + at.token * dim;

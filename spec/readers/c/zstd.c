@@ -183,16 +183,13 @@ static u64 read_literals(frame *f, kv_bytes block) {
   if (format == 0) read_stream(f, bytes, f->literals, f->literal_count);
   if (format == 0) return head + size;
   require(f, bytes.size >= 6 && f->literal_count >= 6, "four streams of literals are cut short");
+  kv_bytes rest = {bytes.data + 6, bytes.size - 6};
   u32 each = (f->literal_count + 3) / 4, done = 0;
-  u64 at = 6;
-  for (int i = 0; i < 4; i++) {
-    u64 length = i < 3 ? little(bytes.data + 2 * i, 2) : bytes.size - at;
-    bool fits = length <= bytes.size - at && done <= f->literal_count;
+  for (int i = 0; i < 4; i++, done += each) {
+    u64 length = i < 3 ? little(bytes.data + 2 * i, 2) : rest.size;
+    bool fits = length <= rest.size && done <= f->literal_count;
     require(f, fits, "four streams of literals are cut short");
-    u32 count = i < 3 ? each : f->literal_count - done;
-    read_stream(f, (kv_bytes){bytes.data + at, length}, f->literals + done, count);
-    at += length;
-    done += count;
+    read_stream(f, cut(&rest, length), f->literals + done, i < 3 ? each : f->literal_count - done);
   }
   return head + size;
 }

@@ -56,6 +56,8 @@ _MEMORY, _REFUSED = 1, 2
 _VECTOR = 16
 _PAGE_TOKENS = 512
 _MAX_MEAN = 2.0**60
+_FLOATS, _PAIRS, _POWERS = range(3)
+_ROUNDED = 1 - 2.0**-10
 _KEPT = 64
 
 
@@ -295,14 +297,39 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Return ``formats.head_norms.has_large``; None for sizes that are not contiguous float32."""
-    if sizes.dtype != torch.float32 or not sizes.is_contiguous() or not sizes.numel():
+def has_large(sizes: torch.Tensor, ratio: float, level: int = 0) -> bool | None:
+    """Return ``formats.head_norms.has_large``; None for sizes that are not contiguous float32.
+
+    ``level`` is an index into ``library.levels()``.
+    """
+    if sizes.dtype != torch.float32:
         return None
-    tokens = sizes.shape[-1]
+    return _has_large(sizes, _FLOATS, sizes.shape[-1], 1, ratio, level)
+
+
+def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
+    """Return ``has_large`` of ``codec.error_sizes(streams)``; None for codecs whose sizes C does not read."""
+    family = codec.family
+    if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
+        scales, kind, members = streams["block_scales"], _POWERS, streams["block_scales"].shape[3]
+    elif isinstance(family, Group) and family.scale_dtype == "fp16":
+        scales, kind, members = streams["scales"], _PAIRS, streams["scales"].shape[3]
+        if members > 1:
+            # Sums of squares may round differently. Only sizes that PyTorch computes are compared with ``ratio`` itself.
+            ratio *= _ROUNDED
+    else:
+        return None
+    return _has_large(scales, kind, scales.shape[2], members, ratio, level)
+
+
+def _has_large(sizes: torch.Tensor, kind: int, tokens: int, members: int, ratio: float, level: int) -> bool | None:
+    if not sizes.numel() or not sizes.is_contiguous():
+        return None
+    rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
+    call = library.Sizes(sizes.data_ptr(), kind, rows, tokens, members, PAGE, ratio, level)
     compiled = library.library()
     assert compiled is not None
-    return bool(compiled.kvpack_has_large(sizes.data_ptr(), sizes.numel() // tokens, tokens, PAGE, ratio))
+    return bool(compiled.kvpack_has_large(ctypes.byref(call)))
 
 
 def run_raw_slots(call: library.RawSlots) -> None:

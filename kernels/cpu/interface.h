@@ -7,9 +7,11 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure and function here; library.py refuses a library of another number. */
-#define KVPACK_INTERFACE 30
+#define KVPACK_INTERFACE 31
 
 enum { HEAD_RUN = 5 };
+enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
+enum { MAX_SIZES = 128 };
 enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
@@ -248,6 +250,15 @@ typedef struct {
     int64_t threads, level;
 } RawSlots;
 
+/* Sizes of tokens, `data` [row][token][members]: floats, of one member; pairs of binary16, whose first are scales that add up as squares; or
+   bytes, exponents of powers of two, whose largest counts. A page has at most MAX_SIZES tokens. */
+typedef struct {
+    const char *data;
+    int64_t kind, rows, tokens, members, page;
+    float ratio;
+    int64_t level;
+} Sizes;
+
 /* One read of a file: `bytes` from `offset` on, to `data`. Threads count in `ended` what they have tried to read, and say in `failed` whether
    they could not; both are 0 before. */
 typedef struct {
@@ -265,9 +276,8 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
 
-/* Returns 1 if one of sizes [row][token] is above `ratio` times the lower median of its page, NaN apart (formats/head_norms.py, has_large),
-   else 0. */
-int64_t kvpack_has_large(const float *sizes, int64_t rows, int64_t tokens, int64_t page, float ratio);
+/* Returns 1 if one of the sizes is above `ratio` times the lower median of its page, NaN apart (formats/head_norms.py, has_large), else 0. */
+int64_t kvpack_has_large(const Sizes *call);
 
 int64_t kvpack_join(const Join *call);
 int64_t kvpack_split(const Split *call);

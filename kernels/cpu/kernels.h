@@ -56,6 +56,7 @@
 
 #include "encode.h"
 #include "norms.h"
+#include "sizes.h"
 
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -132,4 +133,4 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     return encode_item(call, batch, head, start, stop, out);
 }
 
-const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, measure_page, layer_norms, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, measure_page, layer_norms, have_large, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};

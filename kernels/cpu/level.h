@@ -32,6 +32,8 @@ typedef struct {
     void (*measure)(const Encode *call, int64_t batch, int64_t head, int64_t page);
     /* The norms of the tokens of one layer. */
     void (*norms)(const RawSlots *call, int64_t layer);
+    /* All of kvpack_has_large. */
+    int64_t (*have_large)(const Sizes *call);
     /* Up to MAX_CHUNKS chunks. */
     void (*rans)(const Rans *call, int64_t first, int count);
     void (*rans_encode)(const RansEncode *call, int64_t chunk);

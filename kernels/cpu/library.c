@@ -65,6 +65,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
         case 8: return sizeof(Split);
         case 9: return sizeof(Read);
         case 10: return sizeof(RawSlots);
+        case 11: return sizeof(Sizes);
         default: return 0;
     }
 }
@@ -357,20 +358,7 @@ EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
     return kvpack_for_each(choose_item, &work, call->layers, call->threads, bytes);
 }
 
-EXPORTED int64_t kvpack_has_large(const float *sizes, int64_t rows, int64_t tokens, int64_t page, float ratio) {
-    for (int64_t row = 0; row < rows; row++, sizes += tokens)
-        for (int64_t first = 0; first < tokens; first += page) {
-            int64_t stop = smaller_of(first + page, tokens), begin = first;
-            if (stop - first < page) begin = stop > page ? stop - page : 0;
-            float largest = -INFINITY;
-            for (int64_t t = first; t < stop; t++) largest = sizes[t] > largest ? sizes[t] : largest;
-            /* Without a median: one is that large if it is above `ratio` times more than half of the others. */
-            int64_t below = 0, count = 0;
-            for (int64_t t = begin; t < stop; t++) below += sizes[t] * ratio < largest, count += sizes[t] == sizes[t];
-            if (count && below > (count - 1) / 2) return 1;
-        }
-    return 0;
-}
+EXPORTED int64_t kvpack_has_large(const Sizes *call) { return level_of(call->level)->have_large(call); }
 
 typedef struct {
     const Rans *call;

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """The environment variable with the number of threads of a call."""
 
-INTERFACE = 30
+INTERFACE = 31
 """The number of interface.h that the structures below mirror."""
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
@@ -177,6 +177,15 @@ class RawSlots(Structure):
     )
 
 
+class Sizes(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("kind", "rows", "tokens", "members", "page")),
+        ("ratio", c_float),
+        ("level", c_int64),
+    )
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the library, or None if it was not built or was built from other sources than these."""
@@ -190,7 +199,7 @@ def library() -> ctypes.CDLL | None:
         if result.kvpack_interface() != INTERFACE:
             continue
         result.kvpack_sizes.restype, result.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots)
+        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots, Sizes)
         if any(result.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         result.kvpack_level_name.restype, result.kvpack_level_name.argtypes = c_char_p, (c_int64,)
@@ -199,8 +208,7 @@ def library() -> ctypes.CDLL | None:
         result.kvpack_measure.restype, result.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
         result.kvpack_unpack.restype, result.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
         result.kvpack_raw_slots.restype, result.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
-        result.kvpack_has_large.restype = c_int64
-        result.kvpack_has_large.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_float)
+        result.kvpack_has_large.restype, result.kvpack_has_large.argtypes = c_int64, (POINTER(Sizes),)
         result.kvpack_join.restype, result.kvpack_join.argtypes = c_int64, (POINTER(Join),)
         result.kvpack_split.restype, result.kvpack_split.argtypes = c_int64, (POINTER(Split),)
         result.kvpack_checksum.restype, result.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)

@@ -288,11 +288,29 @@ row.compiled = _add_words
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
     """Run ``head_norms.has_large`` in C, None if C does not run."""
-    if sizes.device.type != "cpu" or os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
+    if not _compares(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
 
     return c_encode.has_large(sizes, ratio)
+
+
+def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float) -> bool:
+    """Return ``head_norms.has_large`` of ``codec.error_sizes(streams)``, without computing these if C reads the streams.
+
+    If one is large by less than rounding, it may be True.
+    """
+    if _compares(streams[next(iter(streams))].device):
+        from kvpack.kernels.cpu import encode as c_encode
+
+        answer = c_encode.has_large_error(codec, streams, ratio)
+        if answer is not None:
+            return answer
+    return head_norms.has_large(codec.error_sizes(streams), ratio)
+
+
+def _compares(device: torch.device) -> bool:
+    return device.type == "cpu" and os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
 head_norms.compiled = _has_large

@@ -229,7 +229,7 @@ def _encode_beside_raw(
             kept = with_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         _report(_misfit_of(losses, where, kept, raw.high_norm > 0))
         # Few runs have such tokens: to measure all before they are encoded would take longer.
-        return streams if torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
+        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
 
 def _encode_others(
@@ -427,7 +427,8 @@ def _losses(
             losses.append(Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
         if TOKENS in shared:
             losses.append(Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
-    return losses + losses_of(codec, x, streams, coded, kept, norms)
+    # Of most runs no scale is too large.
+    return [loss for loss in losses if loss.factors.any()] + losses_of(codec, x, streams, coded, kept, norms)
 
 
 def losses_of(

@@ -53,11 +53,16 @@ def own_errors(
     if x.shape[2] < 3 or (not spread and coded is None):
         # One of two tokens is not an outlier.
         return None
-    sizes = codec.error_sizes(streams) if spread else coded
-    assert sizes is not None
     # Raw tokens were replaced by small values, and cannot hide others.
-    if not has_large(sizes, spread or CODED_SPREAD):
-        return None
+    if spread:
+        if not dispatch.has_large_error(codec, streams, spread):
+            return None
+        sizes = codec.error_sizes(streams)
+    else:
+        assert coded is not None
+        if not has_large(coded, CODED_SPREAD):
+            return None
+        sizes = coded
     left_out = None if kept is None or not kept.any() else kept[:, None]
     suspects = above_usual(_without(sizes, left_out), spread or CODED_SPREAD)
     if suspects is None:
@@ -89,9 +94,10 @@ def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor
     if least is None or tokens < 3:
         return None
     step = sample_step(tokens)
-    sizes = sizes_of(x[:, :, ::step])
-    if not (sizes.amin() < least.amax()):
+    sample = x[:, :, ::step]
+    if run_fits(sample, least):
         return None
+    sizes = sizes_of(sample)
     sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
     # A rest that fills no page may have one token.
     page = min(sizes.shape[2], PAGE // step)
@@ -114,6 +120,11 @@ def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor
 def sample_step(tokens: int) -> int:
     """Return how many tokens apart those are that ``crowding`` finds the usual size of ``tokens`` tokens by."""
     return _SAMPLED if tokens >= PAGE else max(1, tokens // _LEAST_SAMPLES)
+
+
+def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
+    """Return True if no token of ``sample`` ``[batch, kv_head, token, dim]`` is smaller than the largest of ``Codec.least_sizes``."""
+    return float(dispatch.norms(sample).amin()) >= float(least.amax()) * math.sqrt(sample.shape[3])
 
 
 def sizes_of(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, losses_of, misfits_of, room_for_norms
-from kvpack.coding.token_errors import CODED_SPREAD, sample_step, sizes_of
+from kvpack.coding.token_errors import CODED_SPREAD, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, has_large, norms_of
 from kvpack.formats.opaque import Opaque
@@ -230,10 +230,14 @@ class _Ready:
         least = lane.plain.least_sizes(_Layers(made))
         # What is exact takes a copy of the page.
         if least is None:
-            fits = not lane.plain.summary.error_spread if coded is None else not has_large(coded, CODED_SPREAD)
+            spread = lane.plain.summary.error_spread
+            if coded is None:
+                fits = not spread or not dispatch.has_large_error(lane.plain, _Layers(made), spread)
+            else:
+                fits = not has_large(coded, CODED_SPREAD)
         else:
             sample = torch.cat([tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors])
-            fits = coded is None and bool(sizes_of(sample).amin() >= least.amax())
+            fits = coded is None and run_fits(sample, least)
         if fits:
             return None
         x = torch.cat([tensor[slot].to(dtype)[None] for tensor in self._tensors])

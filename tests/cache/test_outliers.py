@@ -14,6 +14,7 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
 from kvpack.formats import head_norms
 from kvpack.formats.errors import OutOfRange
+from kvpack.kernels.cpu import encode, library
 from support.real_layers import layers
 
 if TYPE_CHECKING:
@@ -399,9 +400,40 @@ def test_c_finds_sizes_far_above_the_usual_as_pytorch_does(tokens: int, monkeypa
         sizes = sizes.masked_fill(torch.rand(sizes.shape, generator=generator) < 0.1 * (number % 3), torch.nan)
         for ratio in (1.2, 1.6, 2.0):
             medians = head_norms.usual(sizes)
-            compiled = head_norms.has_large(sizes, ratio)
+            compiled = [encode.has_large(sizes, ratio, level) for level in range(len(library.levels()))]
             with monkeypatch.context() as patch:
                 patch.setenv(dispatch.VARIABLE, "torch")
-                assert head_norms.has_large(sizes, ratio) == compiled == bool((sizes > ratio * medians).any())
-            found.append(compiled)
+                expected = head_norms.has_large(sizes, ratio)
+            assert expected == bool((sizes > ratio * medians).any())
+            assert set(compiled) == {expected}
+            found.append(expected)
     assert tokens < 5 or len(set(found)) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dim"),
+    [
+        ("int-3;raw=0", 128),
+        ("k=raw;v=group:b=2,g=64,axis=channel", 128),
+        ("mxfp4;raw=0", 64),
+        ("mxfp4;raw=0", 128),
+        ("mxfp8;raw=0", 256),
+    ],
+)
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_c_finds_large_scales_as_pytorch_does(recipe: str, dim: int, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    found = []
+    for number in range(24):
+        v = torch.randn(2, 2, tokens, dim, generator=generator)
+        v[0, 1, tokens - 1 - number % 4, number] = number
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KvpackWarning)
+            side = kvpack.pack([(v, v)], recipe)[0].v
+        assert side is not None
+        codec, streams = side.codec, side.runs[0].streams
+        expected = head_norms.has_large(codec.error_sizes(streams), codec.error_spread)
+        for level in range(len(library.levels())):
+            assert encode.has_large_error(codec, streams, codec.error_spread, level) == expected
+        found.append(expected)
+    assert len(set(found)) == 2

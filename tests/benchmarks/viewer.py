@@ -34,11 +34,11 @@ MOST_SECONDS = 10.0
 
 _PROGRAM = """
 const [folder, path, ...basisPaths] = process.argv.slice(1);
-const { fromBytes, fromHandle, open, openBasis } = await import(`${folder}/kvpack.js`);
-const { open: openFile, readFile } = await import("node:fs/promises");
+const { fromBlob, fromBytes, open, openBasis } = await import(`${folder}/kvpack.js`);
+const { openAsBlob, promises } = await import("node:fs");
 const bases = new Map();
 for (const basisPath of basisPaths) {
-  const basis = await openBasis(fromBytes(new Uint8Array(await readFile(basisPath))));
+  const basis = await openBasis(fromBytes(new Uint8Array(await promises.readFile(basisPath))));
   bases.set(basis.digest, basis);
 }
 const seconds = async (call) => {
@@ -47,11 +47,9 @@ const seconds = async (call) => {
   const { user, system } = process.cpuUsage(before);
   return [(user + system) / 1e6, result];
 };
-const handle = await openFile(path);
-const [opening, file] = await seconds(async () => open(await fromHandle(handle)));
+const [opening, file] = await seconds(async () => open(fromBlob(await openAsBlob(path))));
 const [k] = await seconds(() => file.decode(0, "k", { bases }));
 const [v] = await seconds(() => file.decode(0, "v", { bases }));
-await handle.close();
 console.log(JSON.stringify({ open: opening, k, v }));
 """
 

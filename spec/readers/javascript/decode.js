@@ -52,9 +52,7 @@ export function decodeSide(side, bytes, bases, range) {
   const place = (b, h, t) => (((b - batch[0]) * width + h - heads[0]) * count + t - tokens[0]) * dim;
   const values = new Float64Array(dim);
   const decodeToken = (row, b, h, t) => {
-    row.b = b;
-    row.h = h;
-    row.t = t;
+    [row.b, row.h, row.t] = [b, h, t];
     const head = b * side.heads + h;
     row.token = head * side.packed + t;
     row.ofRun = head * side.runs.length + row.run;

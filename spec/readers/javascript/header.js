@@ -2,10 +2,9 @@
 
 import { limit, need, quoted, unknownCodec, unsupported } from "./errors.js";
 import { FEATURES, readFeatures } from "./features.js";
-import { compareText, MAX_NAMES } from "./msgpack.js";
 import { dtypeOf, readCodec } from "./parameters.js";
 import { WIDTHS, isInteger } from "./numbers.js";
-import { MAX_TOKENS, isBytes, isMap, isText, list, mapTo, readMap, schema, typeOf } from "./schema.js";
+import { MAX_TOKENS, isBytes, isMap, isText, list, readMap, schema, typeOf } from "./schema.js";
 
 // Refuse what is newer than this reader, before all else: a map as msgpack of any form has it.
 export function refuseNew(map, isKnown) {
@@ -21,31 +20,13 @@ export function refuseNew(map, isKnown) {
       unknownCodec("container-12", `the file needs the codec ${quoted(id)}, unknown to this reader`);
 }
 
-function ascending(names, rule, what) {
-  const at = names.findIndex((name, i) => i && compareText(names[i - 1], name) >= 0);
-  return need(at < 0, rule, `${what} is not in ascending order at ${quoted(names[at])}`);
-}
+const HEADER = schema(
+  "format:1 required:names ignorable:blobs model:texts recipe:text start:tokens codecs:maps layers:maps tensors",
+);
 
-const ascendingMap = (type) => (value, what) =>
-  mapTo(type)(value) && ascending([...value.keys()], "container-10", what);
-const names = (value, what) => list(isText, MAX_NAMES)(value, what) && ascending(value, "container-34", what);
-
-const HEADER = {
-  format: typeOf("1"),
-  required: names,
-  ignorable: ascendingMap(isBytes),
-  model: ascendingMap(isText),
-  ...schema("recipe:text start:tokens"),
-  codecs: list(isMap, 4096),
-  layers: list(isMap, 4096),
-  tensors: list(Array.isArray, 131072),
-};
-
-const SIDE = {
-  ...schema("codec:integer batch:1..65536! heads:1..65536!"),
-  runs: list(typeOf(`1..${MAX_TOKENS}!`), 131072),
-  ...schema("tail:tokens tail_dtype:bf16|fp16|fp32 window:tokens"),
-};
+const SIDE = schema(
+  "codec:integer batch:1..65536! heads:1..65536! runs tail:tokens tail_dtype:bf16|fp16|fp32 window:tokens",
+);
 
 const LAYER = schema("k:any v:any");
 // Check the map of a header; `isKnown(id)`: whether the reader knows a codec; `ofRow`: a row's description.
@@ -66,7 +47,7 @@ function readLayer(map, index, codecs) {
   const side = (value, which) => (value === null ? null : readSide(value, which, index, codecs));
   const layer = { k: side(k, "k"), v: side(v, "v") };
   if (!layer.k || !layer.v) return layer;
-  const [one, other] = [layer.k, layer.v];
+  const { k: one, v: other } = layer;
   need(one.batch === other.batch, "container-13", `${what}: batches of ${one.batch} and ${other.batch}`);
   need(one.length === other.length, "container-14", `${what}: ${one.length} and ${other.length} tokens`);
   return layer;
@@ -99,11 +80,8 @@ function sideStreams(side) {
   side.groups = side.runs.reduce((sum, run) => sum + Math.ceil(run / codec.group), 0);
   const rows = { token: side.packed, group: side.groups, run: side.runs.length };
   const streams = codec.streams.map(({ name: stream, dtype, heads: of, rows: kind, sizes }) => {
-    const first = [
-      of === "item" ? 1 : batch,
-      of === "all" ? heads : 1,
-      rows[kind] ?? side.entries.get(stream),
-    ];
+    const count = rows[kind] ?? side.entries.get(stream);
+    const first = [of === "item" ? 1 : batch, of === "all" ? heads : 1, count];
     return { stream, dtype, shape: [...first, ...sizes.map((size) => (size === "heads" ? heads : size))] };
   });
   const shape = [batch, heads, side.tail, side.dim];
@@ -120,11 +98,9 @@ const TENSOR = [isText, isText, list(isInteger, 131072), typeOf("none|zstd"), is
 TENSOR.push((value) => isBytes(value) && value.length === 16);
 
 function readTensors({ layers, states, tensors }) {
-  const ofLayer = (layer) => states.filter((state) => state.layer === layer);
-  const expected = layers.flatMap((layer, i) => [
-    ...sidesOf(layer).flatMap((side) => side.streams),
-    ...ofLayer(i),
-  ]);
+  const ofLayer = (index) => states.filter(({ layer }) => layer === index);
+  const ofSides = (layer) => sidesOf(layer).flatMap((side) => side.streams);
+  const expected = layers.flatMap((layer, i) => [...ofSides(layer), ...ofLayer(i)]);
   tensors.forEach((entry, i) => {
     const typed = entry.length === 6 && entry.every((value, at) => TENSOR[at](value, `tensor ${i}`));
     need(typed, "container-11", `tensor ${i} is not as its table says`);

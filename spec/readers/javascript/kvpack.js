@@ -31,19 +31,6 @@ export function fromBlob(blob) {
   return { size: blob.size, read };
 }
 
-export async function fromHandle(handle) {
-  const read = async (from, to) => {
-    const bytes = new Uint8Array(to - from);
-    for (let at = 0; at < bytes.length;) {
-      const { bytesRead } = await handle.read(bytes, at, bytes.length - at, from + at);
-      if (!bytesRead) return bytes.slice(0, at);
-      at += bytesRead;
-    }
-    return bytes;
-  };
-  return { size: (await handle.stat()).size, read };
-}
-
 async function readExactly(source, from, to, rule = "container-4") {
   if (to > source.size) truncated(rule, `the file has ${source.size} bytes, and ${to} are needed`);
   const bytes = await source.read(from, to);

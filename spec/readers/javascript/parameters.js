@@ -118,8 +118,8 @@ function tables(text) {
     .trim()
     .replace(/\\\n */g, "")
     .split("\n")) {
-    const [, id, few, words] = /^(\w+)(?: \[(.*)\])?: (.*)$/.exec(line) ?? [];
-    if (id) last = result[id] = { words, few: few?.split(" "), streams: [] };
+    const [, id, few, words, optional] = /^(\w+)(?: \[(.*)\])?: (.*?)(?: (\w+)\?)?$/.exec(line) ?? [];
+    if (id) last = result[id] = { words, few: few?.split(" "), optional, streams: [] };
     else last.streams.push(line.trim());
   }
   return result;
@@ -132,13 +132,10 @@ export const dtypeOf = (p, word) => DTYPES[word] ?? DTYPES[p[word]];
 // are those of their planes; their packings by `fields`, a Map from their names, go to `packings`.
 function streamsOf(p, lines, packings, fields) {
   const factor = (word) => (word.startsWith("2^") ? 2 ** p[word.slice(2)] : (p[word] ?? Number(word)));
-  const number = (word) =>
-    Math.ceil(
-      word
-        .split("/")
-        .map(factor)
-        .reduce((one, other) => one / other),
-    );
+  const number = (word) => {
+    const [one, divisor = 1] = word.split("/").map(factor);
+    return Math.ceil(one / divisor);
+  };
   const isSo = (_, word, sign, other) => (sign ? (p[word] === other) === (sign === "=") : p[word]);
   return lines.flatMap((line) => {
     const [what, flag] = line.split(" ? ");
@@ -345,20 +342,13 @@ const DERIVED = {
     p.qjlNorm = p.qjl.norm;
   },
 };
-
-for (const codec of Object.values(CODECS)) {
-  codec.optional = / (\w+)\?$/.exec(codec.words)?.[1];
-  codec.types = { id: isText, ...schema(codec.words.replace(/ \w+\?$/, "")) };
-}
-
-for (const sideCar of Object.values(SIDE_CARS))
-  sideCar.type = sideCar.words.includes(":") ? mapOf(sideCar.words, "side-cars-3") : typeOf(sideCar.words);
 // Check a codec's map of the header. Returns its parameters with `packings` and `streams`.
 export function readCodec(map, isKnown) {
   const id = map.get("id");
   need(isText(id), "container-11", "an entry of codecs has no string for the key id");
   if (!isKnown(id)) unknownCodec("container-12", `the codec ${quoted(id)} is not known`);
-  const { types, optional, streams, few } = CODECS[id];
+  const { words, optional, streams, few } = CODECS[id];
+  const types = { id: isText, ...schema(words) };
   const rule = (number) => (id === "opaque" ? "row-8" : `${id}-${number}`);
   const entries = [...map];
   const own = new Map(entries.splice(0, Object.keys(types).length));
@@ -390,7 +380,9 @@ function readSideCars(p, sideCars) {
   for (const [key, value] of sideCars) {
     need(order.indexOf(key) > last, "side-cars-2", `the side-car ${key} is not in its place`);
     last = order.indexOf(key);
-    need(SIDE_CARS[key].type(value, key), "side-cars-3", `the side-car ${key} is not one of its table`);
+    const { words } = SIDE_CARS[key];
+    const type = words.includes(":") ? mapOf(words, "side-cars-3") : typeOf(words);
+    need(type(value, key), "side-cars-3", `the side-car ${key} is not one of its table`);
     p[key] = isMap(value) ? Object.fromEntries(value) : value;
   }
   for (const [key] of sideCars) {

@@ -1,6 +1,7 @@
 // Types of the values of a header, and its maps by tables of their keys.
 
 import { limit, need, quoted } from "./errors.js";
+import { MAX_NAMES, compareText } from "./msgpack.js";
 import { isInteger } from "./numbers.js";
 
 export const MAX_TOKENS = 2 ** 40 - 1;
@@ -15,10 +16,19 @@ export const isMap = (value) => value instanceof Map;
 export const isText = (value) => typeof value === "string";
 export const list = (type, most) => (value, what) =>
   Array.isArray(value) && limit(value.length, most, what) && value.every((entry) => type(entry, what));
-export const mapTo = (type) => (value) => isMap(value) && [...value.values()].every(type);
+
+function ascending(names, rule, what) {
+  const at = names.findIndex((name, i) => i && compareText(names[i - 1], name) >= 0);
+  return need(at < 0, rule, `${what} is not in ascending order at ${quoted(names[at])}`);
+}
+
+const mapTo = (type) => (value, what) =>
+  isMap(value) && [...value.values()].every(type) && ascending([...value.keys()], "container-10", what);
+const names = (value, what) => list(isText, MAX_NAMES)(value, what) && ascending(value, "container-34", what);
 
 const TYPES = {
   any: () => true,
+  blobs: mapTo(isBytes),
   bytes: isBytes,
   digest: (value) => isBytes(value) && value.length === 32,
   dim: integer(1, 1024),
@@ -27,10 +37,15 @@ const TYPES = {
   half: oneOf(["fp16", "fp32"]),
   integer: isInteger,
   levels: (value) => isText(value) && /^[1-8](\.[1-8])*$/.test(value),
+  maps: list(isMap, 4096),
+  names,
   norms: oneOf(["fp16", "fp32", "log8"]),
   rotation_kind: oneOf(["none", "hadamard", "signed-hadamard"]),
+  runs: list(limited(1, MAX_TOKENS), 131072),
   seed: integer(0, 2n ** 64n - 1n),
+  tensors: list(Array.isArray, 131072),
   text: isText,
+  texts: mapTo(isText),
   tokens: limited(0, MAX_TOKENS),
 };
 // The type of a word: a name of TYPES, a range of integers such as 1..8, one that ends at a limit of the

@@ -1,15 +1,8 @@
 // The program of spec/readers/README.md: answers each line of its input with what the reader makes of a file.
 
-import { open as openFile, readFile, writeFile } from "node:fs/promises";
+import { readFile, writeFile } from "node:fs/promises";
 import { createInterface } from "node:readline";
-import {
-  KvpackError,
-  fromBytes,
-  fromHandle,
-  open,
-  openBasis,
-  verify,
-} from "../../../spec/readers/javascript/kvpack.js";
+import { KvpackError, fromBytes, open, openBasis, verify } from "../../../spec/readers/javascript/kvpack.js";
 import { concat, hex, sha256 } from "../../../spec/readers/javascript/numbers.js";
 import { decodeRow, readRow, rowEntryKey } from "../../../spec/readers/javascript/row.js";
 import { decryptEntry, openChunk, openStates } from "../../../spec/readers/javascript/store.js";
@@ -104,12 +97,7 @@ async function answer(path, output, rest) {
   const given = new Map();
   for (const basis of await Promise.all(rest.map(basisOf))) given.set(basis.digest, basis);
   if (path.endsWith(".row")) return answerRow(readRow(new Uint8Array(await readFile(path))), output, given);
-  const handle = await openFile(path);
-  try {
-    return await answerFile(await open(await fromHandle(handle)), output, given);
-  } finally {
-    await handle.close();
-  }
+  return answerFile(await open(fromBytes(new Uint8Array(await readFile(path)))), output, given);
 }
 
 for await (const line of createInterface({ input: process.stdin })) {

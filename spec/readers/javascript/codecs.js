@@ -327,7 +327,7 @@ function klt(data, codec) {
     addRows(u, vectors, at, starts, factors, dim);
   };
 }
-// The columns of one head that have codes: the width of each, and where its code begins in a row of bytes.
+// The columns of a head that have codes: the width of each, and where its code begins in a row of bytes.
 function shortColumns(runs, head) {
   const columns = ({ first, width, count, byte }) =>
     range(count, (j) => ({
@@ -342,8 +342,7 @@ function shortColumns(runs, head) {
 function checkShortRuns({ shortRuns, rowBytes }, codes) {
   for (const { width, count, byte } of shortRuns) {
     const bits = width * count;
-    if (bits % 8 === 0) continue;
-    for (let at = byte + (bits >> 3); at < codes.length; at += rowBytes)
+    for (let at = byte + (bits >> 3); bits % 8 && at < codes.length; at += rowBytes)
       if (codes[at] >> (bits % 8)) badPayload("klt-11", `byte ${at} of codes has a bit of no column`);
   }
 }
@@ -371,7 +370,6 @@ function transform(data, codec) {
     const levels = new Float64Array(rows.length * count);
     let next = segments.decode(index, levels.length, tables, count || 1, symbols);
     const { words } = segments;
-    const left = segments.end(index) - next;
     for (let i = 0; i < levels.length; i++) {
       if (symbols[i]) levels[i] = tables[Math.floor(i / count)].values[symbols[i] - 1];
       else {
@@ -379,8 +377,7 @@ function transform(data, codec) {
         next += 2;
       }
     }
-    if (next !== segments.end(index))
-      badPayload("transform-11", `segment ${index} has ${left} words of escapes, and takes others`);
+    if (next !== segments.end(index)) badPayload("transform-11", `segment ${index} has other escapes`);
     return { count, levels, starts: rows.map((row) => (1 + row) * n) };
   };
   // The blocks that the values of a token are sums of: those of all heads, or that of one.

@@ -207,9 +207,8 @@ const STEPS = {
     };
   },
   rotation_kind({ side: { codec } }, kind) {
-    if (kind === "none") return null;
-    const rotation = new Rotation(codec.dim, kind, codec.rotation_seed ?? codec.seed);
-    return (u) => rotation.invert(u);
+    const rotation = kind !== "none" && new Rotation(codec.dim, kind, codec.rotation_seed ?? codec.seed);
+    return rotation && ((u) => rotation.invert(u));
   },
   block_rotation(data, order) {
     const rotation = new Rotation(order, "hadamard", 0);
@@ -220,10 +219,8 @@ const STEPS = {
   },
 };
 
-const ORDER = [
-  ...["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order", "channel_scale"],
-  ...["balanced", "raw_tokens", "raw_positions"],
-];
+const ORDER = ["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order"];
+ORDER.push("channel_scale", "balanced", "raw_tokens", "raw_positions");
 
 function sideCarSteps(data, codec) {
   const made = {};

@@ -71,8 +71,7 @@ function readStates(header) {
     need(ascends, "container-45", `the records of states are not in order at ${name}`);
     const others = [layers[layer].k?.batch, layers[layer].v?.batch].filter(Boolean);
     if (before.layer === layer) others.push(before.shape[0]);
-    const same = others.every((other) => other === shape[0]);
-    need(same, "container-46", `${name} has ${shape[0]} sequences, unlike others of its layer`);
+    need(!others.some((other) => other !== shape[0]), "container-46", `${name} has ${shape[0]} sequences`);
   });
   return states;
 }

@@ -13,15 +13,13 @@ export function refuseNew(map, isKnown) {
     unsupported("container-32", `the file has format ${format}; this reader knows format 1`);
   const all = (key) => (Array.isArray(map.get(key)) ? map.get(key) : []);
   for (const name of all("required").filter(isText))
-    if (!FEATURES.includes(name))
-      unsupported("container-7", `the file needs the feature ${quoted(name)}, unknown to this reader`);
+    if (!FEATURES.includes(name)) unsupported("container-7", `the feature ${quoted(name)} is unknown`);
   for (const id of all("codecs").map((codec) => isMap(codec) && codec.get("id")))
-    if (isText(id) && !isKnown(id))
-      unknownCodec("container-12", `the file needs the codec ${quoted(id)}, unknown to this reader`);
+    if (isText(id) && !isKnown(id)) unknownCodec("container-12", `the codec ${quoted(id)} is unknown`);
 }
 
 const HEADER = schema(
-  "format:1 required:names ignorable:blobs model:texts recipe:text start:tokens codecs:maps layers:maps tensors",
+  "format:1 required:names ignorable:blobs model:texts recipe:text start:tokens codecs layers:codecs tensors",
 );
 
 const SIDE = schema(

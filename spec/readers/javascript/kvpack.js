@@ -41,11 +41,9 @@ async function readExactly(source, from, to, rule = "container-4") {
 function checkMajor(text, size) {
   if (!text.startsWith(START)) notKvpack("container-5", "the bytes from 8 on are not those of a kvpack file");
   const [, major, next] = /^([1-9][0-9]{0,8})?(.?)/s.exec(text.slice(START.length));
-  if (next === "" && size < 8 + START.length + 10)
-    truncated("container-4", "the file ends within its major number");
+  if (next === "" && size < 8 + START.length + 10) truncated("container-4", "the major number is cut short");
   need(major && (next === " " || next === '"'), "container-5", "the major number is not a number");
-  if (major !== "1")
-    unsupported("container-6", `the file is of version ${major}; this reader knows version 1`);
+  if (major !== "1") unsupported("container-6", `the file is of version ${major}, not of version 1`);
 }
 // The digest and the size of kvpack.header, from the beginning of the JSON header.
 function readPlace(text) {
@@ -102,15 +100,13 @@ export async function open(source, options = {}) {
   const json = new TextEncoder().encode(jsonHeader(header.tensors, digest, size));
   need(equalBytes(await readExactly(source, 8, start), json), "container-5", "the JSON header is another");
   limit(end, MAX_FILE_BYTES, "bytes of the file");
-  if (BigInt(source.size) !== end)
-    truncated("container-4", `the file has ${source.size} bytes, and its tensors end at ${end}`);
+  if (BigInt(source.size) !== end) truncated("container-4", `${source.size} bytes of a file of ${end}`);
   if (header.required.includes("basis")) checkBasisHeader(header);
   return new KvpackFile(source, header, start, options);
 }
 
 function checkDigest(name, found, digest) {
-  if (found !== digest)
-    digestMismatch("container-20", `${name} does not have its digest: the file is damaged`);
+  if (found !== digest) digestMismatch("container-20", `${name} is damaged: it has another digest`);
 }
 
 export class KvpackFile {

@@ -31,31 +31,20 @@ export function compareText(a, b) {
 // What a value is by its first byte: its kind, and its number or the bytes that hold it. The number of a
 // string and the like is its size, that of an array or map its count.
 const FIRST = [];
-const small = (count, kind) => {
-  for (let number = 0; number < count; number++) FIRST.push({ kind, number });
-};
-small(128, "integer");
-small(16, "map");
-small(16, "array");
-small(32, "string");
-const wide =
-  "nil0 other0 other0 other0 binary-1 binary-2 binary-4 other-1 other-2 other-4 other4 other8 integer-1 " +
-  "integer-2 integer-4 integer-8 signed-1 signed-2 signed-4 signed-8 other2 other3 other5 other9 other17 " +
-  "string-1 string-2 string-4 array-2 array-4 map-2 map-4";
-for (const word of wide.split(" ")) {
-  const [, kind, size] = /([a-z]+)(.*)/.exec(word);
-  FIRST.push(size < 0 ? { kind, width: -size } : { kind, number: Number(size) });
+const forms =
+  "integer*128 map*16 array*16 string*32 nil0 other0 other0 other0 binary-1 binary-2 binary-4 other-1 " +
+  "other-2 other-4 other4 other8 integer-1 integer-2 integer-4 integer-8 signed-1 signed-2 signed-4 " +
+  "signed-8 other2 other3 other5 other9 other17 string-1 string-2 string-4 array-2 array-4 map-2 map-4";
+for (const form of (forms + " other0".repeat(32)).split(" ")) {
+  const [, kind, sign, size] = /([a-z]+)([-*]?)([0-9]+)/.exec(form);
+  if (sign === "*") for (let number = 0; number < size; number++) FIRST.push({ kind, number });
+  else FIRST.push(sign ? { kind, width: Number(size) } : { kind, number: Number(size) });
 }
-small(32, "other0");
 // The smallest number of a kind by the bytes that hold it: smaller ones have a shorter form.
 const COUNTS = { 2: 16, 4: 65536 };
-const LEAST = {
-  integer: { 1: 128, 2: 256, 4: 65536, 8: 2 ** 32 },
-  binary: { 2: 256, 4: 65536 },
-  string: { 1: 32, 2: 256, 4: 65536 },
-  array: COUNTS,
-  map: COUNTS,
-};
+const BYTES = { 2: 256, 4: 65536 };
+const INTEGERS = { 1: 128, 2: 256, 4: 65536, 8: 2 ** 32 };
+const LEAST = { integer: INTEGERS, binary: BYTES, string: { 1: 32, ...BYTES }, array: COUNTS, map: COUNTS };
 
 class Cut extends Error {}
 

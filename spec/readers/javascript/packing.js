@@ -52,8 +52,7 @@ export class Columns {
     for (let d = 0; d < bases.length; d++) {
       const digits = this.digits[d];
       for (let i = 0; alphabets[d] !== bases[d] && i < n; i++)
-        if (digits[i] >= alphabets[d])
-          badPayload("front-2", `${name}: the digit ${digits[i]} is not below ${alphabets[d]}`);
+        if (digits[i] >= alphabets[d]) badPayload("front-2", `${name}: a digit of ${digits[i]} is too large`);
       for (let i = n; i < digits.length; i++)
         if (digits[i]) badPayload("front-3", `${name}: a field without a symbol is ${digits[i]}, not 0`);
     }

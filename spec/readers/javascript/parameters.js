@@ -6,11 +6,11 @@ import { Columns, defaultRowBytes } from "./packing.js";
 import { hasHadamard } from "./rotation.js";
 import { isMap, isText, mapOf, readMap, schema, typeOf } from "./schema.js";
 
-// After the id of a codec come its parameters with their types; one that ends in ? may be absent. In brackets
-// are the rule that side-cars break, and those that it allows. Each line below is a stream, present if what
-// follows ? is so: a parameter that is true, equal or unequal to a word. A stream of numbers has a dtype; `all`
-// heads, `one` or items; a row for each token, group or run; and the sizes of a row. A stream of symbols has =
-// and then how many a row has, the base of each digit, and the sizes of alphabets after /. Words name
+// After the id of a codec come its parameters with their types; one that ends in ? may be absent. Brackets
+// have the rule that side-cars break, and those that it allows. Each line below is a stream, present if what
+// follows ? is so: a parameter that is true, equal or unequal to a word. A stream of numbers has a dtype;
+// `all` heads, `one` or items; a row for each token, group or run; and the sizes of a row. One of symbols has
+// = and then how many a row has, the base of each digit, and the sizes of alphabets after /. Words name
 // parameters, those of DERIVED too; 2^x is a power of two, and quotients are rounded up.
 const CODECS = tables(`
 raw [side-cars-1]: dim dtype:bf16|fp16|fp32
@@ -216,24 +216,26 @@ const DERIVED = {
     const all = [p.magnitude_table, p.high_magnitude_table];
     p.magnitudes = all.map((bytes, i) => readTable(bytes, counts[i], 1, "scalar-2", "scalar-4"));
     p.isHigh = range(dim, (c) => (flags[c >> 3] >> (c & 7)) & 1);
-    p.highCount = p.isHigh.reduce((sum, flag) => sum + flag, 0);
+    p.highCount = p.isHigh.filter(Boolean).length;
     p.lowCount = dim - p.highCount;
     need(high === 0 || (p.highCount > 0 && p.lowCount > 0), "scalar-5", `${p.highCount} channels are high`);
     need(dim % 8 === 0 || !(flags.at(-1) >> (dim % 8)), "scalar-6", "high_channels has a bit from dim on");
   },
   octahedral(p) {
-    const { b_dir: bits, b_norm: normBits, dim } = p;
-    p.directions = readTable(p.direction_table, 2 ** (bits - 1), 1, "octahedral-2", "octahedral-4");
-    p.lengths = readTable(p.norm_table, 2 ** normBits, 1, "octahedral-2", "octahedral-4");
-    const m = 2 * (bits - 1);
-    p.normInIndex = [1, 2, 4, 8, 16].includes(m + normBits);
-    p.indexBits = p.normInIndex ? m + normBits : m;
-    p.signBits = p.normInIndex ? 2 : 2 + normBits;
-    p.allBits = p.indexBits + p.signBits;
-    const dense = p.arrangement === "dense";
-    const apart = !dense && p.allBits > 8 && p.indexBits > 0;
-    const padded = 24 * Math.ceil(dim / 72);
-    Object.assign(p, { hasIndex: dense && p.indexBits > 0, apart, joined: !dense && !apart, padded });
+    const [m, n, dense] = [2 * (p.b_dir - 1), p.b_norm, p.arrangement === "dense"];
+    p.directions = readTable(p.direction_table, 2 ** (m / 2), 1, "octahedral-2", "octahedral-4");
+    p.lengths = readTable(p.norm_table, 2 ** n, 1, "octahedral-2", "octahedral-4");
+    const normInIndex = [1, 2, 4, 8, 16].includes(m + n);
+    const [indexBits, signBits] = normInIndex ? [m + n, 2] : [m, 2 + n];
+    Object.assign(p, {
+      normInIndex,
+      indexBits,
+      signBits,
+      allBits: m + n + 2,
+      hasIndex: dense && indexBits > 0,
+    });
+    const apart = !dense && p.allBits > 8 && indexBits > 0;
+    Object.assign(p, { apart, joined: !dense && !apart, padded: 24 * Math.ceil(p.dim / 72) });
   },
   quaternion(p) {
     const direct = p.arrangement === "direct";
@@ -334,9 +336,7 @@ const DERIVED = {
     need(p.group === 1, "side-cars-15", `key_mean with the codec ${p.id} of token group ${p.group}`);
     Object.assign(p, { group: tokens, meanBytes: (p.dim * bits) / 8 });
   },
-  outliers(p) {
-    need(p.dim % 4 === 0, "side-cars-4", `outliers at dim ${p.dim}, which is not a multiple of 4`);
-  },
+  outliers: ({ dim }) => need(dim % 4 === 0, "side-cars-4", `outliers at dim ${dim}, no multiple of 4`),
   qjl(p) {
     checkRotation(p.dim);
     p.qjlNorm = p.qjl.norm;

@@ -37,8 +37,7 @@ export class Segments {
   }
   check(index) {
     for (let i = 2 * LANES * index + 1; i < 2 * LANES * (index + 1); i += 2)
-      if (this.states[i] === 0)
-        badPayload("rans-2", `states of segment ${index}: a first state is below 65536`);
+      if (this.states[i] === 0) badPayload("rans-2", `segment ${index}: a first state is below 65536`);
   }
   // Decode n symbols of a segment to `out`; symbol i has the table tables[i div each].
   // Returns the next word; the last is before `end`.
@@ -65,8 +64,7 @@ export class Segments {
         out[i] = symbol;
       }
     }
-    if (lanes.some((state) => state !== 65536))
-      badPayload("rans-4", `segment ${index}: the last state of a lane is not 65536`);
+    if (lanes.some((state) => state !== 65536)) badPayload("rans-4", `segment ${index}: another last state`);
     return next;
   }
   end = (index) => this.starts[index] + this.counts[index];

@@ -81,8 +81,7 @@ function checkIdentity({ header }, identity, start) {
 function checkPayload(file, bytes, digest) {
   const first = file.header.tensors[0];
   const from = first ? file.dataStart + Number(first.offset) : bytes.length;
-  if (!equalBytes(xxh3(bytes.subarray(from)), digest))
-    digestMismatch("store-3", "the payload does not have its digest");
+  if (!equalBytes(xxh3(bytes.subarray(from)), digest)) digestMismatch("store-3", "the payload is damaged");
   need(!file.header.tensors.some(({ filter }) => filter !== "none"), "store-19", "a tensor has a filter");
 }
 // Open the entry of a chunk that was found under `key`: { file, parent, inputs, ids }.

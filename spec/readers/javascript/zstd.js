@@ -179,8 +179,7 @@ class Frame {
   room(count) {
     const { out, length } = this;
     this.length += count;
-    if (this.length > out.length)
-      badPayload("container-24", `blocks make more than the ${out.length} bytes of the content`);
+    if (this.length > out.length) badPayload("container-24", `blocks make more than ${out.length} bytes`);
     return length;
   }
   append(bytes) {

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import kvpack
 from kvpack.file.inputs import Inputs
@@ -192,6 +199,22 @@ def test_no_source_continues_tokens_of_several() -> None:
         pair = EncoderDecoderCache(KvpackCache.of(tokens, model, dense=True), KvpackCache(model, FP32, dense=True))
         with pytest.raises(InvalidParameter, match="tokens of the cache were computed from different sources"):
             model(input_ids=source, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair)
+
+
+def test_parts_that_are_no_transformers_models_are_compared_too() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_layers": 1, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+    config = FSMTConfig(langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64, **sizes, **heads)
+    model = FSMTForConditionalGeneration(config).eval()
+    past = empty(model)
+    model(input_ids=A, decoder_input_ids=BEGUN[:, :3], past_key_values=past)
+    parts = (past.self_attention_cache, past.cross_attention_cache)
+    pair = EncoderDecoderCache(*(KvpackCache.of(part.packed, model, dense=True) for part in parts))
+    with pytest.raises(InvalidParameter, match=OTHER):
+        model(input_ids=B, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair)
+    expected = model(input_ids=A, decoder_input_ids=BEGUN[:, 3:], past_key_values=past).logits
+    torch.testing.assert_close(model(input_ids=A, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair).logits, expected)
 
 
 def test_a_source_that_is_not_known_is_told_once(tmp_path: Path) -> None:

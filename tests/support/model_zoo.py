@@ -216,6 +216,14 @@ def save(subject: Subject) -> None:
 
 def continue_(subject: Subject) -> None:
     over = subject.over(subject.pack())
+    if subject.encoder:
+        try:
+            subject.model(input_ids=PROMPT.flip(1), decoder_input_ids=FOLLOWING, past_key_values=over)
+        except kvpack.KvpackError as error:
+            if "another source" not in str(error):
+                raise
+        else:
+            raise AssertionError("another source continued the caches")
     subject.check(subject.continued(over))
     for cache, dense in zip(subject.caches(over), subject.caches(subject.dense), strict=True):
         same_bits(cache.packed, dense)

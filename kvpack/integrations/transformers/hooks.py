@@ -23,7 +23,7 @@ from .computed import Computed
 from .passes import Pass, arguments_of
 from .plain import remember_copies
 from .record import Record
-from .sources import EncoderCalls, check_sources, encoders_in
+from .sources import EncoderCalls, check_sources, parts_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,13 +45,19 @@ class Hooks:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         self.inside = [weakref.ref(module) for module in inside]
-        self.encoders, self.encoder_calls = encoders_in(inside), EncoderCalls()
+        self.encoder_calls = EncoderCalls()
         state = _Unpickled(self)
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
         for number, module in enumerate(inside):
             handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
+        for encoder in parts_in(inside, "get_encoder"):
+            handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
+        # Those of FSMT are no transformers models.
+        for decoder in parts_in(inside, "get_decoder"):
+            if not isinstance(decoder, PreTrainedModel):
+                handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
         watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
@@ -85,10 +91,10 @@ class _Unpickled:
         hooks = self._hooks()
         return [] if hooks is None else hooks.recordings
 
-    def encoder_ended(self, number: int, arguments: dict[str, Any], output: Any) -> None:
-        """Record the end of a call of module ``number`` if it is an encoder and gave a result."""
+    def encoder_ended(self, arguments: dict[str, Any], output: Any) -> None:
+        """Record the result of an encoder."""
         hooks = self._hooks()
-        if hooks is not None and number in hooks.encoders and output is not None:
+        if hooks is not None:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
@@ -112,13 +118,26 @@ def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[
     if compiled is not None:
         compiled.compiled_begin(number, arguments)
         return
-    passes_of_call = [*passes_over(past), *mine.recordings()]
-    for passes in passes_of_call:
+    for passes in [*passes_over(past), *mine.recordings()]:
         passes.enter(module, arguments)
+    _check_source(mine, past, arguments)
+
+
+def _check_source(mine: _Unpickled, past: Any, arguments: dict[str, Any]) -> None:
+    """Record and compare what an encoder was given for a call over a cache of two parts."""
     if isinstance(past, EncoderDecoderCache) and (sources := mine.sources(arguments)) is not None:
-        for passes in passes_of_call:
+        for passes in [*passes_over(past), *mine.recordings()]:
             passes.encoded(sources)
         check_sources(passes_over(past), sources)
+
+
+def _before_decoder(mine: _Unpickled, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arguments = arguments_of(module, args, kwargs)
+    _check_source(mine, cache_in(arguments), arguments)
+
+
+def _after_encoder(mine: _Unpickled, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    mine.encoder_ended(arguments_of(module, args, kwargs), output)
 
 
 def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -128,7 +147,6 @@ def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tu
     if compiled is not None:
         compiled.compiled_end(number)
         return
-    mine.encoder_ended(number, arguments, output)
     for passes in [*passes_over(past), *mine.recordings()]:
         passes.leave(module, arguments, output)
 

@@ -71,11 +71,11 @@ class EncoderCalls:
         return digests
 
 
-def encoders_in(inside: Sequence[Any]) -> list[int]:
-    """Return the positions of those models that are encoders of another."""
-    owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"))
-    encoders = {id(encoder) for model in owners if (encoder := model.get_encoder()) is not model}
-    return [number for number, model in enumerate(inside) if id(model) in encoders]
+def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
+    """Return what ``get_encoder`` or ``get_decoder``, the method ``name``, returns of those models that have both."""
+    owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
+    parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
+    return [part for part in parts.values() if isinstance(part, torch.nn.Module)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -247,7 +247,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         )
     if not q.device == k.device == v.device:
         places = f"{k.device} (keys) and {v.device} (values)"
-        raise InvalidParameter(f"q is on {q.device}, and the layer is on {places}: move them to one device with q.to(...) or cache.to(...)")
+        raise InvalidParameter(f"q is on {q.device}, but the layer is on {places}: move them to one device with q.to(...) or cache.to(...)")
     if v.heads != k.heads:
         raise InvalidParameter(f"keys have {k.heads} heads and values {v.heads}; attention needs the same number of both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):

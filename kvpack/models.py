@@ -39,7 +39,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
         except ValueError as error:
             raise InvalidParameter(f"{refusal}: {error}") from None
         if has_encoder:
-            raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder alone, as of AutoModelForCausalLM")
+            raise InvalidParameter(f"{folder}: the model has an encoder, expected a decoder-only model, as AutoModelForCausalLM loads")
         for kind in (attention, "eager") if attention == "sdpa" else (attention,):
             try:
                 return library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=kind).eval()

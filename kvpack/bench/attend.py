@@ -138,6 +138,6 @@ def show(report: dict[str, Any]) -> None:
         ]
         print_table(f"{table['tokens']:,} tokens, one query, {q_heads}/{heads} heads x {dim}, one thread", columns, rows)
     attend_load.show(report["load"])
-    print(f"\nAttention by {report['backend']}. Times are of the process, below 1 is faster; every round calls each way.")
-    print(f"Memory's speed is that of one thread adding up integers, {report['read_bytes_per_s'] / 1e9:.1f} GB/s.")
-    print("The error is against attention in binary64 over the dense values: that of the recipe, on Gaussian values.")
+    print(f"\nAttention with {report['backend']}. Process CPU times; below 1 is faster. Every round runs each method once.")
+    print(f"Memory speed is that of one thread summing integers, {report['read_bytes_per_s'] / 1e9:.1f} GB/s.")
+    print("Errors are relative to binary64 attention over the dense values, which are Gaussian.")

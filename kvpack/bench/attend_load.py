@@ -104,7 +104,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         ],
     )
     print_table(
-        f"{rows[0]['tokens']:,} tokens in {BUSY_THREADS} threads while every core is busy, time that passes",
+        f"{rows[0]['tokens']:,} tokens in {BUSY_THREADS} threads while every core is busy, wall-clock time",
         ["what", "ms", "one thread,\nidle cores, ms", "ratio"],
         [
             [

@@ -165,9 +165,9 @@ def _places(
     """Return the start and text of each window, and the window sizes. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
-    size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "by the model's positions and the longest text")
-    scored = _size("score", min(SCORE, size // 2) if score is None else score, 1, size - 1, f"of a window of {size} tokens")
-    step = _size("step", step, 1, size, f"of a window of {size} tokens")
+    size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
+    scored = _size("score", min(SCORE, size // 2) if score is None else score, 1, size - 1, f"in a window of {size} tokens")
+    step = _size("step", step, 1, size, f"in a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
     fitting, why = sum(rooms), f"of {size} tokens in the texts: pass longer texts or fewer windows"
     count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)

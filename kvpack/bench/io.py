@@ -255,11 +255,11 @@ def show(report: dict[str, Any]) -> None:
         if (name, PARTS[0]) in by_place
     ]
     print_table(f"The parts; a {COPY} has {copy['gb_per_s']:.1f} GB/s", ["what", *parts], rows)
-    print(f"\nPacked rows by {report['backend']}. Times are of the process, in one thread; every round takes each way once.")
-    print("On the clock: the ratio of the times that pass, which other load, and a disk that is written to meanwhile, disturb.")
+    print(f"\nPacked rows with {report['backend']}. Process CPU times in one thread; every round runs each method once.")
+    print("On the clock: the ratio of wall-clock times, which other load and concurrent disk writes disturb.")
     print("write: from values in memory to a new file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
     print(f"read, attend: from the file to the attention of one query of {Q_HEADS} heads per KV head, in every layer.")
-    print("encode: to memory that an earlier pack has left. unpack: into memory in use, as what it is compared with.")
+    print("encode: into memory that an earlier pack freed. unpack: into memory already in use, like the copy it is compared with.")
     print(
         "GB/s count the bf16 cache's bytes; files are in the page cache, and nothing waits for the disk. kvpack's load checks every byte,"
     )

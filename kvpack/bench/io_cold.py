@@ -146,4 +146,4 @@ def show(report: dict[str, Any]) -> None:
         print("\nfio is not installed: install it (such as by apt install fio) to see the speed of the disk.")
     print("\nGB/s count the file's bytes, and before each timing but the last the file is dropped from the page cache.")
     print("load, mapped: kvpack.load, which checks every byte. load, copy=True: the same by direct I/O, into private memory.")
-    print("read as for a device: by direct I/O into the memory that copies begin in.")
+    print("read as for a device: by direct I/O into the staging memory of device copies.")

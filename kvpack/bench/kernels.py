@@ -294,15 +294,15 @@ def show(report: dict[str, Any]) -> None:
 def _explain(report: dict[str, Any]) -> None:
     """Print the meaning of the columns in tables of attention, and the widths used for klt."""
     print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
-    print("Times are of the main kernel and the merge, cold: buffers in turn exceed the L2 cache; with rotations, of the whole call.")
-    print("The ratio to the best bf16 is of whole calls, rotations included; GB/s and the byte floor leave them out.")
-    print("Eager is the whole call as a program makes it, beside the faster SDPA called so.")
-    print("A recipe without a kernel is decoded first, and attended by torch: the time is of the whole call. The error is against fp64.")
+    print("Times cover the main kernel and the merge with a cold L2 cache; with rotations, they cover the whole call.")
+    print("The ratio to the best bf16 compares whole calls, rotations included; GB/s and the byte floor leave them out.")
+    print("Eager is the whole call from Python, next to the faster SDPA called the same way.")
+    print("Recipes without a kernel are decoded first and attended with PyTorch: times cover the whole call. Errors are relative to fp64.")
     recipes = {row["recipe"] for table in [*report["shapes"], *report["sweep"]] for row in table["rows"]}
     if any(recipe.startswith(synthetic_basis.NAME) for recipe in recipes):
         print(
-            f"{synthetic_basis.NAME}... is klt with these widths of runs, by a basis of random numbers: its time says nothing of quality."
+            f"{synthetic_basis.NAME}... is klt with these run widths and a random basis: it measures speed, not quality."
         )
     for recipe, whose in synthetic_basis.LAYERS.items():
         if recipe in recipes:
-            print(f"{recipe} has the widths of {whose}.")
+            print(f"{recipe} uses the widths of {whose}.")

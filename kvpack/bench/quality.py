@@ -224,9 +224,9 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
     lengths = _lengths(tokens, long, most_positions)
     prompts = min((len(long.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
-    check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
+    check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
-    check_size("step", settings.step, 1, tokens, f"of a window of {tokens} tokens")
+    check_size("step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
     sized = f"with windows of {_MIN_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
     check_size("needles", count, 0, prompts, f"prompts in {long.name}, {sized}")
     most = (most_positions or len(long.ids)) - generated.PROMPT

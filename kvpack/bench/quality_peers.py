@@ -55,7 +55,7 @@ def installed() -> list[Peer]:
     """Return the peers whose libraries are installed. Raises InvalidParameter if there are none."""
     result = [Peer(backend, bits) for backend, module in LIBRARIES.items() if _is_installed(module) for bits in BITS]
     if not result:
-        raise InvalidParameter("--peers measures quanto and HQQ, and neither is installed: pip install optimum-quanto hqq")
+        raise InvalidParameter("--peers measures quanto and HQQ, but neither is installed: pip install optimum-quanto hqq")
     return result
 
 

@@ -36,7 +36,7 @@ _READER = "gguf==0.19.0"
 """The package with which transformers reads GGUF files."""
 
 _ORIGIN = f"""SmolLM2-135M-Instruct, from the file {_FILE.name} of the Python package {_PACKAGE}.
-Its weights of 4 bits are written here in fp16. The model is of Hugging Face, and licensed under the Apache license 2.0.
+Its 4-bit weights are stored here in fp16. The model is by Hugging Face and licensed under the Apache License 2.0.
 """
 
 
@@ -107,7 +107,7 @@ def check(file: Path) -> None:
     """Raise InvalidParameter unless ``file`` has the expected SHA-256."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != _SHA256:
-        raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: it is not the file of {_PACKAGE}")
+        raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: this is not the file from {_PACKAGE}")
 
 
 def convert(file: Path, written: Path) -> None:

@@ -52,14 +52,17 @@ def _show_decode(report: dict[str, Any]) -> None:
     for error, place in errors.items():
         print(f"{place}, {error}")
     if on_cpu:
-        print(f"\nTimes are of the process, in one thread: means of {ROUNDS} rounds, each of {STEPS} steps, or tokens, of every cache.")
+        print(f"\nProcess CPU times in one thread: means of {ROUNDS} rounds, each with {STEPS} steps (or tokens) of every cache.")
     else:
-        print("\nA step is a call of the model, and of a length that is new, as in generate. Over packed caches calls replay graphs,")
-        print("and without graphs (graphs=False) run as they are; generate is timed once its kernels are compiled.")
-        print("Ratios of steps are of steps in turns, where both caches fit: the host is not equally fast at all times.")
-        print("alone: the model with no cache, and attention that gives back its queries; where steps take little more, the host decides.")
-        print("A StaticCache has a mask over all its room; generate compiles its steps where compiled is said (--compiled), once before.")
-        print(f"The {dtype} graph is of preallocated states, without a mask, and the faster of SDPA's flash and cuDNN attention.")
+        print("\nA step is one call of the model with a new cache length, as in generate. With packed caches, calls replay graphs,")
+        print("or run eagerly with graphs=False; generate is timed after its kernels are compiled.")
+        print("Step ratios compare alternating steps, if both caches fit, because the speed of the host varies.")
+        print(
+            "alone: the model without a cache, and attention that returns its queries; steps that take little longer are limited by the "
+            "host."
+        )
+        print("A StaticCache has a mask over its full length; with --compiled, generate compiles its steps before it is timed.")
+        print(f"The {dtype} graph uses preallocated states, no mask, and the faster of SDPA's flash and cuDNN attention.")
 
 
 def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_bytes: int) -> list[str]:

@@ -236,12 +236,12 @@ def show(report: dict[str, Any]) -> None:
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
     print(f"at most {settings['step']} in a pass. Bits per value count every byte of a window's file. Perplexity is per token.")
     print("The change in its log is paired by window; its interval is Student's t over the windows.")
-    print("KL is KL(uncompressed || packed) of the next token, in nats. Same choice: of the most probable token.")
+    print("KL is KL(uncompressed || packed) of the next token, in nats. Same choice: how often the most probable token is the same.")
     if reference is not None:
         print(f"x {reference}: KL as a multiple of that of {reference}, the geometric mean over the windows.")
     if report["peers"]:
         print("Peers are transformers' QuantizedCache, with its residual window of 128 tokens; their bits are those in memory.")
-    print(f"Past forgotten: the scored tokens are read over the first {report['forgotten']['kept_tokens']} tokens alone.")
+    print(f"Past forgotten: the scored tokens attend to only the first {report['forgotten']['kept_tokens']} tokens.")
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")
     for other in report["others"]:

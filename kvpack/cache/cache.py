@@ -184,7 +184,7 @@ class Cache:
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen != tokens:
                 raise NotConsecutive(
-                    f"layers[{number}] ends at position {self.start + layer.seen} and the cache at {self.stop}: "
+                    f"layers[{number}] ends at position {self.start + layer.seen}, but the cache at {self.stop}: "
                     "new tokens cannot follow both, so the cache cannot be continued"
                 )
 

@@ -89,7 +89,7 @@ class Minifloats:
         if named is None and self.element is None:
             raise InvalidParameter(f"elements are uint8: name them with element=, one of {', '.join(ELEMENTS)}")
         if named is not None and self.element not in (None, named):
-            raise InvalidParameter(f"elements are {dtype}, which is {named}, and element is {self.element!r}: leave it out")
+            raise InvalidParameter(f"elements are {dtype}, which is {named}, but element is {self.element!r}: leave it out")
         name = named or self.element
         assert name is not None
         return name

@@ -209,7 +209,7 @@ class Side:
         """
         start, stop = integer(start, "start"), integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a side that holds {self.tokens}")
+            raise OutOfBounds(f"tokens {start} to {stop} were requested from a side of {self.tokens} tokens")
         try:
             runs = self._runs.slice(start, stop)
         except OutOfBounds as error:

@@ -107,7 +107,7 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
         hint = ": safetensors.torch.save_file writes its tensors" if "PyTorch" in other or "pickle" in other else ""
         raise InvalidParameter(f"{path}: is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its header would end at {8 + length}")
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, but its header would end at {8 + length}")
     if length > max_header_bytes:
         raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {max_header_bytes}")
     header = _header(path, _read(path, source, 8, 8 + length))
@@ -123,7 +123,7 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
             raise InvalidParameter(f"{path}: is not a safetensors file: {fault}, the end of the tensor before it")
         end = entry.end
     if 8 + length + end != source.size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, and its tensors end at {8 + length + end}")
+        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, but its tensors end at {8 + length + end}")
     return {name: entry._replace(begin=8 + length + entry.begin, end=8 + length + entry.end) for name, entry in entries.items()}, metadata
 
 

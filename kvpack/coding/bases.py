@@ -341,8 +341,9 @@ class Basis:
             dtypes = [description.get("dtype") for description in (self.model, model)]
             unknown = name == "weights" and weights == self.model.get("weights") and None not in dtypes and dtypes[0] != dtypes[1]
             note = f"its dtype is {dtypes[0]}, but the cache's is {dtypes[1]}: load the model in {dtypes[0]}"
+            verb = "are" if name == "weights" else "is"
             raise InvalidParameter(
-                f"{self.where}: is the basis of a model whose {name} is {expected!r}, but the cache's is {found!r}: "
+                f"{self.where}: is the basis of a model whose {name} {verb} {expected!r}, but the cache's {verb} {found!r}: "
                 f"{note if unknown else 'kvpack calibrate makes a basis for the model of the cache'}"
             )
 

@@ -119,7 +119,7 @@ _EFFECTS = {
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
-    _RUN: "give tokens scales of their own (of minifloat per=token, of group scales=fp16)",
+    _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
 """What to do about it, whether tokens can be raw or not."""
 
@@ -498,7 +498,7 @@ def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
     if not found:
         return
     worst = max(found, key=lambda one: one.factor)
-    others = f"; the same is true of tokens in {len(found) - 1} more of the keys and values of layers" if len(found) > 1 else ""
+    others = f"; the same is true of tokens in {len(found) - 1} more of the layers' keys and values" if len(found) > 1 else ""
     remedy = _REMEDIES[worst.shared]
     which, effect = _EFFECTS[worst.shared]
     if all(one.rare for one in found):

@@ -34,8 +34,7 @@ def add(commands: Any) -> None:
         "--role",
         choices=("user", "system"),
         default="user",
-        help="whose message the text is in the model's chat template: the user's, which later prompts are appended to, or the system's "
-        "(default: user)",
+        help="role of the text in the model's chat template: user, to which later prompts are appended, or system (default: user)",
     )
     add_device(parser)
     add_writing(parser)

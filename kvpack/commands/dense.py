@@ -203,7 +203,7 @@ def _check_names(path: str, names: list[str], note: _Note) -> int:
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: its metadata kvpack.unpacked starts layer {number} at position {start} and the range at {note.start}"
+                f"{path}: its metadata kvpack.unpacked starts layer {number} at position {start}, but the range at {note.start}"
             )
     return count
 

@@ -233,7 +233,7 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
     advice = [f"{name} failed: report it with the output of kvpack doctor --json" for name in failed]
     if "not built" in kernels.get("cpu", ""):
         advice.append(
-            "the C kernels are not built, and PyTorch operations take their place, many times slower: install a C compiler, then "
+            "the C kernels are not built, so kvpack uses PyTorch operations, which are many times slower: install a C compiler, then "
             "pip install --force-reinstall --no-cache-dir --no-binary kvpack kvpack"
         )
     if forced := os.environ.get("KVPACK_KERNELS"):

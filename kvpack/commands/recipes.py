@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     description = (
         "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
-        "and bits in the file, which are all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
+        "and bits in the file, which count all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
         "head dim 64, for presets of kvpack's published measurement, and the next column says what keys a recipe is not for."
     )
     parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=description)
@@ -150,7 +150,7 @@ def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     layers."""
     shapes = basis.shapes
     if len(shapes) != 1:
-        raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}; prices need a single one")
+        raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}, but a price needs a single one")
     (shape,) = shapes
     result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
     for name in result.keys() & requested.keys():

@@ -283,7 +283,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     outcome = "would be removed" if arguments.dry_run else "removed"
     print(f"{store.name}: {len(chosen) - pinned if arguments.dry_run else removed:,} entries {outcome}, {pinned:,} are pinned and stay")
     if catalog.pages and before is None:
-        print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than alone removes them")
+        print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:
         print(f"{len(catalog.undecryptable):,} encrypted entries could not be looked at: give --key-file")
     return store.exit_code()

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             with progress(path, arguments) as callback:
                 report = verify(path, basis=arguments.basis, progress=callback)
             results.append({"file": path, "ok": True, "bytes": report["bytes"], "needs_basis": report["needs_basis"]})
-            checked = "all checked but what needs the basis" if report["needs_basis"] else "all checked"
+            checked = "all checked except what needs the basis" if report["needs_basis"] else "all checked"
             line = f"{path}: {report['bytes']:,} bytes, {report['layers']} layers, {checked}"
         except KvpackError as error:
             codes.append(error.exit_code)

@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     """Add ``view`` to the command line."""
     description = (
         "Show a file in the browser: header, layers, bytes by stream, verification, and pictures of keys and values. "
-        "The page comes from this machine, which serves nobody else, and nothing leaves it. Ctrl-C ends the command."
+        "The page is served from this machine to this machine only, and no data leaves it. Ctrl-C ends the command."
     )
     parser = commands.add_parser("view", help="show a file in the browser", description=description)
     parser.add_argument("file", metavar="FILE")

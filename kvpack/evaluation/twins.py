@@ -86,7 +86,7 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
             f"the logits of the model with moved keys differ from its own by {difference:.1e} of the largest, the limit is "
-            f"{TWIN_TOLERANCE:.1e}: its attention is not a softmax over scores of keys alone"
+            f"{TWIN_TOLERANCE:.1e}: its attention is not a plain softmax over the scores of keys"
         )
     return difference
 

@@ -241,7 +241,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
     if size < LENGTH_BYTES:
         return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
     if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:
-        return 'is another safetensors file, not a kvpack file: its metadata does not begin with "format":"kvpack"'
+        return 'is a safetensors file, but not a kvpack file: its metadata does not begin with "format":"kvpack"'
     if other := other_format(first):
         return f"is {other}, not a kvpack file"
     return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"

@@ -98,7 +98,7 @@ class LiveCache:
         for number, layer in enumerate(cache):
             if layer.states:
                 raise InvalidParameter(
-                    f"layers[{number}] has the states {' and '.join(layer.states)}, and a LiveCache keeps only keys and values: "
+                    f"layers[{number}] has the states {' and '.join(layer.states)}, but a LiveCache keeps only keys and values: "
                     "KvpackCache.of(cache, model) keeps states, too"
                 )
         return cls._of(cache, sliding_windows)

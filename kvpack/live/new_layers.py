@@ -71,7 +71,7 @@ def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[
         raise InvalidType(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
     if len(windows) != layers:
         raise InvalidParameter(
-            f"sliding_windows has {len(windows)} items, and the cache {layers} layers: give one, or None, for each layer"
+            f"sliding_windows has {len(windows)} items, but the cache has {layers} layers: give one, or None, for each layer"
         )
     for window in windows:
         if window is not None and integer(window, "sliding_windows") < 1:

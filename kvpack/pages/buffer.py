@@ -46,7 +46,7 @@ class PageBuffer:
         for tensor in every:
             if tensor.shape[0] != self.slots or tensor.device != self.device:
                 raise InvalidParameter(
-                    f"the tensors of a PageBuffer have {self.slots} slots on {self.device}, and one has {tensor.shape[0]} "
+                    f"the tensors of a PageBuffer have {self.slots} slots on {self.device}, but one has {tensor.shape[0]} "
                     f"on {tensor.device}"
                 )
 
@@ -76,7 +76,7 @@ class PageBuffer:
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
             raise InvalidType(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
-            raise InvalidType(f"{where}: dtype {x.dtype}, the geometry has {geometry.dtype}")
+            raise InvalidType(f"{where}: dtype {x.dtype}, expected {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
             raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")

@@ -166,7 +166,7 @@ class PageCodec:
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
             raise InvalidParameter(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
-            raise Truncated(f"rows have room for {rows.shape[1]} bytes each, a page takes {self.nbytes}")
+            raise Truncated(f"rows have room for {rows.shape[1]} bytes each, but a page takes {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
             raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
 
@@ -187,7 +187,7 @@ class PageCodec:
             if writable and view.readonly:
                 raise InvalidParameter(f"row {number} is a read-only buffer, but a page must be written to it: pass a writable one")
             if writable and len(view) < self.nbytes:
-                raise Truncated(f"row {number} has room for {len(view)} bytes, a page takes {self.nbytes}")
+                raise Truncated(f"row {number} has room for {len(view)} bytes, but a page takes {self.nbytes}")
         if writable and len(views) > 1:
             nearest = min(after - before for before, after in pairwise(sorted(map(address_of, views))))
             if nearest < self.nbytes:
@@ -196,7 +196,7 @@ class PageCodec:
 
 
 def _overlapping(apart: int, nbytes: int) -> str:
-    return f"two rows begin {apart} bytes apart, and a page takes {nbytes}: give each page a row of its own"
+    return f"two rows begin {apart} bytes apart, but a page takes {nbytes}: give each page a row of its own"
 
 
 def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:

@@ -101,7 +101,9 @@ class PageGeometry:
         if isinstance(codec, Raw) and self.torch_dtype.itemsize == 1:
             return Opaque(dim)
         if self.dtype == "u8":
-            raise InvalidParameter(f"{where}: the recipe stores {codec.id}, and bytes of an unknown meaning are kept as they are: use raw")
+            raise InvalidParameter(
+                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: use the recipe raw"
+            )
         if isinstance(codec.family, Klt):
             # A page of other heads could never be encoded.
             codec.family.source_for(self.heads)
@@ -131,7 +133,7 @@ class PageGeometry:
         recipe.check_length()
         recipe.check_layers(self.layers)
         if recipe.window:
-            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw (tail), but pages have no tail: leave tail out")
+            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw, but pages have no raw tail: leave window= out")
         codecs: dict[Codec, int] = {}
         tail_dtype = COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
         layers = []

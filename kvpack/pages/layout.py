@@ -44,7 +44,7 @@ class PageLayout:
             raise InvalidType(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
         _check_tensor(page, "page")
         if page.dtype != geometry.torch_dtype:
-            raise InvalidType(f"page has dtype {page.dtype}, the geometry {geometry.dtype}")
+            raise InvalidType(f"page has dtype {page.dtype}, expected {geometry.dtype}")
         if not page.is_contiguous():
             raise InvalidParameter(f"page has the shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
         flat, dims = page.view(-1), geometry.dims
@@ -67,11 +67,11 @@ class PageLayout:
             order = result[at].argsort()
             if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
                 raise InvalidParameter(
-                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} places, {len(set(result[at].tolist()))} of them "
-                    "different: the layout is not a permutation, so its pages cannot be packed"
+                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} positions, {len(set(result[at].tolist()))} of them "
+                    "distinct: the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):
-                raise InvalidParameter(f"{side}: the writer put values of both sides at the same places, so its pages cannot be packed")
+                raise InvalidParameter(f"{side}: the writer put keys and values at the same positions, so its pages cannot be packed")
             taken[at] = True
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)

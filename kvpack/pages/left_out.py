@@ -42,7 +42,7 @@ class LeftOut:
             "they, or tokens and heads that share scales with them, lose precision. To avoid this, use larger pages, of 64 tokens or more, "
             f"with raw=0,0.6,4 in the recipe, or write token_scale=fp16{PER_HEAD} for the codec group and per=token for minifloat, and "
             "leave mean= and channel_scale= out. This warning is issued once; "
-            "PageCodec.raw_tokens_left_out goes on counting",
+            "PageCodec.raw_tokens_left_out keeps counting",
             KvpackWarning,
             stacklevel=3,
         )

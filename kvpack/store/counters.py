@@ -25,29 +25,29 @@ NAMES = {
     "loads": "Calls of load.",
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
-    "other_chunks": "Lookups that found nothing of tokens that are stored in chunks of another size: the stores here should agree.",
-    "hit_chunks": "Chunks that a tier had, of a store of several.",
+    "other_chunks": "Lookups that missed tokens stored in chunks of another size: give all stores here the same chunk size.",
+    "hit_chunks": "Chunks found in a tier, in a store of several tiers.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
-    "dropped_writes": "Entries that slower tiers never got: the queue was full, or not empty in time when the store was closed.",
+    "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
     "lease_waits": "Calls of load that waited for another worker to save what was missing.",
     "lease_timeouts": "Calls of load that waited in vain: the other worker took longer than the lease, died or did not save.",
     "saves": "Calls of save.",
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of those chunks.",
     "present_chunks": "Chunks that save found in the store.",
-    "refused_chunks": "Chunks that did not fit: the budget, the disk or the name is taken by entries that may not be removed.",
+    "refused_chunks": "Chunks not stored, because entries that may not be removed occupy the budget, the disk or the name.",
     "damaged_entries": "Entries whose bytes are damaged; each was a miss and was removed.",
-    "unreadable_entries": "Entries not read for lack of memory, a codec or a newer version; each was a miss and stays.",
-    "undecryptable_entries": "Entries that no key at hand opens; each was a miss.",
+    "unreadable_entries": "Entries not read for lack of memory, a codec or a newer version; each was a miss and was kept.",
+    "undecryptable_entries": "Entries that none of the given keys decrypts; each was a miss.",
     "evicted_entries": "Entries removed to make room.",
     "evicted_bytes": "Bytes of those entries.",
-    "expired_entries": "Entries of a folder or an object store removed because nobody had used them for the ttl of their last user.",
-    "vanished_entries": "Entries that a Redis server had removed by itself: it expires them, or evicts them by a policy of its own.",
+    "expired_entries": "Entries of a folder or an object store removed because they were unused for the ttl of their last user.",
+    "vanished_entries": "Entries that a Redis server removed itself, because they expired or by its own eviction policy.",
     "deleted_entries": "Entries removed by delete.",
-    "reclaimed_entries": "Entries of older layouts, which no store finds any more, that were removed.",
+    "reclaimed_entries": "Removed entries of older layouts, which stores can no longer find.",
     "reclaimed_bytes": "Bytes of those entries.",
-    "swept_files": "Unfinished files of dead writers that were removed.",
-    "faults": "Operations that the system or the server refused, by operation and reason.",
+    "swept_files": "Removed unfinished files of dead writers.",
+    "faults": "Operations that the system or the server rejected, by operation and reason.",
 }
 """Every counter and its meaning; ``faults`` has the labels operation and reason."""
 
@@ -206,7 +206,7 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
         raise InvalidType(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
         if not _LABEL.fullmatch(name):
-            raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, and no digit first")
+            raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, beginning with no digit")
     if not labels:
         return text
     given, lines = labels_text(labels), []

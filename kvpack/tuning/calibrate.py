@@ -176,7 +176,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
-        check_size("score", score, 1, tokens - 1 - RAW.first, f"of a window of {tokens} tokens")
+        check_size("score", score, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.positions is not None:
         most_read = min(most_positions or settings.positions, longest or settings.positions)
@@ -350,8 +350,8 @@ def show(report: dict[str, Any]) -> None:
     cost = report["balanced_cost"]
     if cost is not None:
         print(
-            f"frame=balanced: an error in keys costs scores {cost['other']:.2f} times what it does without it, on text that the frame "
-            f"was not made of; more text lowers that to {cost['own']:.2f} at most"
+            f"frame=balanced: key errors cost scores {cost['other']:.2f} times as much as without it, on text outside the calibration; "
+            f"more calibration text lowers that to {cost['own']:.2f} at best"
         )
     elif not report["balanced"]:
         print("no balanced frames: the model computes attention itself, so kvpack cannot observe its queries")

@@ -236,7 +236,7 @@ class Statistics:
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
-                raise InvalidParameter(f"{path}: is not of this calibration, but of another model, text or size: remove it")
+                raise InvalidParameter(f"{path}: belongs to a calibration of another model, text or size: remove it")
             try:
                 return int(metadata["windows"])
             except (KeyError, ValueError) as error:

@@ -205,10 +205,10 @@ def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
-    check_size("score", score, 1, tokens - 1, f"of a window of {tokens} tokens")
-    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, one at least being held out")
+    check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
+    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out")
     held_out = min(DEFAULT_HELD_OUT, room - windows) if settings.held_out is None else settings.held_out
-    check_size("held-out", held_out, 1, room - windows, f"windows of {tokens} tokens in {text.name}, beside {windows} for the search")
+    check_size("held-out", held_out, 1, room - windows, f"windows of {tokens} tokens in {text.name}, besides {windows} for the search")
     return _Sizes(tokens, score, windows, held_out)
 
 

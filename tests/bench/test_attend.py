@@ -42,7 +42,7 @@ def test_the_report_compares_recipes_with_dense_attention(capsys: pytest.Capture
     assert "100 tokens, one query, 32/8 heads x 128, one thread" in shown
     assert "3 pages of 32 tokens" in shown
     assert "64 tokens in 2 threads while every core is busy" in shown
-    assert f"Attention by {report['backend']}." in shown
+    assert f"Attention with {report['backend']}." in shown
 
 
 def test_wrong_arguments_are_refused() -> None:

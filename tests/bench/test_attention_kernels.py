@@ -55,7 +55,7 @@ def test_layers_of_klt_have_the_bits_that_are_told(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     for recipe in synthetic_basis.LAYERS:
         widths = [int(digit) for digit in recipe.removeprefix(synthetic_basis.NAME).replace(":", "")]
-        (line,) = [line for line in shown.splitlines() if line.startswith(f"{recipe} has the widths of ")]
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{recipe} uses the widths of ")]
         assert f"{sum(widths) / len(widths):.2f} bits per value" in line
 
 

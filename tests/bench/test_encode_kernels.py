@@ -29,7 +29,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "encode: 1 x 4 heads x 128, 65,536 tokens, on a device" in text
     assert ["kv=scalar:b=4", "k", "1,000", "100.0", "671", "2.50", "1500", "2.00", "4.00", "33"] in lines
     assert ["oscar-2-u8", "v", "1,000", "2.00", "4.00", "33"] in lines
-    assert "3.95 TB/s both ways" in text
+    assert "3.95 TB/s read and written" in text
 
 
 @pytest.mark.cuda

@@ -97,7 +97,7 @@ def test_windows_come_from_all_texts(model: Any) -> None:
         ({"texts": [b"x"]}, InvalidType, "expected a string or a list of strings"),
         ({"recipes": "octopus-33"}, InvalidParameter, "did you mean octopus-3"),
         ({"recipes": "klt-1.75"}, MissingBasis, "needs a basis"),
-        ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 by the model's positions"),
+        ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 .the limit of the model"),
         ({"score": 96}, InvalidParameter, "score is 96, expected an integer from 1 to 95"),
         ({"windows": 100}, InvalidParameter, "windows is 100, expected an integer from 1 to 26"),
         ({"step": 0}, InvalidParameter, "step is 0"),

@@ -446,7 +446,7 @@ def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=32, vocab_size=50)).eval()
     with pytest.raises(InvalidParameter, match=r"logits differ from the model's by .*, the limit is 1\.0e-03"):
         make_twin(model, 30.0, torch.arange(40)[None], 0)
-    with pytest.raises(InvalidParameter, match="in 0 layers"):
+    with pytest.raises(InvalidParameter, match="with 0 layers"):
         make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
 
 
@@ -481,7 +481,7 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--tokens", "1"], 2, "--tokens is 1, expected an integer from 2 to 2500"),
         (["--tokens", "2501"], 2, "--tokens is 2501"),
-        (["--tokens", "512", "--score", "512"], 2, "--score is 512, expected an integer from 1 to 511 of a window"),
+        (["--tokens", "512", "--score", "512"], 2, "--score is 512, expected an integer from 1 to 511 in a window"),
         (["--tokens", "512", "--windows", "5"], 2, "--windows is 5, expected an integer from 1 to 4"),
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),

@@ -115,7 +115,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     printed = capsys.readouterr().out
     (line,) = [line.split() for line in printed.splitlines() if "octopus-3" in line]
     assert line[line.index("3000.00") :][:6] == ["3000.00", "0.75", "/", "0.50", "/", "1.50"]
-    assert "alone: the model with no cache" in printed
+    assert "alone: the model without a cache" in printed
 
 
 def test_steps_of_a_model_alone_compute_all_but_attention() -> None:

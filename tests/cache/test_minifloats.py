@@ -193,7 +193,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements: rank 3"),
         (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: name them with element=, one of e4m3, e5m2, e2m1"),
         (changed("mxfp4", element="int4"), InvalidParameter, "element is 'int4', expected one of"),
-        (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, and element is 'e5m2'"),
+        (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, but element is 'e5m2'"),
         (
             changed("fp8 tensor", scales=torch.ones(5)),
             InvalidParameter,

@@ -339,7 +339,7 @@ def test_a_value_that_a_scale_of_the_run_does_not_fit_is_raw_or_named(recipe: st
     others = [token for token in range(4, 300) if token != 137]
     assert relative(decoded[:, :, others], x[:, :, others]) < 1.1 * relative(expected[:, :, others], y[:, :, others])
     if recipe != "kivi-2-u8":
-        text = r"in 1 of 600 tokens, .* 137 of sequence 0, head 1 makes the scale .*of minifloat per=token.*or add raw=4,0.6,4"
+        text = r"in 1 of 600 tokens, .* 137 of sequence 0, head 1 makes the scale .*per=token for minifloat.*or add raw=4,0.6,4"
         with pytest.warns(KvpackWarning, match=text):
             kvpack.pack([given], f"{recipe.removesuffix(';raw=4,0.6,4')};raw=0")
 

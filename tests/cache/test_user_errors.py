@@ -109,7 +109,7 @@ CALLS: dict[str, Call] = {
     "q of another batch": (lambda: kvpack.attend(torch.cat([Q, Q]), CACHE[0]), InvalidParameter, "batch and dim must match"),
     "q of another dim": (lambda: kvpack.attend(Q[..., :32], CACHE[0]), InvalidParameter, "batch and dim must match"),
     "q of integers": (lambda: kvpack.attend(Q.int(), CACHE[0]), InvalidType, "expected a floating-point dtype"),
-    "q elsewhere": (lambda: kvpack.attend(META, CACHE[0]), InvalidParameter, r"q is on meta, and the layer is on cpu .*q.to\(...\)"),
+    "q elsewhere": (lambda: kvpack.attend(META, CACHE[0]), InvalidParameter, r"q is on meta, but the layer is on cpu .*q.to\(...\)"),
     "no query": (lambda: kvpack.attend(Q[:, :, :0], CACHE[0]), InvalidParameter, "expected at least one query"),
     "a sparse q": (lambda: kvpack.attend(Q.to_sparse(), CACHE[0]), InvalidType, r"layout torch.sparse_coo.*q.to_dense\(\)"),
     "causal of text": (lambda: kvpack.attend(Q, CACHE[0], causal="no"), InvalidType, "causal is 'no', expected True or False"),

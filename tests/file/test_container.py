@@ -484,8 +484,8 @@ OTHER_FORMATS = {
     "zip": (b"PK\x03\x04" + bytes(40), "is a zip archive, such as a PyTorch checkpoint, not"),
     "numpy": (b"\x93NUMPY\x01\0" + bytes(40), "is a NumPy array, not"),
     "zstd": (zstandard.ZstdCompressor().compress(bytes(99)), "is a zstd frame, not"),
-    "safetensors": (safetensors.numpy.save({"a": numpy.zeros(3)}), "is another safetensors file, not a kvpack file"),
-    "safetensors with metadata": (safetensors.numpy.save({"a": numpy.zeros(3)}, {"format": "pt"}), "is another safetensors file"),
+    "safetensors": (safetensors.numpy.save({"a": numpy.zeros(3)}), "is a safetensors file, but not a kvpack file"),
+    "safetensors with metadata": (safetensors.numpy.save({"a": numpy.zeros(3)}, {"format": "pt"}), "is a safetensors file, but not"),
 }
 
 
@@ -517,7 +517,7 @@ OTHER_JSON: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
     ),
     "much newer version": (lambda text: text.replace(b'"1 ', b'"17"}} '), UnsupportedVersion, "format 17, but this one reads format 1"),
     "version zero": (lambda text: text.replace(b'"1 ', b'"0 '), InvalidHeader, "does not begin with the metadata of format 1"),
-    "another format": (lambda text: text.replace(b'"kvpack","kvpack"', b'"pt","kvpack"'), NotKvpack, "another safetensors file"),
+    "another format": (lambda text: text.replace(b'"kvpack","kvpack"', b'"pt","kvpack"'), NotKvpack, "is a safetensors file, but not"),
     "an entry twice": (
         lambda text: text[:-1] + b"," + text[text.index(PAD) : -1] + b"}",
         InvalidHeader,

@@ -104,7 +104,7 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     cache = sliding()
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
-    message = r"layers\[1\] ends at position 67 and the cache at 75"
+    message = r"layers\[1\] ends at position 67.* the cache at 75"
     pairs = random_pairs(3, 4, seed=1)
     with pytest.raises(InvalidParameter, match=message):
         short.append(pairs)
@@ -218,7 +218,7 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
     ("start", "message"),
     [
         ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 that its metadata names"),
-        ({"range": 3, "layers": [3, 2]}, "starts layer 1 at position 2 and the range at 3"),
+        ({"range": 3, "layers": [3, 2]}, "starts layer 1 at position 2, but the range at 3"),
         ({"range": 3, "layers": [3, 2**40]}, "starts layer 1 at position 1099511627776"),
         ({"range": 3, "layers": [3, 3, 4]}, "starts layer 2 at position 4"),
         ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),

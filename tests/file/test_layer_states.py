@@ -146,7 +146,7 @@ def test_pack_takes_the_states_of_a_models_cache() -> None:
 
 def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None:
     cache = hybrid()
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, and a LiveCache keeps only keys"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but a LiveCache keeps only keys"):
         kvpack.LiveCache.of(cache)
     identity = kvpack.Identity("model", "kivi-2;raw=0", weights="w")
     refused = r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is .* without states: .* keeps_states=True"

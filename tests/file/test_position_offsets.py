@@ -59,7 +59,7 @@ def test_rows_take_theirs_along() -> None:
 @pytest.mark.parametrize(
     ("offsets", "error", "message"),
     [
-        ((-12, 3), InvalidHeader, r"offsets for 2 sequences, and layers\[0\]\.k has 1"),
+        ((-12, 3), InvalidHeader, r"offsets for 2 sequences, but layers\[0\]\.k has 1"),
         ((-TOKENS - 1,), InvalidHeader, r"32 \+ ignorable\['position-offsets'\]\[0\] is -1, expected at least 0"),
         ((2**40,), LimitExceeded, "the limit is"),
     ],

@@ -282,7 +282,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert f"needs the basis {basis.digest.hex()}" in capsys.readouterr().out
     assert cli.main(["verify", str(tmp_path / "y.kvpack"), str(given)]) == 0
     out = capsys.readouterr().out
-    assert "all checked but what needs the basis" in out
+    assert "all checked except what needs the basis" in out
     assert cli.main(["verify", "--basis", str(given), str(tmp_path / "y.kvpack")]) == 0
     assert "all checked\n" in capsys.readouterr().out
     dense = str(tmp_path / "z.safetensors")

@@ -483,7 +483,7 @@ def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
 
 
 def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not tell which layers"):
+    with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not record which layers"):
         opened(recipe="octopus-4;boundary-1")
 
 

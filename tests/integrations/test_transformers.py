@@ -196,7 +196,7 @@ def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 20 and the cache at 30"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 20.* the cache at 30"):
         KvpackCache.of(pack(pairs, "raw"))
 
 
@@ -233,7 +233,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
         assert torch.equal(found, expected)
     with (
         pytest.warns(KvpackWarning),
-        pytest.raises(InvalidParameter, match=r"the attention mask has 8 columns, and layers\[0\] gives 9 tokens to a pass of 3"),
+        pytest.raises(InvalidParameter, match=r"the attention mask has 8 columns, but layers\[0\] has 9 tokens for a pass of 3"),
     ):
         model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=shifted[..., :8])
     with pytest.raises(InvalidParameter, match=r"passes: a mask: use KvpackCache\.of\(cache, model, dense=True\)"):

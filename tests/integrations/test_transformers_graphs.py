@@ -620,7 +620,7 @@ def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("Falcon-H1", "it keeps states"), ("Qwen2-VL", "it has rotary positions of several"), ("Bloom", "keys and values are decoded")],
+    [("Falcon-H1", "it keeps states"), ("Qwen2-VL", "it has multi-dimensional rotary positions"), ("Bloom", "keys and values are decoded")],
 )
 def test_a_cache_that_gets_no_graphs_says_so(name: str, reason: str) -> None:
     with warnings.catch_warnings(record=True) as told:

@@ -484,10 +484,10 @@ def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
     )
     expected = model(FOLLOWING, past_key_values=dense).logits
     model.set_attn_implementation("kvpack")
-    with pytest.raises(InvalidParameter, match=r"Qwen2VLForConditionalGeneration has rotary positions of several dimensions.*rope_deltas="):
+    with pytest.raises(InvalidParameter, match=r"Qwen2VLForConditionalGeneration has multi-dimensional rotary positions.*rope_deltas="):
         KvpackCache.of(packed, model)
     with pytest.raises(
-        InvalidParameter, match=r"Qwen2VLAttention has rotary positions of several dimensions.*KvpackCache\.of\(cache, model\)"
+        InvalidParameter, match=r"Qwen2VLAttention has multi-dimensional rotary positions.*KvpackCache\.of\(cache, model\)"
     ):
         model(FOLLOWING, past_key_values=KvpackCache.of(packed))
     found = model(FOLLOWING, past_key_values=KvpackCache.of(packed, model, rope_deltas=deltas)).logits
@@ -518,7 +518,7 @@ def test_text_goes_on_in_a_model_of_images() -> None:
         KvpackCache.of(unknown, model)
     found = model(FOLLOWING, past_key_values=KvpackCache.of(unknown, model, rope_deltas=0)).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(InvalidParameter, match="rope_deltas is for models with rotary positions of several dimensions"):
+    with pytest.raises(InvalidParameter, match="rope_deltas is for models with multi-dimensional rotary positions"):
         KvpackCache.of(packed, model_of("Llama"), rope_deltas=0)
 
 

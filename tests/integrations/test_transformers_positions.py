@@ -93,7 +93,7 @@ def test_attention_alone_tells_such_a_model(model_type: str) -> None:
         KvpackCache.of(packed)
     model.set_attn_implementation("kvpack")
     alone = KvpackCache.of(replace(packed, position_offsets=None))
-    with pytest.raises(InvalidParameter, match=r"has rotary positions of several dimensions, which need the model"):
+    with pytest.raises(InvalidParameter, match=r"has multi-dimensional rotary positions, which need the model"):
         model(FOLLOWING, past_key_values=alone)
     with pytest.raises(InvalidParameter, match="does not record where they continue"):
         KvpackCache.of(replace(packed, position_offsets=None), model)
@@ -108,7 +108,7 @@ def test_other_models_have_positions_of_one_dimension(name: str) -> None:
         model(PROMPT, past_key_values=past)
         packed = past.packed
     assert packed.position_offsets is None
-    with pytest.raises(InvalidParameter, match="ForCausalLM is none"):
+    with pytest.raises(InvalidParameter, match="ForCausalLM is not one"):
         KvpackCache.of(replace(packed, position_offsets=(-12,)), model)
 
 
@@ -177,5 +177,5 @@ def test_what_is_recorded_counts() -> None:
         model(WITH_IMAGE, past_key_values=past, **images())
         packed = past.packed
     KvpackCache.of(packed, model, rope_deltas=torch.tensor([[-12]])).release()
-    with pytest.raises(InvalidParameter, match=r"rope_deltas is \[0\], and the cache records \[-12\]: leave rope_deltas out"):
+    with pytest.raises(InvalidParameter, match=r"rope_deltas is \[0\], but the cache records \[-12\]: leave rope_deltas out"):
         KvpackCache.of(packed, model, rope_deltas=0)

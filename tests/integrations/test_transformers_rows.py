@@ -291,7 +291,7 @@ def test_a_mask_of_which_a_file_says_no_more_is_demanded(tmp_path: Path) -> None
     expected = model.generate(given, attention_mask=right, **OPTIONS)
     with KvpackCache.load(tmp_path / "old", model) as own:
         for wrong in (torch.ones_like(right), None):
-            with pytest.raises(InvalidParameter, match=r"hides tokens, and which is not known: give attention_mask="):
+            with pytest.raises(InvalidParameter, match=r"hides tokens, but the cache does not record which: pass attention_mask="):
                 model(given[:, TOKENS:], attention_mask=wrong, past_key_values=own)
         assert torch.equal(model.generate(given, attention_mask=right, past_key_values=own, **OPTIONS), expected)
     with KvpackCache.of(replace(old, inputs=None), model) as own:

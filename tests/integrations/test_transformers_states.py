@@ -254,11 +254,11 @@ def test_a_cache_and_a_model_keep_the_same_states() -> None:
     with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states"):
         KvpackCache.of(unnamed, other)
     pairs = kvpack.pack([(torch.zeros(1, 2, 4, 8),) * 2] * 2, "raw")
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the model keeps states, and the cache has none for it"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the model keeps states, but the cache has none for it"):
         KvpackCache.of(pairs, model)
     layer = packed[0]
     strange = kvpack.Cache((type(layer)(layer.k, layer.v, states={"conv.7": layer.states["conv.0"]}), packed[1]), packed.recipe)
-    with pytest.raises(InvalidParameter, match=r"has the state 'conv.7', and the model keeps conv.0 to conv.0 and recurrent.0"):
+    with pytest.raises(InvalidParameter, match=r"has the state 'conv.7', but the model keeps conv.0 to conv.0 and recurrent.0"):
         KvpackCache.of(strange, model)
 
 

@@ -208,7 +208,7 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those followed"):
         kvpack.prefill(model, PROMPT, packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
-        with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens, from 1"):
+        with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens of at least 1"):
             kvpack.prefill(model, PROMPT, "raw", **wrong)
     hybrid = model_of("Falcon-H1")
     with pytest.raises(InvalidParameter, match="every is 40, but a store needs states at the ends of chunks: expected a multiple of 16"):

@@ -460,7 +460,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InvalidParameter, match="the model has several groups of cache layers"):
         spec_class(with_basis(tmp_path, groups=(ATTENTION, STATES)))
     latents = Group(LAYERS, TOKENS, TOKENS * (DIM + 8) * 2, "latents", 1, DIM, 8, "bf16")
-    with pytest.raises(InvalidParameter, match="vLLM keeps no keys and values of heads that could be packed"):
+    with pytest.raises(InvalidParameter, match="vLLM's cache has no keys and values per head to pack"):
         spec_class(with_basis(tmp_path, groups=(latents,)))
     with pytest.raises(InvalidParameter, match="the keys of layer 0 of the basis"):
         spec_class(with_basis(tmp_path, groups=(replace(ATTENTION, heads=1, page_bytes=ATTENTION.page_bytes // 2),)))

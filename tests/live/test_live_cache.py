@@ -431,7 +431,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
         (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that holds tokens 0 to 150", lambda: live.truncate(151)),
         (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
         (InvalidParameter, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
-        (InvalidParameter, "sliding_windows has 1 items, and the cache 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
+        (InvalidParameter, "has 1 items, but the cache has 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),
         (OutOfBounds, "layer 0 contains no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),
     ]

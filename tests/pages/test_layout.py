@@ -115,14 +115,14 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
     for write, message in (
         (adding, "k: the writer changes values"),
         (skipping, "k: the writer changes values"),
-        (lossy, r"k: the writer put 512 values at 511 places, 511 of them different: the layout is not a permutation"),
-        (repeating, r"k: the writer put 512 values at 1024 places"),
-        (overlapping, "v: the writer put values of both sides at the same places"),
+        (lossy, r"k: the writer put 512 values at 511 positions, 511 of them distinct: the layout is not a permutation"),
+        (repeating, r"k: the writer put 512 values at 1024 positions"),
+        (overlapping, "v: the writer put keys and values at the same positions"),
         (scaling, "k: the writer changes values, by a scale or another dtype"),
     ):
         with pytest.raises(InvalidParameter, match=message):
             PageLayout.certify(GEOMETRY, write, page)
-    with pytest.raises(InvalidType, match=r"page has dtype torch.float32, the geometry bf16"):
+    with pytest.raises(InvalidType, match=r"page has dtype torch.float32, expected bf16"):
         PageLayout.certify(GEOMETRY, lossy, page.float())
     with pytest.raises(InvalidParameter, match="expected contiguous memory"):
         PageLayout.certify(GEOMETRY, lossy, page.view(2, -1).T)

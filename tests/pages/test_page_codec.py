@@ -413,7 +413,7 @@ def test_slots_of_bytes_are_kept() -> None:
     assert codec.encode_into(pages, [1], [row]) == codec.decode_into([row], target, [0]) == [None]
     assert torch.equal(found[0][0], given[0][1])
     with pytest.raises(
-        InvalidParameter, match=r"layers\[0\].k: the recipe stores group, and bytes of an unknown meaning are kept as they are"
+        InvalidParameter, match=r"layers\[0\].k: the recipe stores group, but pages of dtype u8 hold bytes that kvpack cannot interpret"
     ):
         PageCodec("kivi-4", geometry)
 
@@ -632,15 +632,15 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
         (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the pages have the sides k, v, but k were given"),
         (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
-        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, the geometry has bf16"),
+        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, expected bf16"),
         (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
-        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "have 1 slots on cpu, and one has 2"),
+        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "have 1 slots on cpu, but one has 2"),
         (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was passed, but the buffer has 2"),
         (lambda: codec.encode_into(pages, [0, 1], room), InvalidParameter, "1 rows were given for 2 slots"),
         (lambda: codec.encode_into(pages, [0.0], room), InvalidParameter, "a slot is 0.0, expected an integer"),  # type: ignore[list-item]
         (lambda: codec.decode_into(room * 2, pages, [1, 1]), InvalidParameter, "slot 1 was passed 2 times, but a slot holds one page"),
         (lambda: codec.encode_into(pages, [0], [bytes(codec.nbytes)]), InvalidParameter, "row 0 is a read-only buffer"),
-        (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, a page takes {codec.nbytes}"),
+        (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, but a page takes {codec.nbytes}"),
         (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
         (lambda: codec.encode_into(pages, [0], room, keys=["text"]), InvalidParameter, "a key is a str, expected bytes"),
         (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
@@ -667,7 +667,7 @@ def test_memory_that_pages_share_is_refused() -> None:
         (torch.zeros(1, codec.nbytes, dtype=torch.uint8).expand(2, -1), 0),
         (joined.as_strided((2, codec.nbytes), (codec.nbytes - 64, 1)), codec.nbytes - 64),
     ):
-        with pytest.raises(InvalidParameter, match=f"two rows begin {apart} bytes apart, and a page takes {codec.nbytes}"):
+        with pytest.raises(InvalidParameter, match=f"two rows begin {apart} bytes apart, but a page takes {codec.nbytes}"):
             codec.encode_into(pages, [0, 1], shared)
     assert not any(room)
     assert not joined.any()

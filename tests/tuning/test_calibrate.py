@@ -57,7 +57,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_p
     with pytest.raises(KeyboardInterrupt):
         calibrate.run(None, None, str(path), SIZES)
     assert [one.name for one in tmp_path.iterdir()] == ["x.kvbasis.progress"]
-    with pytest.raises(InvalidParameter, match="is not of this calibration, but of another model, text or size"):
+    with pytest.raises(InvalidParameter, match="belongs to a calibration of another model, text or size"):
         calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, score=16, windows=1))
     calibrate.run(None, None, str(path), SIZES)
     assert len(read) == 3
@@ -174,9 +174,9 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
     found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
     with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the cache's is 'another'"):
         found.check_model({"name": "another", "weights": "sample-sha256:0"})
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose weights is"):
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose weights are"):
         found.check_model({"weights": "sha256:0"})
-    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']} but the cache's is complex64: load the model in "):
+    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']}, but the cache's is complex64: load the model in "):
         found.check_model({"weights": "sha256:0", "dtype": "complex64"})
 
 
@@ -250,7 +250,7 @@ def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_p
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: the model has an encoder, expected a decoder alone"):
+    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: the model has an encoder, expected a decoder-only model"):
         calibrated(tmp_path, "BART")
 
 

@@ -60,8 +60,7 @@ _MAX_STREAMS = 256
 _SERVER_VERSION = 1
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _OTHER_CELLS = (
-    "recurrent models have no such cells, and models with positions of several dimensions (M-RoPE) or n-gram embeddings longer ones, "
-    "which kvpack does not read"
+    "kvpack does not read the cells of recurrent models, or of models with multi-dimensional positions (M-RoPE) or n-gram embeddings"
 )
 
 
@@ -124,7 +123,9 @@ class Reader:
     def skip(self, count: int, what: str) -> int:
         """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
         if count > self.left:
-            raise InvalidParameter(f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at} on, and it has {self.left}")
+            raise InvalidParameter(
+                f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at}, but only {self.left} remain"
+            )
         begin, self.at = self.at, self.at + count
         return begin
 

@@ -34,7 +34,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
     layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before there is an
     object, because LMCache would only count misses.
     """
-    check_no_layers_named(recipe, "LMCache's objects do not tell which layers of the model they hold")
+    check_no_layers_named(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
     if parsed.basis is None and not kv_dtype:
         PageCodec(parsed, PageGeometry(1, 1, _CHUNK_TOKENS, head_dim, head_dim)).close()

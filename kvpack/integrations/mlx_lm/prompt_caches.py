@@ -167,7 +167,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     fits = place == length >= window or (place < length == window) if skipped else place == seen
     if not fits or not window:
         raise InvalidParameter(
-            f"{where}: the next place of its window of {window} is {place} after {seen} tokens, and it holds {length}: mlx-lm writes no "
+            f"{where}: the next position in its window of {window} is {place} after {seen} tokens, but it holds {length}: mlx-lm writes no "
             "such cache"
         )
     if not skipped:

@@ -62,7 +62,7 @@ class KvpackCache(PassCalls):
     (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. A model whose attention cannot take packed layers
     then gets dense keys and values, decoded layer by layer for each call, with a KvpackWarning; ``dense`` makes the choice explicitly.
 
-    A model with rotary positions of several dimensions, such as Qwen2-VL, continues where the cache's positions end, which a KvpackCache
+    A model with multi-dimensional rotary positions, such as Qwen2-VL, continues where the cache's positions end, which a KvpackCache
     records; for a cache that does not record it, pass the model's ``rope_deltas`` after the prompt, or 0 for text. The model's own
     ``rope_deltas`` is then set before each pass.
 
@@ -208,7 +208,7 @@ class KvpackCache(PassCalls):
         # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
         obstacle = "keys and values are decoded for each call" if self._dense else ""
         if self._careful:
-            obstacle = "it keeps states" if any(states) else "it has rotary positions of several dimensions"
+            obstacle = "it keeps states" if any(states) else "it has multi-dimensional rotary positions"
         self.graphs = step_graphs(self, first, graphs, model, "the model" if known is None else known.name, obstacle)
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)

@@ -107,7 +107,7 @@ def _check_compiled(name: str, causal: bool) -> None:
         _refuse_compiled(name)
 
 
-@left_out("what mask attention has that says is_causal=False is found in eager code")
+@left_out("the mask of attention with is_causal=False is checked in eager code")
 def _refuse_compiled(name: str) -> NoReturn:
     raise InvalidParameter(
         f"{name} has is_causal=False, and only eager code can check whether its mask is causal: pass several tokens to the eager model, "

@@ -36,7 +36,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
 
 
 # Whether it hides anything but padding is read.
-@left_out("kvpack finds in eager code what an attention mask of this pattern hides")
+@left_out("the tokens that an attention mask of this pattern hides are found in eager code")
 def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
         kv_length, options["kv_offset"] = kv_length.sizes()
@@ -179,8 +179,8 @@ def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
     """Raise InvalidParameter unless a mask has a column for each token that a layer returns to a pass of ``queries`` tokens."""
     if columns != held:
         raise InvalidParameter(
-            f"the attention mask has {columns} columns, and layers[{layer}] gives {held} tokens to a pass of {queries}: "
-            "a mask has a column for each"
+            f"the attention mask has {columns} columns, but layers[{layer}] has {held} tokens for a pass of {queries}: "
+            "pass a mask with a column for each"
         )
 
 

@@ -49,18 +49,19 @@ class RotaryPositions:
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
             if rope_deltas is not None:
-                raise InvalidParameter("rope_deltas is for models with rotary positions of several dimensions: leave it out")
+                raise InvalidParameter("rope_deltas is for models with multi-dimensional rotary positions: leave it out")
             if recorded is not None:
                 raise InvalidParameter(
-                    "the positions of tokens after the cache differ from their indices, which only works with a model with rotary "
-                    f"positions of several dimensions: {'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is none'}"
+                    "the positions of tokens after the cache differ from their indices, which only works for models with "
+                    "multi-dimensional rotary positions: "
+                    f"{'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is not one'}"
                 )
             return None
         tokens = 0 if cache is None else cache.tokens
         if rope_deltas is None and recorded is None:
             if tokens and model.keeps_rope_deltas and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
-                    f"{model.name} has rotary positions of several dimensions, but the cache does not record where they continue: "
+                    f"{model.name} has multi-dimensional rotary positions, but the cache does not record where they continue: "
                     "write KvpackCache.of(cache, model, rope_deltas=...) with model.model.rope_deltas after the prompt, or 0 for text"
                 )
             rope_deltas = 0
@@ -68,7 +69,7 @@ class RotaryPositions:
         known = None if recorded is None else torch.tensor(recorded, dtype=torch.int64, device="cpu")[:, None]
         if rope_deltas is not None and known is not None and not bool((deltas == known).all()):
             raise InvalidParameter(
-                f"rope_deltas is {deltas.flatten().tolist()}, and the cache records {known.flatten().tolist()}: leave rope_deltas out"
+                f"rope_deltas is {deltas.flatten().tolist()}, but the cache records {known.flatten().tolist()}: leave rope_deltas out"
             )
         return cls(deltas, tokens, model)
 

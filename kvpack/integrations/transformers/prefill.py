@@ -68,7 +68,7 @@ def prefill(
     """
     for name, number in (("every", every), ("chunk", chunk)):
         if integer(number, name) < 1:
-            raise InvalidParameter(f"{name} is {shown(number)}, expected a number of tokens, from 1")
+            raise InvalidParameter(f"{name} is {shown(number)}, expected a number of tokens of at least 1")
     ids = token_ids_of(token_ids)
     cache = begin(model, contents, **{"keep_all": True, **options})
     try:

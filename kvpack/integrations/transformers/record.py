@@ -190,8 +190,9 @@ class Record:
             return None
         if self._unknown_mask is not None and (columns is None or bool((columns != 0).all())):
             return (
-                f"{self._unknown_mask[0]}, and which is not known: give attention_mask= as they were given it, with a column for each "
-                "token of the cache and each that follows, 0 for those that it hides; if later tokens may see all, write "
+                f"{self._unknown_mask[0]}, but the cache does not record which: pass attention_mask= as in those passes, with a column for "
+                "each "
+                "token of the cache and each that follows, 0 for hidden ones; if later tokens may see all, write "
                 "KvpackCache.of(dataclasses.replace(cache, inputs=None), model)"
             )
         if self._visible is None:
@@ -209,7 +210,7 @@ class Record:
         row, token = hidden[0].tolist()
         stretches = self._hidden()
         zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
-        more = f", and 0 for the others of the {len(stretches)} stretches in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
+        more = f", and 0 for the others of the {len(stretches)} ranges in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
         return (
             f"token {token} of row {row} was hidden by the attention mask when it was computed, as padding is, and this pass would see it: "
             f"give a mask with a column for each of the cache's {self.tokens} tokens and each that follows, "

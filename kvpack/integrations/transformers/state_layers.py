@@ -45,7 +45,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             kind, _, place = name.partition(".")
             if kind not in ("conv", "recurrent") or place not in map(str, range(self.number_of_states)):
                 raise InvalidParameter(
-                    f"layers[{self.state_number}] of the cache has the state {name!r}, and the model keeps conv.0 to "
+                    f"layers[{self.state_number}] of the cache has the state {name!r}, but the model keeps conv.0 to "
                     f"conv.{self.number_of_states - 1} and recurrent.0 to recurrent.{self.number_of_states - 1}"
                 )
             index = int(place)
@@ -147,7 +147,9 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
     for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
         keeps = isinstance(state_layer, StateLayer)
         if keeps and not layer.states and cache.tokens:
-            raise InvalidParameter(f"layers[{number}] of the model keeps states, and the cache has none for it")
+            raise InvalidParameter(
+                f"layers[{number}] of the model keeps states, but the cache has none for it: load the model that computed the cache"
+            )
         if layer.states and not keeps:
             raise InvalidParameter(
                 f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and no "

@@ -115,7 +115,7 @@ def _placed(vllm_config: Any) -> tuple[Any, bool]:
         )
     if is_packed == ("location" in options):
         raise InvalidParameter(
-            'location is the place of a store, but the primary tier holds the rows: set "placement": "store" too, or leave location out'
+            'location names a store, but the primary tier holds the rows: set "placement": "store" too, or leave location out'
             if is_packed
             else 'the placement "store" needs location, the folder, server or object store that holds it'
         )

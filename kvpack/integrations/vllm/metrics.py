@@ -59,9 +59,9 @@ def packed_definitions() -> dict[str, Any]:
         )
         for name, meaning in BLOCKS.items()
     }
-    damaged = "Chunks that a tier brought back and that were damaged or of another key: each is a miss."
+    damaged = "Chunks from a tier that were damaged or had another key: each is a miss."
     result[PACKED + "damaged_chunks"] = OffloadingCounterMetadata(documentation=damaged, labelnames=("tier",))
-    ratio = "Bytes of a chunk on the device, by those of its rows."
+    ratio = "Bytes of a chunk on the device, divided by the bytes of its rows."
     result[PACKED + "ratio"] = OffloadingGaugeMetadata(documentation=ratio)
     return result
 

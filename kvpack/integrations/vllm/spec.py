@@ -56,9 +56,9 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
         _check(config, groups, self._layout)
         if len(groups) > 1:
-            check_layers(self._recipe, "the model has several groups of cache layers, whose layers are counted in each")
+            check_layers(self._recipe, "the model has several groups of cache layers, each with its own layer numbers")
         elif given.basis is not None and groups[0].kind != "attention":
-            check_layers(self._recipe, "vLLM keeps no keys and values of heads that could be packed")
+            check_layers(self._recipe, "vLLM's cache has no keys and values per head to pack")
         check_layer_names(self._recipe, config.groups[0].layer_names)
         shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
         identity = identity_of(

@@ -42,7 +42,7 @@ function checkBalanced(states, side, what) {
   const [, h, n] = states.get(found[0]).shape;
   const { heads, dim } = side ?? { heads: h, dim: n };
   for (const key of found) {
-    const dtypes = key === "k.balanced" || key === "k.centered" ? ["F16", "F32"] : ["F32"];
+    const dtypes = /balanced|centered/.test(key) ? ["F16", "F32"] : ["F32"];
     const sizes = key === "k.mean" ? [1, heads, dim] : [1, heads, dim, dim];
     const right = dim <= 1024 && shaped(states.get(key), dtypes, ...sizes);
     need(right, "basis-22", `${key} of ${what} has another dtype or shape`);

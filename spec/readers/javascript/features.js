@@ -24,10 +24,10 @@ export function readFeatures(header) {
   }
   header.states = readStates(header);
   header.starts = readStarts(header);
-  const ends = header.layers.flatMap(({ k, v }, i) => (k || v ? [header.starts[i] + (k ?? v).length] : []));
+  const sides = header.layers.flatMap(({ k, v }) => k ?? v ?? []);
+  const ends = sides.map(({ layer, length }) => header.starts[layer] + length);
   header.end = ends.reduce((end, one) => Math.max(end, one), header.start);
-  const batches = header.layers.flatMap(({ k, v }) => (k || v ? [(k ?? v).batch] : []));
-  header.batches = [...batches, ...header.states.map(({ shape }) => shape[0])];
+  header.batches = [...sides.map(({ batch }) => batch), ...header.states.map(({ shape }) => shape[0])];
   header.hidden = readHidden(header);
   header.offsets = readOffsets(header);
   header.metadata = header.ignorable.has("metadata") ? readMetadata(header.ignorable.get("metadata")) : null;
@@ -101,8 +101,7 @@ function readHidden(header) {
     need(start <= from && from < to && to <= end, "container-52", `hidden-tokens has ${from} to ${to}`);
     const ascends = last[0] < sequence || (last[0] === sequence && last[2] < from);
     need(ascends, "container-53", `hidden-tokens is not in order at ${from}`);
-    last = [sequence, Number(from), Number(to)];
-    return last;
+    return (last = [sequence, Number(from), Number(to)]);
   });
 }
 

@@ -88,9 +88,8 @@ function sideStreams(side) {
   return streams;
 }
 
-export function byteSize(tensor) {
-  return tensor.shape.reduce((product, size) => product * BigInt(size), BigInt(WIDTHS[tensor.dtype]));
-}
+export const byteSize = ({ shape, dtype }) =>
+  shape.reduce((product, size) => product * BigInt(size), BigInt(WIDTHS[dtype]));
 
 const TENSOR = [isText, isText, list(isInteger, 131072), typeOf("none|zstd"), isInteger];
 TENSOR.push((value) => isBytes(value) && value.length === 16);

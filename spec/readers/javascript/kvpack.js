@@ -16,9 +16,7 @@ export const { KvpackError } = errors;
 const { badPayload, digestMismatch, limit, need, notKvpack, truncated, unsupported } = errors;
 
 const START = '{"__metadata__":{"format":"kvpack","kvpack":"';
-const MAX_JSON_BYTES = 16777216;
-const MAX_HEADER_BYTES = 8388608;
-const MAX_FILE_BYTES = 2n ** 60n - 1n;
+const [MAX_JSON_BYTES, MAX_HEADER_BYTES, MAX_FILE_BYTES] = [16777216, 8388608, 2n ** 60n - 1n];
 const PIECE = 8388608;
 const isKnown = (id) => id !== "opaque" && isCodec(id);
 
@@ -105,15 +103,13 @@ export async function open(source, options = {}) {
   return new KvpackFile(source, header, start, options);
 }
 
-function checkDigest(name, found, digest) {
-  if (found !== digest) digestMismatch("container-20", `${name} is damaged: it has another digest`);
-}
+const checkDigest = (name, found, digest) =>
+  found === digest || digestMismatch("container-20", `${name} is damaged: it has another digest`);
 
 export class KvpackFile {
   constructor(source, header, dataStart, options) {
     Object.assign(this, { source, header, dataStart, limit: options.limit ?? 2 ** 32 });
-    this.layers = header.layers;
-    this.isBasis = header.required.includes("basis");
+    Object.assign(this, { layers: header.layers, isBasis: header.required.includes("basis") });
   }
   // The digests of the bases that the file's sides need.
   get basisDigests() {

@@ -6,9 +6,7 @@ import { Cursor, viewOf } from "./numbers.js";
 
 export const MAX_NAMES = 256;
 export const MAX_STRING_BYTES = 4096;
-const MAX_ENTRIES = 131072;
-const MAX_BINARY_BYTES = 65536;
-const MAX_DEPTH = 5;
+const [MAX_ENTRIES, MAX_BINARY_BYTES, MAX_DEPTH] = [131072, 65536, 5];
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 const encoder = new TextEncoder();

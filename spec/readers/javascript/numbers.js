@@ -28,11 +28,7 @@ for (let i = 0; i < 65536; i++) {
 
 const float = new Float32Array(1);
 const word = new Int32Array(float.buffer);
-
-export function floatOfBits(bits) {
-  word[0] = bits;
-  return float[0];
-}
+export const floatOfBits = (bits) => new Float32Array(Int32Array.of(bits).buffer)[0];
 // A binary32 number rounded to binary16 (ties to even), as a number.
 export function roundToHalf(x) {
   float[0] = x;

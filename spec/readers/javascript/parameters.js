@@ -155,9 +155,8 @@ function streamsOf(p, lines, packings, fields) {
   });
 }
 
-function checkSize(bytes, size, rule) {
+const checkSize = (bytes, size, rule) =>
   need(bytes.length === size, rule, `${bytes.length} bytes of a parameter, and ${size} are needed`);
-}
 // The values of a table of `count` numbers, which have to ascend from 0 or above to at most `most`.
 function readTable(bytes, count, most, sizeRule, rule = sizeRule) {
   checkSize(bytes, 4 * count, sizeRule);
@@ -176,10 +175,7 @@ function splitSymbols(p, n, x, isSplit) {
 }
 
 const powerAbove = (x) => 2 ** Math.ceil(Math.log2(x));
-
-function checkRotation(order) {
-  need(hasHadamard(order), "front-7", `there is no rotation of order ${order}`);
-}
+const checkRotation = (order) => need(hasHadamard(order), "front-7", `no rotation has the order ${order}`);
 // The largest binary32 that is not above π / 2.
 const RIGHT_ANGLE = floatOfBits(0x3fc90fda);
 // The vectors of a head of a basis: N(dim) of basis.md.
@@ -289,8 +285,7 @@ const DERIVED = {
     need((p.dim * p.bits) % 16 === 0, "trellis-3", `dim · bits is ${p.dim * p.bits}, no multiple of 16`);
     checkSize(p.table, 2 * 2 ** p.state_bits, "trellis-4");
     Object.assign(p, { values: floats(p.table, "F16"), words: (p.dim * p.bits) / 16 });
-    const small = p.values.every((value) => Math.abs(value) <= 1);
-    need(small, "trellis-4", "table has a value outside [-1, 1]");
+    need(!p.values.some((x) => !(Math.abs(x) <= 1)), "trellis-4", "table has a value outside [-1, 1]");
   },
   klt(p) {
     const { dim, widths, fields } = p;
@@ -323,9 +318,8 @@ const DERIVED = {
     need(p.chunk * p.dim <= 65536, "transform-3", `chunk · dim is ${p.chunk * p.dim}, above 65536`);
     p.group = p.chunk;
   },
-  channel_order(p) {
-    need(p.channel_order === "u16" || p.dim <= 256, "side-cars-3", `channel_order is u8 at dim ${p.dim}`);
-  },
+  channel_order: ({ dim, channel_order: dtype }) =>
+    need(dtype === "u16" || dim <= 256, "side-cars-3", `channel_order is u8 at dim ${dim}`),
   block_rotation({ dim, block_rotation: size }) {
     need(dim % size === 0, "side-cars-3", `block_rotation is ${size}, which does not divide dim ${dim}`);
     checkRotation(size);

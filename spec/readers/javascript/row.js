@@ -48,8 +48,7 @@ function checkDescription(header) {
   header.pageDtype = String.fromCharCode(...dtype);
   restrict(PAGE_DTYPES.includes(header.pageDtype), "page-dtype is not one of its dtypes");
   restrict(layers.length > 0 && layers.every(({ k }) => k), "a layer has no k, or there is none");
-  const values = layers.filter(({ v }) => v).length;
-  restrict(values === 0 || values === layers.length, "some layers have v, and others do not");
+  restrict(!layers.some(({ v }) => !v !== !layers[0].v), "some layers have v, and others do not");
   for (const { codec, batch, runs, tail, window, heads, packed } of sides) {
     restrict(batch === 1 && runs.length === 1 && !tail && !window, "a side has no form of rows");
     restrict(heads === sides[0].heads && packed === sides[0].packed, "sides differ in heads or tokens");

@@ -74,7 +74,4 @@ export function readMap(map, types, what, keyRule = "container-11", valueRule = 
   return Object.fromEntries(map);
 }
 
-export function mapOf(words, rule) {
-  const types = schema(words);
-  return (value, what) => readMap(value, types, what, rule);
-}
+export const mapOf = (words, rule) => (value, what) => readMap(value, schema(words), what, rule);

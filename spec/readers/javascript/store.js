@@ -19,10 +19,8 @@ function encodeText(text) {
   return concat(...Array.from(text, encode));
 }
 
-export function lengthPrefixed(bytes) {
-  return concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
-}
-
+export const lengthPrefixed = (bytes) =>
+  concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
 const keyOf = (...parts) => sha256(concat(...parts.map(lengthPrefixed)));
 // The root of an identity: its fields by name, "" for those that are left out.
 export function rootKey(fields) {
@@ -51,9 +49,8 @@ export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
   const match = /^kvpack-encrypted ([1-9][0-9]*)\n/.exec(start);
   if (match && match[1] !== "1") unsupported("store-5", `the entry is of version ${match[1]}`);
   if (!match) notKvpack("store-5", "the entry is not encrypted");
-  const head = HEAD.length + 2;
+  const [head, end] = [HEAD.length + 2, bytes.length - 16];
   const nonce = head + 1 + bytes[head];
-  const end = bytes.length - 16;
   if (!(nonce + 12 + 16 <= end)) damaged("is too short");
   if (!equalBytes(xxh3(bytes.subarray(0, end)), bytes.subarray(end))) damaged("does not have its digest");
   const id = new TextDecoder().decode(bytes.subarray(head + 1, nonce));
@@ -117,10 +114,9 @@ export async function openStates(bytes, chunk, { identity, start, limit = 2 ** 2
   if (bytes.length > limit) return null;
   const file = await open(fromBytes(bytes));
   const record = file.header.ignorable.get("prefix-states");
-  if (!record || record.length !== 80) badHeader("store-21", "the file is not an entry of states");
-  const key = await statesKey(chunk);
-  if (!equalBytes(record.subarray(0, 32), key) || !equalBytes(record.subarray(32, 64), chunk))
-    badHeader("store-21", "the entry has another key or chunk");
+  need(record?.length === 80, "store-21", "the file is not an entry of states");
+  const names = concat(await statesKey(chunk), chunk);
+  need(equalBytes(record.subarray(0, 64), names), "store-21", "the entry has another key or chunk");
   if (file.layers.some(({ k, v }) => k || v) || file.header.states.some(({ shape }) => shape[0] !== 1))
     badHeader("store-21", "an entry of states has sides, or states of several sequences");
   try {

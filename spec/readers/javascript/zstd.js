@@ -4,9 +4,7 @@ import { badPayload, limit, must } from "./errors.js";
 import { Cursor, range } from "./numbers.js";
 import { xxh64 } from "./xxhash.js";
 
-const MAX_WINDOW = 8388608;
-const MAX_RATIO = 256;
-const MAX_BLOCK = 131072;
+const [MAX_WINDOW, MAX_RATIO, MAX_BLOCK] = [8388608, 256, 131072];
 const malformed = (what) => badPayload("container-21", `malformed zstd frame: ${what}`);
 const expect = (kept, what) => kept || malformed(what);
 // The position of the highest bit of a number from 1 on.
@@ -235,9 +233,7 @@ class Frame {
   sequences(cursor, count, literals) {
     const [lengths, offsets, matches] = this.readTables(cursor);
     const bits = new BackwardBits(cursor);
-    let length = bits.read(lengths.log);
-    let offset = bits.read(offsets.log);
-    let match = bits.read(matches.log);
+    let [length, offset, match] = [lengths, offsets, matches].map(({ log }) => bits.read(log));
     let taken = 0;
     for (let i = 0; i < count; i++) {
       const distance = number(bits, 1, offsets.symbols[offset]);

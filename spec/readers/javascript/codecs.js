@@ -35,8 +35,7 @@ function lossless(data, { dim, chunk, fraction }) {
   const frequencies = data.u16("frequencies");
   const segments = new Segments(data, data.u16("word_counts"), "lossless-6");
   const symbols = new Uint8Array(chunk * dim);
-  const size = 2 ** (15 - fraction);
-  const mask = 2 ** fraction - 1;
+  const [size, mask] = [2 ** (15 - fraction), 2 ** fraction - 1];
   const bits = new Uint32Array(1);
   const value = new Float32Array(bits.buffer);
   let current = -1;
@@ -81,8 +80,7 @@ function group(data, { dim, size, bits, axis, scale_dtype: small, token_scale: o
   const scales = small ? data.u8("scales") : data.finite("scales");
   const middle = (2 ** bits - 1) / 2;
   const factors = ofToken === "none" ? null : data.finite("token_scale");
-  const perHead = ofToken.endsWith("-per-head");
-  const byToken = axis === "token";
+  const [perHead, byToken] = [ofToken.endsWith("-per-head"), axis === "token"];
   const pairs = byToken ? dim : Math.ceil(dim / size);
   const shift = byToken ? 0 : Math.log2(size);
   return ({ b, t, token, ofGroup, ofRun }, u) => {
@@ -431,9 +429,7 @@ function turn({ frequencies, halves }, position, u) {
     const [a, b] = halves ? [i, i + pairs] : [2 * i, 2 * i + 1];
     const theta = position * frequencies[i];
     const [c, s] = [Math.cos(theta), Math.sin(theta)];
-    const x = u[a];
-    u[a] = x * c - u[b] * s;
-    u[b] = u[b] * c + x * s;
+    [u[a], u[b]] = [u[a] * c - u[b] * s, u[b] * c + u[a] * s];
   }
 }
 

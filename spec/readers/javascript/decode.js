@@ -37,8 +37,7 @@ class SideData {
     return basis;
   }
 }
-// Decode the packed tokens and the tail. `range`: { batch: [from, to], heads, tokens }, the latter of packed
-// ones and the tail together. Returns binary32 values [batch, head, token, channel] of the range.
+// The binary32 values [batch, head, token, channel] of a range of packed tokens and the tail.
 export function decodeSide(side, bytes, bases, range) {
   const data = new SideData(side, bytes, bases);
   const { codec, dim } = side;
@@ -100,8 +99,7 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
       out.set(tail.subarray(at, at + (tokens[1] - from) * side.dim), place(b, h, from));
     }
 }
-// Side-cars and rotations, in the order of their checks: each takes the streams of a side and its parameter,
-// and returns a function that changes the values of a row.
+// Side-cars and rotations, in the order of their checks: functions that change the values of a row.
 const STEPS = {
   channel_scale(data) {
     const scales = data.finite("channel_scale");

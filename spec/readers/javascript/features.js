@@ -168,8 +168,8 @@ function readInputs(bytes) {
     return { ids, undetermined };
   });
 }
-// What a header says of token ids, null if it says nothing: `length` ids of each sequence are known, row(i)
-// are those of one, and `undetermined` is what ids do not determine, null if the header does not say it.
+// What a header says of token ids, or null: `length` ids of each sequence are known, row(i) are those of one,
+// and `undetermined` is what ids do not determine, or null.
 export function tokenIds({ ignorable, batches, start, end }) {
   const joined = (name) => {
     const parts = [];

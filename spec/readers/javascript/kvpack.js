@@ -13,7 +13,7 @@ import { Digest, xxh3 } from "./xxhash.js";
 import { decompress } from "./zstd.js";
 
 export const { KvpackError } = errors;
-const { badPayload, digestMismatch, limit, need, notKvpack, truncated, unsupported } = errors;
+const { digestMismatch, limit, must, need, notKvpack, truncated, unsupported } = errors;
 
 const START = '{"__metadata__":{"format":"kvpack","kvpack":"';
 const [MAX_JSON_BYTES, MAX_HEADER_BYTES, MAX_FILE_BYTES] = [16777216, 8388608, 2n ** 60n - 1n];
@@ -76,8 +76,7 @@ function jsonHeader(tensors, digest, headerBytes) {
   const text = `${parts.join()}}`;
   return text + " ".repeat((4096 - ((8 + text.length) % 4096)) % 4096);
 }
-// Open a file: all checks of container.md (Reading) up to the sizes of the tensors.
-// options.limit: bytes of decoded values at once, 4 GiB unless given.
+// Open a file, all checks up to its size made. options.limit: bytes of decoded values at once, or 4 GiB.
 export async function open(source, options = {}) {
   const head = await source.read(0, Math.min(source.size, 8192));
   const text = ascii(head.subarray(8));
@@ -121,8 +120,7 @@ export class KvpackFile {
   // Read the stored bytes of a tensor by pieces of at most `size` bytes, and check its pad and digest.
   async #read({ name, offset, pad, stored, digest }, size, visit) {
     const at = this.dataStart + Number(offset);
-    if (!isZero(await readExactly(this.source, at - pad, at)))
-      badPayload("container-19", `the pad before ${name} is not zero`);
+    must(isZero(await readExactly(this.source, at - pad, at)), "container-19", `the pad before ${name}`);
     const end = at + Number(stored);
     const found = new Digest();
     for (let from = at; from < end; from += size) {
@@ -148,8 +146,7 @@ export class KvpackFile {
   // The streams of a side in memory, all their tensors checked: a Map for decode().
   async streams(layer, which) {
     const result = new Map();
-    for (const stream of this.layers[layer][which].streams)
-      result.set(stream.stream, await this.tensor(stream));
+    for (const one of this.layers[layer][which].streams) result.set(one.stream, await this.tensor(one));
     return result;
   }
   // The values of a side, binary32 [batch, head, token, channel]: { shape, values }. options: bases (Map from
@@ -183,8 +180,7 @@ export async function loadBasis(file) {
   const digest = await sha256(await readExactly(source, 0, source.size));
   return new Basis(header, hex(digest), sides, states);
 }
-// Check everything that a file has: every tensor, and what the codecs say of their bytes.
-// options.values(layer, side, { shape, values }) is called with the values of each side.
+// Check everything that a file has, and call options.values(layer, side, { shape, values }) for each side.
 export async function verify(file, { values = () => {}, ...options } = {}) {
   if (file.isBasis) await loadBasis(file);
   for (const state of file.header.states) await file.tensor(state);

@@ -26,8 +26,7 @@ export function compareText(a, b) {
   for (let i = 0; i < common; i++) if (x[i] !== y[i]) return x[i] - y[i];
   return x.length - y.length;
 }
-// What a value is by its first byte: its kind, and its number or the bytes that hold it. The number of a
-// string and the like is its size, that of an array or map its count.
+// By the first byte of a value: its kind, and its number, size or count, or the bytes that hold it.
 const FIRST = [];
 const forms =
   "integer*128 map*16 array*16 string*32 nil0 other0 other0 other0 binary-1 binary-2 binary-4 other-1 " +
@@ -68,8 +67,7 @@ class Parser extends Cursor {
     if (!Number.isSafeInteger(number)) number = viewOf(bytes).getBigUint64(0);
     return { kind, number: kind === "other" ? number + 1 : number, width };
   }
-  // A value as Map, Array, string, Uint8Array, number or null; `attach` takes a map or array before its
-  // content, which may be cut short.
+  // A value; `attach` takes a map or array before its content, which may be cut short.
   value(depth, attach) {
     const { at } = this;
     const { kind, number, width } = this.head();

@@ -165,8 +165,7 @@ function readTable(bytes, count, most, sizeRule, rule = sizeRule) {
   need(ascends, rule, `a table does not ascend from 0 or above to at most ${most}`);
   return values;
 }
-// n symbols below x as one stream or, if `isSplit` of the bytes of both says so, in two parts: x = low ·
-// high, low a power of two and high odd.
+// Symbols below x as one stream or, if `isSplit` of the bytes says so, as two: x = low · high, high odd.
 function splitSymbols(p, n, x, isSplit) {
   const low = x & -x;
   const two = low > 1 && low < x ? defaultRowBytes(n, low) + defaultRowBytes(n, x / low) : Infinity;
@@ -260,8 +259,7 @@ const DERIVED = {
     const streams = [];
     let offset = 0;
     p.radii = p.dim;
-    // Of each level: counts of pairs, the table of equal pairs and of the other one by its offset, and its
-    // code stream and where its symbols begin there.
+    // Of each level: its pairs, where the tables of equal and other ones begin, and its code stream.
     p.levels = digits.map((digit, i) => {
       const [size, pairs, odd] = [2 ** digit, p.radii >> 1, p.radii & 1];
       const equal = pairs * 2 ** (i + 1) > p.dim ? pairs - 1 : pairs;

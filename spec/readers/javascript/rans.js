@@ -39,8 +39,7 @@ export class Segments {
     for (let i = 2 * LANES * index + 1; i < 2 * LANES * (index + 1); i += 2)
       if (this.states[i] === 0) badPayload("rans-2", `segment ${index}: a first state is below 65536`);
   }
-  // Decode n symbols of a segment to `out`; symbol i has the table tables[i div each].
-  // Returns the next word; the last is before `end`.
+  // Decode n symbols of a segment, symbol i by tables[i div each]. Returns the next word.
   decode(index, n, tables, each, out) {
     this.check(index);
     const { states, words } = this;

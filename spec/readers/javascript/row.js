@@ -57,8 +57,7 @@ function checkDescription(header) {
     need(header.pageDtype !== "u8" || codec.id === "opaque", "row-6", "a page of u8 has another codec");
   }
 }
-// Read a row from memory that begins with it: { header, namespace, key, description, sides }, every check
-// made. Values come from decodeRow(). What follows the row in the same memory is no part of it.
+// Read a row from memory that begins with it, every check made; decodeRow() gives its values.
 export function readRow(memory) {
   checkBeginning(memory);
   const size = Number(littleEndian(memory, 16, 8));

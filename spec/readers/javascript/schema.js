@@ -5,8 +5,7 @@ import { MAX_NAMES, compareText } from "./msgpack.js";
 import { isInteger } from "./numbers.js";
 
 export const MAX_TOKENS = 2 ** 40 - 1;
-// A type is a function of a value and of a text that names it. It returns whether the value is of the type,
-// and refuses a number above a limit.
+// A type is a function of a value and its name: whether it is of the type. It refuses what exceeds a limit.
 const integer = (least, most) => (value) => isInteger(value) && value >= least && value <= most;
 const limited = (least, most) => (value, what) =>
   isInteger(value) && value >= least && limit(value, most, what);

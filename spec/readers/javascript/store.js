@@ -42,8 +42,7 @@ export async function basisKey(digest, encryption = null) {
 
 const HEAD = "kvpack-encrypted ";
 const damaged = (what) => digestMismatch("store-31", `the encrypted entry ${what}`);
-// Decrypt an entry. `keys`: Map from the id of a key to its bytes.
-// Returns the kvpack file, or null where no key at hand opens the entry.
+// The kvpack file in an entry, or null where no key opens it. `keys`: Map from the id of a key to its bytes.
 export async function decryptEntry(bytes, keys, entryKey, tenant = "") {
   const start = String.fromCharCode(...bytes.subarray(0, 40));
   const match = /^kvpack-encrypted ([1-9][0-9]*)\n/.exec(start);

@@ -26,11 +26,7 @@ function mixed(h, first, factor, second) {
 
 const avalanche = (h) => mixed(wrap(h), 37n, 0x165667919e3779f9n, 32n);
 const avalanche64 = (h) => mixed(wrap((h ^ (h >> 33n)) * P64[2]), 29n, P64[3], 32n);
-function swap(x) {
-  const data = new DataView(new ArrayBuffer(8));
-  data.setBigUint64(0, x);
-  return data.getBigUint64(0, true);
-}
+const swap = (x) => new DataView(BigUint64Array.of(x).buffer).getBigUint64(0);
 // The high and the low half of the XXH3-128 of at most 240 bytes.
 function shortHash(bytes) {
   const data = viewOf(bytes);

@@ -92,8 +92,7 @@ function numbersOf(text) {
     return word.includes("*") ? range(last, () => first) : range(last - first + 1, (i) => first + i);
   });
 }
-// A kind of codes of sequences: the largest table; the predefined distribution, and the bits of its table;
-// and the first number and the extra bits of each code.
+// A kind of codes of sequences: its predefined distribution, and the first number and extra bits of codes.
 function kind(maxLog, distribution, log, first, bits) {
   const extra = numbersOf(bits);
   const starts = extra.map((_, i) => extra.slice(0, i).reduce((sum, count) => sum + 2 ** count, first));
@@ -137,7 +136,7 @@ function readWeights(cursor) {
 function readTree(cursor) {
   const weights = readWeights(cursor);
   const sum = weights.reduce((total, weight) => total + (weight && 2 ** (weight - 1)), 0);
-  const log = Math.floor(Math.log2(sum)) + 1;
+  const log = highest(sum) + 1;
   expect(sum && log <= 11, `a Huffman tree of depth ${log}`);
   const rest = 2 ** log - sum;
   expect((rest & (rest - 1)) === 0, "weights of a Huffman tree that leave no last weight");

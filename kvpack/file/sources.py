@@ -13,6 +13,8 @@ FROM_ENCODER = "depend on what an encoder was given"
 _DIGESTS = f"{FROM_ENCODER}, by sequence sha256 of its input/output: "
 DIGEST = 32
 """Number of hexadecimal digits of a digest: the first 128 bits of SHA-256."""
+MAX_NAMED = 256
+"""Maximum number of sequences whose sources are named: they take half of the room for texts."""
 _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", re.ASCII)
 
 
@@ -35,7 +37,9 @@ Sources = tuple[Source, ...]
 
 
 def clause(sources: Sources) -> str:
-    """Return the text of an undetermined input that names ``sources``."""
+    """Return the text of an undetermined input that names ``sources``; more than ``MAX_NAMED`` are not named: a file has no room."""
+    if len(sources) > MAX_NAMED:
+        return f"tokens {FROM_ENCODER}"
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 

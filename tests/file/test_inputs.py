@@ -14,7 +14,7 @@ import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.cache.packing import pack
 from kvpack.file.inputs import Inputs
-from kvpack.file.sources import Source, clause, differing, sources_in
+from kvpack.file.sources import MAX_NAMED, Source, clause, differing, sources_in
 from kvpack.formats.errors import InvalidParameter
 
 EMBEDDINGS = "tokens 8 to 11 came from embeddings, not from token ids"
@@ -68,6 +68,14 @@ def test_a_selected_sequence_keeps_its_source() -> None:
     assert inputs.select([2], 0).undetermined == inputs.undetermined
     assert sources_in(clause((one, two))[:-1]) is None
     assert sources_in(EMBEDDINGS) is None
+
+
+def test_sources_leave_room_for_other_inputs() -> None:
+    sources = tuple(Source(f"{number:032x}", f"{number:032x}") for number in range(MAX_NAMED + 1))
+    inputs = Inputs(ids(1, 2), (EMBEDDINGS, clause(sources[1:])), (8, 0))
+    assert Inputs.from_bytes(inputs.to_bytes()) == inputs
+    assert sources_in(inputs.undetermined[1]) == sources[1:]
+    assert clause(sources) == "tokens depend on what an encoder was given"
 
 
 def test_a_source_has_the_input_or_the_output_of_another() -> None:

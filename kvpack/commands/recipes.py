@@ -131,7 +131,7 @@ def _model(path: str, requested: dict[str, int], basis: Basis | None) -> _Model:
         # A basis sets them, too.
         if requested[name] != shape[name]:
             whose = f"{basis.where} is of caches with {requested[name]}" if basis is not None else f"--{name} is {requested[name]}"
-            raise InvalidParameter(f"{whose}, and the caches of {path} have {shape[name]} {name}: leave one of them out")
+            raise InvalidParameter(f"{whose}, but the caches of {path} have {shape[name]} {name}: leave one of them out")
     counts = Counter(held).most_common()
     words = ", ".join(
         f"{count} layers of {layer.heads} heads of dim {layer.dim_k}{'' if layer.dim_v == layer.dim_k else f' and {layer.dim_v}'}"

@@ -139,7 +139,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
             "load the model whole, or give weights= (a revision) where it is a weight"
         )
     if kind.endswith(".DTensor"):
-        raise InvalidParameter(f"{where} is a DTensor, and this process holds only part of it: give weights= (a revision), or {BY_HAND}")
+        raise InvalidParameter(f"{where} is a DTensor, but this process holds only part of it: give weights= (a revision), or {BY_HAND}")
     described = tensor_text(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()

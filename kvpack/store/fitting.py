@@ -94,7 +94,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     if not result and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
-            f"the model keeps states, and the cache has {held}: a store needs states at multiples of {chunk} tokens: compute the prompt "
+            f"the model keeps states, but the cache has {held}: a store needs states at multiples of {chunk} tokens: compute the prompt "
             f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
         )
     return result

@@ -53,7 +53,7 @@ def check_held(cache: Cache, stored: int) -> None:
         if layer.skipped > stored and layer.tokens:
             first, last = cache.positions(number)
             text = (
-                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}, and the store has the first "
+                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}, but the store has the first "
                 f"{stored}: a sliding window has dropped tokens in between. Compute the prompt with kvpack.prefill, or into a "
                 "KvpackCache(..., keep_all=True), whose layers keep all tokens"
             )

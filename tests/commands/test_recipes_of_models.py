@@ -82,7 +82,7 @@ def test_a_name_on_the_hub_needs_no_weights(tmp_path: Path, monkeypatch: pytest.
 def test_a_shape_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(capsys, "octopus-4", "--model", TINYLM, "--layers", 4)["octopus-4"]["layers"] == 4
     assert cli.main(["recipes", "--model", str(TINYLM), "--dim", "128"]) == 2
-    assert "--dim is 128, and the caches of" in capsys.readouterr().err
+    assert "--dim is 128, but the caches of" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert cli.main(["recipes", "--model", str(tmp_path)]) == 2
     assert "give --layers, --heads and --dim" in capsys.readouterr().err

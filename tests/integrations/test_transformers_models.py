@@ -615,7 +615,7 @@ def test_attention_without_the_window_of_its_cache_has_its_layers_decoded() -> N
     parts = PROMPT.split([20, 9, 3], 1)
     with (
         KvpackCache(model, "raw", dense=False) as cache,
-        pytest.raises(InvalidParameter, match="MoshiAttention attends to all tokens, and its cache keeps"),
+        pytest.raises(InvalidParameter, match="MoshiAttention attends to all tokens, but its cache keeps"),
     ):
         model(parts[0], past_key_values=cache)
     with pytest.warns(KvpackWarning, match="decodes the keys and values of its layer"):

@@ -534,7 +534,7 @@ class Quantization:
         (config(canonical_layout=True), "canonical_layout is set"),
         (config(parallel={"pp_size": 2}), "pp_size is 2, but kvpack supports tensor parallelism only"),
         (config(options={"recipe": "octopus-4;boundary-1"}), "names layers by 'layers=0,-1:k=raw', but the model has several groups"),
-        (config(groups=()), "vLLM offloads 1 groups of cache layers, and the connector found 0"),
+        (config(groups=()), "vLLM offloads 1 groups of cache layers, but the connector found 0"),
     ],
     ids=["connector", "recipe", "layout", "bytes", "weights", "canonical", "pipeline", "layers", "groups"],
 )

@@ -197,7 +197,7 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
     """Raise InvalidParameter if a query attends to tokens that the layer skipped; the layer contains ``older`` ones before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
-        raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, and the model attends to {attended}")
+        raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
 
 
 def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:
@@ -209,7 +209,7 @@ def check_window_given(own: int | None, given: int | None, module: torch.nn.Modu
     if own is not None and (given is None or given > own):
         attended = "all tokens" if given is None else f"a window of {given}"
         raise InvalidParameter(
-            f"{type(module).__name__} attends to {attended}, and its cache keeps a window of {own}: write "
+            f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {own}: write "
             "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
         )
 

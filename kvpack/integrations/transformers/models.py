@@ -303,7 +303,7 @@ def check_identity(cache: Cache, model: Any) -> Named:
     this = named(model)
     fields = dict(this.fields)
     if not fields:
-        told = "the cache names the model that computed it, and this one cannot be compared with it"
+        told = "the cache names the model that computed it, but this one cannot be compared with it"
         raise InvalidParameter(f"{told}: {this.unnamed}; {_SAME}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)

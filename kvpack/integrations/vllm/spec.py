@@ -175,7 +175,7 @@ def _check(config: Any, groups: list[Group], layout: str) -> None:
     """Raise InvalidParameter for configurations that the spec does not support."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
-        raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, and the connector found {len(groups)}")
+        raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, but the connector found {len(groups)}")
     if config.canonical_layout:
         raise InvalidParameter("canonical_layout is set, but kvpack packs pages as a worker keeps them: leave canonical_layout out")
     for name in ("pp_size", "pcp_size", "dcp_size"):

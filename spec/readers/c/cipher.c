@@ -5,9 +5,10 @@ typedef struct {
 } cipher;
 
 static u8 twice(u8 x) { return (u8)(x << 1 ^ (x >> 7) * 0x1b); }
-/* The S-box: p runs through all powers of 3, and q through their inverses. */
-static void fill_box(u8 box[256]) {
-  u8 p = 1, q = 1;
+
+static void expand_key(cipher *c, kv_bytes key) {
+  u32 words = (u32)key.size / 4;
+  u8 constant = 1, p = 1, q = 1; /* p runs through all powers of 3, and q through their inverses */
   do {
     p ^= twice(p);
     q ^= (u8)(q << 1);
@@ -15,15 +16,9 @@ static void fill_box(u8 box[256]) {
     q ^= (u8)(q << 4);
     q ^= (q >> 7) * 0x09;
     u32 turned = q * 0x0101u;
-    box[p] = (u8)(q ^ turned >> 7 ^ turned >> 6 ^ turned >> 5 ^ turned >> 4 ^ 0x63);
+    c->box[p] = (u8)(q ^ turned >> 7 ^ turned >> 6 ^ turned >> 5 ^ turned >> 4 ^ 0x63);
   } while (p != 1);
-  box[0] = 0x63;
-}
-
-static void expand_key(cipher *c, kv_bytes key) {
-  u32 words = (u32)key.size / 4;
-  u8 constant = 1;
-  fill_box(c->box);
+  c->box[0] = 0x63;
   c->rounds = words + 6;
   memcpy(c->keys, key.data, key.size);
   for (u32 i = words; i < 4 * (c->rounds + 1); i++) {
@@ -73,7 +68,8 @@ static bool decrypt(
   expand_key(&c, key);
   encrypt_block(&c, counter, mask);
   u64 h[2] = {big(mask, 8), big(mask + 8, 8)};
-  for (int k = 0; k < 16; k++) sizes[k] = (u8)((k < 8 ? associated.size : text.size) * 8 >> (56 - k % 8 * 8));
+  put_big(sizes, associated.size * 8, 8);
+  put_big(sizes + 8, text.size * 8, 8);
   add_blocks(sum, h, associated);
   add_blocks(sum, h, text);
   add_blocks(sum, h, (kv_bytes){sizes, 16});
@@ -82,7 +78,7 @@ static bool decrypt(
   encrypt_block(&c, counter, mask);
   for (int k = 0; k < 16; k++) wrong |= tag[k] ^ mask[k] ^ (u8)(sum[k / 8] >> (56 - k % 8 * 8));
   for (u64 i = 0; !wrong && i < text.size; i++) {
-    for (int k = 12; i % 16 == 0 && k < 16; k++) counter[k] = (u8)((i / 16 + 2) >> (120 - 8 * k));
+    if (i % 16 == 0) put_big(counter + 12, i / 16 + 2, 4);
     if (i % 16 == 0) encrypt_block(&c, counter, mask);
     clear[i] = text.data[i] ^ mask[i % 16];
   }

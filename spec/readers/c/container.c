@@ -104,12 +104,12 @@ kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
   need(r, decoded <= r->limit, "container-29", "the tensors take %llu bytes", decoded);
   return f;
 }
-/* Check the pads and digests of all tensors, and undo their filters. */
-static void load(kv_file *f) {
+/* Check every byte of a file and every rule of its codecs, and undo filters. A page has no data section. */
+void kv_check(kv_file *f) {
   kv_reader *r = f->r;
   const u8 *data = f->bytes.data + f->data;
   u64 end = f->header.size;
-  for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++) {
+  for (kv_tensor *t = f->tensors; f->data && t < f->tensors + f->tensor_count; t++) {
     for (; end < t->offset; end++) need(r, !data[end], "container-19", "the pad before %s is not 0", t->name);
     end = t->offset + t->stored;
     t->data = data + t->offset;
@@ -122,10 +122,6 @@ static void load(kv_file *f) {
     release(r, mark);
     t->data = content;
   }
-}
-/* Check every byte of a file and every rule of its codecs. */
-void kv_check(kv_file *f) {
-  if (f->data) load(f);
   for (kv_tensor *t = f->tensors; t < f->tensors + f->tensor_count; t++)
     need(f->r, t->any || all_finite(t), "front-13", "%s has a number that is not finite", t->name);
   for (u32 i = 0; i < f->side_count; i++) {

@@ -135,38 +135,35 @@ static void read_starts(kv_file *f) {
   need(f->r, !data.data || differs, "container-39", "layer-positions has one start only");
 }
 
-static void read_state(kv_file *f, const u8 *record, kv_state *state) {
-  static const u8 zeros[28];
-  kv_tensor *t = state->tensor = take(f->r, 1, sizeof *t);
-  state->layer = little(record, 2);
-  t->dtype = record[2];
-  t->rank = record[3];
-  memcpy(state->name, record + 68, 28);
-  u64 length = strspn(state->name, "abcdefghijklmnopqrstuvwxyz0123456789_.");
-  bool right = record[2] <= F32 && t->rank >= 1 && t->rank <= 8 && *state->name >= 'a' && *state->name <= 'z';
-  for (u32 i = 0; i < 8; i++) {
-    t->shape[i] = little(record + 4 + 8 * i, 8);
-    right = right && (t->shape[i] > 0) == (i < t->rank);
-  }
-  right = right && !memcmp(state->name + length, zeros, 28 - length);
-  need(f->r, right, "container-43", "a record of layer-state has another form");
-  for (u32 i = 0; i < t->rank; i++) limit(f->r, "a size of a state", t->shape[i], i ? MAX_TOKENS : 65536);
-  need(f->r, state->layer < f->layer_count, "container-44", "there is no layer %u", state->layer);
-}
-
 /* Read the states, and count sequences. */
 static void read_states(kv_file *f) {
+  static const u8 zeros[28];
   kv_bytes data = records(f, "layer-state", 96, "container-41", "container-42");
   f->states = take(f->r, data.size / 96, sizeof *f->states);
   for (; f->state_count < data.size / 96; f->state_count++) {
     kv_state *state = &f->states[f->state_count], *before = f->state_count ? state - 1 : NULL;
-    read_state(f, data.data + 96 * f->state_count, state);
+    const u8 *record = data.data + 96 * f->state_count;
+    kv_tensor *t = state->tensor = take(f->r, 1, sizeof *t);
+    state->layer = little(record, 2);
+    t->dtype = record[2];
+    t->rank = record[3];
+    memcpy(state->name, record + 68, 28);
+    u64 length = strspn(state->name, "abcdefghijklmnopqrstuvwxyz0123456789_.");
+    bool right = t->dtype <= F32 && t->rank >= 1 && t->rank <= 8;
+    right = right && *state->name >= 'a' && *state->name <= 'z';
+    for (u32 i = 0; i < 8; i++) {
+      t->shape[i] = little(record + 4 + 8 * i, 8);
+      right = right && (t->shape[i] > 0) == (i < t->rank);
+    }
+    right = right && !memcmp(state->name + length, zeros, 28 - length);
+    need(f->r, right, "container-43", "a record of layer-state has another form");
+    for (u32 i = 0; i < t->rank; i++) limit(f->r, "a size of a state", t->shape[i], i ? MAX_TOKENS : 65536);
+    need(f->r, state->layer < f->layer_count, "container-44", "there is no layer %u", state->layer);
     bool same = before && before->layer == state->layer;
     bool ascends = !before || (same ? strcmp(before->name, state->name) < 0 : before->layer < state->layer);
     need(f->r, ascends, "container-45", "the records of layer-state do not ascend");
     const kv_side *side = any_side(f, state->layer);
-    u64 batch = state->tensor->shape[0];
-    bool right = (!same || before->tensor->shape[0] == batch) && (!side || side->batch == batch);
+    right = (!same || before->tensor->shape[0] == t->shape[0]) && (!side || side->batch == t->shape[0]);
     need(f->r, right, "container-46", "the states of layer %u differ in sequences", state->layer);
   }
   for (u32 i = 0; i < f->side_count + f->state_count; i++) {

@@ -1,7 +1,6 @@
-/* A reader of kvpack 1 in C11, written from the text of the specification alone.
- *
- * Everything that a call takes from memory belongs to a kv_reader and is freed with it. What breaks a rule
- * makes the reader jump back to its caller (kv_need), so the code between has no paths for errors. */
+/* A reader of kvpack 1 in C11, written from the text of the specification alone. What a call takes from
+ * memory belongs to a kv_reader. What breaks a rule makes it jump back to its caller: nothing has paths for
+ * errors. */
 #ifndef KVPACK_H
 #define KVPACK_H
 

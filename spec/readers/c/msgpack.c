@@ -90,21 +90,6 @@ static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
   int shown = name.size < 100 ? (int)name.size : 100;
   need(r, known, rule, "the file needs what is not known: %.*s", shown, (const char *)name.data);
 }
-
-static void look_at_codecs(kv_reader *r, kv_bytes rest, u64 count) {
-  kv_bytes members, within;
-  for (kv_value codec; count && read_loose(&rest, &codec, &members) && rest.data; count--) {
-    bool found = false;
-    for (u64 left = codec.type == MAP ? codec.number : 0; left && !found; left--) {
-      kv_value key, id;
-      read_loose(&members, &key, &within);
-      found = is_string(key, "id");
-      read_loose(&members, &id, &within);
-      bool known = is_string(id, codec_names) && !is_string(id, "opaque");
-      know(r, !found || id.type != STRING || known, "container-12", id.bytes);
-    }
-  }
-}
 /* Refuse what a later version wrote, before anything else that may be wrong (rule container-69). */
 static void look_for_new(kv_reader *r, kv_bytes bytes) {
   static const char known[] = "balanced|basis|hidden-tokens|key-mean|layer-positions|layer-state|log-norms|"
@@ -125,5 +110,15 @@ static void look_for_new(kv_reader *r, kv_bytes bytes) {
     if (!read_loose(&places[1], &value, &within)) break;
     know(r, value.type != STRING || is_string(value, known), "container-7", value.bytes);
   }
-  if (found[2].type == ARRAY) look_at_codecs(r, places[2], found[2].number);
+  for (u64 left = found[2].type == ARRAY ? found[2].number : 0; left; left--) {
+    bool right = read_loose(&places[2], &value, &members) && places[2].data, named = false;
+    for (u64 i = right && value.type == MAP ? value.number : 0; i && !named; i--) {
+      read_loose(&members, &key, &within);
+      named = is_string(key, "id");
+      read_loose(&members, &key, &within);
+      bool exists = key.type != STRING || (is_string(key, codec_names) && !is_string(key, "opaque"));
+      know(r, !named || exists, "container-12", key.bytes);
+    }
+    if (!right) break;
+  }
 }

@@ -1,5 +1,4 @@
 /* The parameters of codecs and side-cars in the header, by the tables of their documents. */
-
 /* A map of the header that is read key by key; `keys` and `values` are the rules of keys, and of values. */
 typedef struct {
   kv_reader *r;

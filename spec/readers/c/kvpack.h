@@ -32,11 +32,10 @@ typedef struct {
   const char *kind;      /* its class (README.md, Refusals), or OutOfMemory */
   char rule[20];         /* the number of the broken rule */
   char message[240];     /* what is wrong */
-  u64 limit;             /* the bytes that the caller allows for decoded tensors, and again for values */
   const kv_bytes *bases; /* the bases that the caller gives */
-  u64 base_count;
-  kv_file **opened; /* those of them that were needed */
-  bool page;        /* while the description of a packed page is read */
+  u64 base_count, limit; /* limit: the bytes that it allows for decoded tensors, and again for values */
+  kv_file **opened;      /* those of them that were needed */
+  bool page;             /* while the description of a packed page is read */
   kv_block *blocks;
 } kv_reader;
 
@@ -79,8 +78,7 @@ typedef struct kv_value {
 
 typedef struct {
   char name[20];
-  u32 symbols, digits, fields, base[2], alphabet[2];
-  u32 columns, bytes, planes; /* W, Q and the planes */
+  u32 symbols, digits, fields, base[2], alphabet[2], columns, bytes, planes; /* W, Q and the planes */
 } kv_packing;
 
 /* The header. */
@@ -106,15 +104,14 @@ typedef struct {
 } kv_level;
 
 typedef struct {
-  u32 id, cars;   /* cars: a bit for each side-car */
-  u64 dim, group; /* the head dim and the token group */
+  u32 id, cars, levels, radii; /* cars: a bit for each side-car; levels, radii: of polar */
   kv_parameter parameters[32];
   kv_packing packings[MAX_PACKINGS];
   u32 parameter_count, packing_count, own_packings, flags, sketch; /* the packings of outliers and of qjl */
   bool split, by_head, ranged; /* codes in two parts; widths by head; scales of 8 bits */
-  u64 low, heads, row_bytes; /* the base of the lower part; of klt by heads: heads, and the bytes of a row */
-  kv_level level[10];        /* of polar */
-  u32 levels, radii;
+  u64 dim, group, low;         /* the head dim, the token group, the base of the lower part */
+  u64 heads, row_bytes;        /* of klt by heads: heads, and the bytes of a row */
+  kv_level level[10];          /* of polar */
   signed char *signs, *qjl_signs;
   float *directions; /* codewords of quaternion; cosines and sines of polar */
 } kv_codec;
@@ -123,10 +120,9 @@ typedef struct {
   char name[56];
   kv_dtype dtype;
   u32 rank;
-  u64 shape[8], count, bytes; /* the elements, and the bytes of them */
-  bool zstd, any;             /* whether it is compressed, and whether any bytes are valid */
-  u64 stored, offset;
-  const u8 *digest, *data; /* data: what kv_check has found right */
+  u64 shape[8], count, bytes, stored, offset; /* count, bytes: the elements, and the bytes of them */
+  bool zstd, any;                             /* whether it is compressed, and whether any bytes are valid */
+  const u8 *digest, *data;                    /* data: what kv_check has found right */
 } kv_tensor;
 
 struct kv_side {

@@ -1,9 +1,7 @@
 /* Bit packing, the generator, rotations and norms of 8 bits (packing.md). */
 static bool is_power(u64 number) { return !(number & (number - 1)); }
-/* Whether fields of a packing are bits; else a column is a number with digits of its bases. */
-static bool has_bits(const kv_packing *p) {
-  return is_power(p->base[0]) && (p->digits < 2 || is_power(p->base[1]));
-}
+/* Whether fields of a packing are bits; else a column is a number. A base of 0 counts as a power. */
+static bool has_bits(const kv_packing *p) { return is_power(p->base[0]) && is_power(p->base[1]); }
 /* Compute the columns, bytes and planes of a packing; false if it exceeds a limit (rule front-5). */
 static bool pack_sizes(kv_packing *p) {
   u64 values = 1, bits = 0;

@@ -34,7 +34,7 @@ kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   need(r, is_page(bytes), "row-1:magic", "the bytes do not begin as a packed page does");
   need(r, !memcmp(bytes.data + 11, "1\n\0\0", 5), "row-1:version", "the page is of a later version");
   u64 length = little(bytes.data + 16, 8), sum = 0;
-  bool right = length >= 128 && length <= ((u64)1 << 32) - 64 && length % 64 == 0;
+  bool right = length >= 128 && length >> 32 == 0 && length % 64 == 0;
   need(r, right, "row-2", "a packed page cannot have %llu bytes", length);
   need(r, length <= bytes.size, "row-2:cut", "the packed page of %llu bytes is cut short", length);
   for (u64 i = 0; i < length; i += 4)

@@ -15,22 +15,6 @@ static void check_outliers(kv_file *f, kv_side *side) {
   need(f->r, count == stream(side, "outliers")->shape[2], "side-cars-5", "%llu flags are 1", count);
 }
 
-static void check_positions(kv_file *f, const kv_side *side) {
-  const kv_tensor *positions = stream(side, "raw_positions"), *values = stream(side, "raw_values");
-  u64 count = positions->shape[2], last = 0, bytes = count ? values->bytes / count : 0;
-  bool unused = false, right = false;
-  need(f->r, count == values->shape[2], "side-cars-12", "positions and values differ in number");
-  for (u64 i = 0; i < count; i++) {
-    u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
-    u64 place = token << 16 | sequence;
-    unused = unused || !place;
-    right = !place || (!unused && token && token <= side->packed && sequence < side->batch && place > last);
-    for (u64 k = 0; right && !place && k < bytes; k++) right = !values->data[i * bytes + k];
-    need(f->r, right, "side-cars-13", "position %llu has another form", i);
-    last = place;
-  }
-}
-
 static void check_side_cars(kv_file *f, kv_side *side) {
   const kv_tensor *scales = stream(side, "channel_scale"), *orders = stream(side, "channel_order");
   const kv_tensor *flags = stream(side, "raw_token_flags");
@@ -48,7 +32,19 @@ static void check_side_cars(kv_file *f, kv_side *side) {
   for (u64 i = 0; flags && i < flags->count; raw += flags->data[i++])
     need(f->r, flags->data[i] <= 1, "side-cars-7", "a flag of raw tokens is %u", flags->data[i]);
   need(f->r, !flags || raw == stream(side, "raw_tokens")->shape[2], "side-cars-5", "%llu flags are 1", raw);
-  if (has(side->codec, POSITIONS)) check_positions(f, side);
+  const kv_tensor *positions = stream(side, "raw_positions"), *values = stream(side, "raw_values");
+  u64 count = positions ? positions->shape[2] : 0, last = 0, bytes = count ? values->bytes / count : 0;
+  bool unused = false, right = !positions || count == values->shape[2];
+  need(f->r, right, "side-cars-12", "positions and values differ in number");
+  for (u64 i = 0; i < count; i++) {
+    u64 token = little(positions->data + 8 * i, 6), sequence = little(positions->data + 8 * i + 6, 2);
+    u64 place = token << 16 | sequence;
+    unused = unused || !place;
+    right = !place || (!unused && token && token <= side->packed && sequence < side->batch && place > last);
+    for (u64 k = 0; right && !place && k < bytes; k++) right = !values->data[i * bytes + k];
+    need(f->r, right, "side-cars-13", "position %llu has another form", i);
+    last = place;
+  }
 }
 
 static void put_outliers(kv_file *f, const kv_side *side, const kv_place *at, float *u) {
@@ -92,17 +88,6 @@ static void turn_back(float *u, u32 dim, const signed char *signs, const kv_tens
   else rotate_back(from, to, dim, signs);
   for (u32 j = 0; j < dim; j++) u[j] = (float)to[j];
 }
-/* The balanced matrices of a side. */
-static const kv_tensor *find_balanced(kv_file *f, const kv_side *side) {
-  const kv_codec *c = side->codec;
-  kv_file *basis = find_basis(f, blob(c, "balanced.basis"), "side-cars-16");
-  const char *name = num(c, "balanced.frame") ? "k.centered" : "k.balanced";
-  const kv_tensor *found = basis_state(basis, num(c, "balanced.layer"), name);
-  need(f->r, found != NULL, "side-cars-17", "the basis has no state %s of the layer", name);
-  bool same = found->shape[1] == side->heads && found->shape[2] == c->dim;
-  need(f->r, same, "side-cars-18", "the balanced matrices are of other heads");
-  return found;
-}
 
 static void decode_cars(kv_file *f, kv_side *side, const kv_place *at, const kv_tensor *matrix, float *u) {
   const kv_codec *c = side->codec;
@@ -143,7 +128,15 @@ u64 kv_value_count(const kv_side *side) { return times(times(side->rows, side->t
 void kv_decode(kv_file *f, kv_side *side, float *values) {
   kv_codec *c = side->codec;
   u64 dim = c->dim, tail = side->tail * dim, each = side->packed * dim + tail;
-  const kv_tensor *matrix = has(c, BALANCED) ? find_balanced(f, side) : NULL, *raw = stream(side, "tail");
+  const kv_tensor *matrix = NULL, *raw = stream(side, "tail");
+  if (has(c, BALANCED)) {
+    kv_file *basis = find_basis(f, blob(c, "balanced.basis"), "side-cars-16");
+    matrix =
+        basis_state(basis, num(c, "balanced.layer"), num(c, "balanced.frame") ? "k.centered" : "k.balanced");
+    need(f->r, matrix != NULL, "side-cars-17", "the basis has no balanced matrices of the layer");
+    bool same = matrix->shape[1] == side->heads && matrix->shape[2] == dim;
+    need(f->r, same, "side-cars-18", "the balanced matrices are of other heads");
+  }
   if (c->id == TRANSFORM) find_basis(f, blob(c, "basis"), "transform-5");
   if (c->id == KLT && !num(c, "rows")) find_basis(f, blob(c, "basis"), "klt-5");
   kv_block *mark = f->r->blocks; /* bases stay, and what is taken for this side goes */

@@ -103,8 +103,7 @@ static void check_states(kv_file *f, const kv_wanted *w) {
   right = right && (!w->parent || !memcmp(record.data + 32, w->parent, 32));
   need(f->r, right, "store-21", "the file is not the entry of states with this entry key and chunk");
   check_identity(f, w, "store-21");
-  right = !f->side_count && (!f->state_count || f->most == 1);
-  need(f->r, right, "store-21", "an entry of states has sides, or states of several sequences");
+  need(f->r, !f->side_count && f->most <= 1, "store-21", "there are sides, or states of several sequences");
   check_payload(f, record.data + 64, "store-21");
 }
 /* Open an entry that was found under an entry key; refused entries count as absent. */

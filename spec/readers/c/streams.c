@@ -14,10 +14,9 @@ static void check_listed(kv_file *f, kv_tensor *t, const kv_value *item) {
   t->zstd = is(parts[3].bytes, "zstd");
   t->stored = parts[4].number;
   t->digest = parts[5].bytes.data;
-  right = t->zstd || (t->stored == t->bytes && t->bytes != UINT64_MAX);
-  need(r, right, "container-17", "%s has other bytes than its shape takes", t->name);
-  right = !t->zstd || t->bytes <= times(t->stored, 256);
-  need(r, right, "container-29", "%s has more than 256 times its stored bytes", t->name);
+  bool whole = t->stored == t->bytes && t->bytes != UINT64_MAX, fits = t->bytes <= times(t->stored, 256);
+  need(r, t->zstd || whole, "container-17", "%s has other bytes than its shape takes", t->name);
+  need(r, !t->zstd || fits, "container-29", "%s has more than 256 times its stored bytes", t->name);
 }
 /* Plan the next tensor, which must be what the header lists. */
 static kv_tensor *plan(kv_file *f, const char *name, kv_dtype dtype, u32 rank, const u64 *shape) {

@@ -187,8 +187,7 @@ static u64 read_literals(frame *f, kv_bytes block) {
   u32 each = (f->literal_count + 3) / 4, done = 0;
   for (int i = 0; i < 4; i++, done += each) {
     u64 length = i < 3 ? little(bytes.data + 2 * i, 2) : rest.size;
-    bool fits = length <= rest.size && done <= f->literal_count;
-    require(f, fits, "four streams of literals are cut short");
+    require(f, length <= rest.size && done <= f->literal_count, "literals are cut short");
     read_stream(f, cut(&rest, length), f->literals + done, i < 3 ? each : f->literal_count - done);
   }
   return head + size;
@@ -208,8 +207,7 @@ static u64 read_mode(frame *f, int which, int mode, kv_bytes bytes) {
   for (int i = 0; i < count; i++) chances[i] = likely[which][i] - '0';
   if (mode == 0) build_table(f, t, chances, count, defaults[which]);
   if (mode == 2) return read_table(f, bytes, t, accuracies[which], symbols[which]);
-  bool exists = mode != 1 || (bytes.size && bytes.data[0] < symbols[which]);
-  require(f, exists, "a code of sequences does not exist");
+  require(f, mode != 1 || (bytes.size && bytes.data[0] < symbols[which]), "a code does not exist");
   if (mode == 1) *t = (table){.cells = {{0, bytes.data[0], 0}}};
   require(f, t->accuracy >= 0, "there is no table to repeat");
   return mode == 1;
@@ -219,14 +217,6 @@ static void put(frame *f, const u8 *from, u64 count) {
   require_room(f, count);
   if (count) memcpy(f->content + f->made, from, count);
   f->made += count;
-}
-/* The offset of a match, which becomes the last of three that may be named again. */
-static u64 offset_of(frame *f, u64 value, bool no_literals) {
-  u64 *o = f->offsets, index = value > 3 ? 3 : value - 1 + no_literals;
-  u64 found = value > 3 ? value - 3 : index == 3 ? o[0] - 1 : o[index];
-  if (index > 1) o[2] = o[1];
-  if (index > 0) o[1] = o[0];
-  return o[0] = found;
 }
 /* The value of a code of lengths or matches: those of the codes before cover all numbers below. */
 static u64 length_of(backward *b, int which, u32 code) {
@@ -241,8 +231,7 @@ static void read_sequences(frame *f, kv_bytes bytes) {
   require(f, bytes.size >= at, "sequences are cut short");
   if (at == 2) count = (count - 128) << 8 | bytes.data[1];
   if (at == 3) count = (u32)little(bytes.data + 1, 2) + 0x7f00;
-  bool right = count ? at < bytes.size && !(bytes.data[at] & 3) : at == bytes.size;
-  require(f, right, "the modes of sequences are malformed");
+  require(f, count ? at < bytes.size && !(bytes.data[at] & 3) : at == bytes.size, "modes are malformed");
   backward b = {NULL, 0};
   u64 states[3];
   if (count) {
@@ -264,7 +253,12 @@ static void read_sequences(frame *f, kv_bytes bytes) {
     require(f, b.left >= 0 && length <= f->literal_count - literal, "sequences are cut short");
     put(f, f->literals + literal, length);
     literal += (u32)length;
-    u64 offset = offset_of(f, value, length == 0);
+    /* The offset of a match becomes the last of three that may be named again. */
+    u64 *last = f->offsets, index = value > 3 ? 3 : value - (length > 0);
+    u64 offset = value > 3 ? value - 3 : index == 3 ? last[0] - 1 : last[index];
+    if (index > 1) last[2] = last[1];
+    if (index > 0) last[1] = last[0];
+    last[0] = offset;
     require(f, offset && offset <= f->made && offset <= f->window, "a match begins before the zstd window");
     require_room(f, match);
     for (u64 i = 0; i < match; i++, f->made++) f->content[f->made] = f->content[f->made - offset];

@@ -38,8 +38,8 @@ static void put_big(u8 *to, u64 number, int count) {
 
 static kv_bytes text_of(const char *words) { return (kv_bytes){(const u8 *)words, strlen(words)}; }
 
-static bool is(kv_bytes bytes, const char *text) {
-  return bytes.size == strlen(text) && !memcmp(bytes.data, text, bytes.size);
+static bool is(kv_bytes b, const char *text) {
+  return b.size == strlen(text) && !memcmp(b.data, text, b.size);
 }
 /* Whether bytes begin with a text. */
 static bool begins(const u8 *data, u64 size, const char *text) {

@@ -60,17 +60,16 @@ static void add_blocks(u64 sum[2], const u64 h[2], kv_bytes data) {
   }
 }
 /* Decrypt `text` to as many bytes; false if the tag of 16 bytes does not agree. */
-static bool decrypt(
-    kv_bytes key, const u8 nonce[12], kv_bytes associated, kv_bytes text, const u8 *tag, u8 *clear) {
+static bool decrypt(kv_bytes key, const u8 *nonce, kv_bytes known, kv_bytes text, const u8 *tag, u8 *clear) {
   cipher c;
   u8 counter[16] = {0}, mask[16], sizes[16], wrong = 0;
   u64 sum[2] = {0, 0};
   expand_key(&c, key);
   encrypt_block(&c, counter, mask);
   u64 h[2] = {big(mask, 8), big(mask + 8, 8)};
-  put_big(sizes, associated.size * 8, 8);
+  put_big(sizes, known.size * 8, 8);
   put_big(sizes + 8, text.size * 8, 8);
-  add_blocks(sum, h, associated);
+  add_blocks(sum, h, known);
   add_blocks(sum, h, text);
   add_blocks(sum, h, (kv_bytes){sizes, 16});
   memcpy(counter, nonce, 12);

@@ -94,31 +94,6 @@ typedef struct {
   u64 n, symbols, coder_count;
   coder *coders;
 } matrices;
-
-static matrices find_matrices(kv_file *f, kv_side *side) {
-  kv_reader *r = f->r;
-  const kv_codec *c = side->codec;
-  const kv_file *basis = find_basis(f, blob(c, "basis"), "transform-5");
-  matrices m = {.whole = num(c, "scope"), .n = num(c, "scope") ? side->heads * c->dim : c->dim};
-  u32 layer = num(c, "layer"), v = num(c, "side");
-  m.frames = basis_state(basis, layer, v ? "v.frames" : "k.frames");
-  m.scales = basis_state(basis, layer, v ? "v.scales" : "k.scales");
-  need(r, m.frames != NULL, "transform-6", "the basis has no matrices for the side");
-  bool right = basis->layers[layer].sides[v]->codec->dim == c->dim && m.frames->shape[3] == m.n;
-  right = right && m.frames->shape[1] == (m.whole ? 1 : side->heads);
-  need(r, right, "transform-7", "the matrices of the basis are of other heads");
-  m.rope = basis_state(basis, layer, "rope.halves");
-  m.halves = m.rope != NULL;
-  if (!m.rope) m.rope = basis_state(basis, layer, "rope.neighbours");
-  if (v) m.rope = NULL;
-  const kv_tensor *frequencies = basis_state(basis, 0, "table.frequencies");
-  m.values = basis_state(basis, 0, "table.values");
-  m.coder_count = frequencies->shape[1];
-  m.symbols = frequencies->shape[2];
-  m.coders = take(r, m.coder_count, sizeof *m.coders);
-  for (u64 i = 0; i < m.coder_count; i++) read_coder(r, frequencies, i * m.symbols, m.symbols, &m.coders[i]);
-  return m;
-}
 /* Turn a token to its position (basis.md, Rotary positions). */
 static void turn(const matrices *m, double *x, u64 position) {
   u64 pairs = m->rope ? m->rope->shape[1] : 0;
@@ -159,9 +134,29 @@ static void read_block(kv_file *f, const kv_side *side, const matrices *m, const
 }
 
 static void decode_transform(kv_file *f, kv_side *side) {
-  matrices m = find_matrices(f, side);
-  u64 heads = side->heads, dim = side->codec->dim, n = m.n, each = heads * dim;
-  u64 most = side->packed < side->codec->group ? side->packed : side->codec->group;
+  kv_reader *r = f->r;
+  const kv_codec *c = side->codec;
+  const kv_file *basis = find_basis(f, blob(c, "basis"), "transform-5");
+  matrices m = {.whole = num(c, "scope"), .n = num(c, "scope") ? side->heads * c->dim : c->dim};
+  u32 layer = num(c, "layer"), which = num(c, "side");
+  m.frames = basis_state(basis, layer, which ? "v.frames" : "k.frames");
+  m.scales = basis_state(basis, layer, which ? "v.scales" : "k.scales");
+  need(r, m.frames != NULL, "transform-6", "the basis has no matrices for the side");
+  bool right = basis->layers[layer].sides[which]->codec->dim == c->dim && m.frames->shape[3] == m.n;
+  right = right && m.frames->shape[1] == (m.whole ? 1 : side->heads);
+  need(r, right, "transform-7", "the matrices of the basis are of other heads");
+  m.rope = basis_state(basis, layer, "rope.halves");
+  m.halves = m.rope != NULL;
+  if (!m.rope) m.rope = basis_state(basis, layer, "rope.neighbours");
+  if (which) m.rope = NULL;
+  const kv_tensor *frequencies = basis_state(basis, 0, "table.frequencies");
+  m.values = basis_state(basis, 0, "table.values");
+  m.coder_count = frequencies->shape[1];
+  m.symbols = frequencies->shape[2];
+  m.coders = take(r, m.coder_count, sizeof *m.coders);
+  for (u64 i = 0; i < m.coder_count; i++) read_coder(r, frequencies, i * m.symbols, m.symbols, &m.coders[i]);
+  u64 heads = side->heads, dim = c->dim, n = m.n, each = heads * dim;
+  u64 most = side->packed < c->group ? side->packed : c->group;
   double *v = take(f->r, times(most, each), sizeof *v), *u = take(f->r, each, sizeof *u);
   const kv_tensor *positions = stream(side, "positions");
   for (segment s = {0}; next_segment(side, &s);) {
@@ -176,7 +171,7 @@ static void decode_transform(kv_file *f, kv_side *side) {
       for (u64 h = 0; h < heads; h++) {
         float *to = side->early + ((sequence * heads + h) * side->packed + s.token + t) * dim;
         turn(&m, u + h * dim, position + t);
-        for (u64 c = 0; c < dim; c++) to[c] = (float)u[h * dim + c];
+        for (u64 k = 0; k < dim; k++) to[k] = (float)u[h * dim + k];
       }
     }
   }

@@ -98,7 +98,7 @@ kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
   f->r = r;
   f->bytes = bytes;
   open_header(f, &j);
-  read_header(f, parse_header(r, f->header));
+  read_header(f);
   check_json(f, &j);
   for (u64 i = 0; i < f->tensor_count; i++) decoded = plus(decoded, f->tensors[i].bytes);
   need(r, decoded <= r->limit, "container-29", "the tensors take %llu bytes", decoded);

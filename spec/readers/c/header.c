@@ -114,9 +114,7 @@ static kv_bytes records(kv_file *f, const char *name, u64 size, const char *name
   return data;
 }
 
-static kv_side *any_side(const kv_file *f, u32 layer) {
-  return f->layers[layer].sides[0] ? f->layers[layer].sides[0] : f->layers[layer].sides[1];
-}
+static kv_side *any_side(kv_side *const *sides) { return sides[0] ? sides[0] : sides[1]; }
 
 static void read_starts(kv_file *f) {
   kv_bytes data = records(f, "layer-positions", 0, "container-35", "container-36");
@@ -124,7 +122,7 @@ static void read_starts(kv_file *f) {
   need(f->r, !data.data || data.size == 8 * f->layer_count, "container-36", "a layer has no start");
   f->end = f->start;
   for (u32 l = 0; l < f->layer_count; l++) {
-    const kv_side *side = any_side(f, l);
+    const kv_side *side = any_side(f->layers[l].sides);
     u64 start = f->layers[l].start = data.data ? little(data.data + 8 * l, 8) : f->start;
     limit(f->r, "the start of a layer", start, MAX_TOKENS);
     need(f->r, start >= f->start, "container-37", "layer %u starts before the range", l);
@@ -162,7 +160,7 @@ static void read_states(kv_file *f) {
     bool same = before && before->layer == state->layer;
     bool ascends = !before || (same ? strcmp(before->name, state->name) < 0 : before->layer < state->layer);
     need(f->r, ascends, "container-45", "the records of layer-state do not ascend");
-    const kv_side *side = any_side(f, state->layer);
+    const kv_side *side = any_side(f->layers[state->layer].sides);
     right = (!same || before->tensor->shape[0] == t->shape[0]) && (!side || side->batch == t->shape[0]);
     need(f->r, right, "container-46", "the states of layer %u differ in sequences", state->layer);
   }
@@ -217,10 +215,14 @@ static void plan_all(kv_file *f) {
   need(f->r, f->r->page || f->tensor_count == f->listed->number, "container-16", "a tensor is not planned");
 }
 
-static void read_header(kv_file *f, const kv_value *map) {
+static void read_header(kv_file *f) {
   kv_reader *r = f->r;
-  kv_cursor c = {r, map, 0, "container-11", "container-11"};
-  need(r, map->type == MAP, "container-10", "the header is not a map");
+  kv_bytes rest = f->header;
+  kv_value map;
+  kv_cursor c = {r, &map, 0, "container-11", "container-11"};
+  parse(r, &rest, &map, 0);
+  need(r, !rest.size, "container-10", "bytes follow the header");
+  need(r, map.type == MAP, "container-10", "the header is not a map");
   integer(&c, "format", 1, 1);
   f->required = many(&c, "required", ARRAY, STRING);
   limit(r, "the number of required features", f->required->number, 256);

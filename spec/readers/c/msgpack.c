@@ -1,7 +1,6 @@
 /* The msgpack profile of headers (container.md), and the search for what is new in a header. */
-static const char codec_names[] =
-    "angle|group|klt|lossless|minifloat|octahedral|opaque|polar|quaternion|raw|scalar|"
-    "transform|trellis";
+static const char codec_names[] = "angle|group|klt|lossless|minifloat|octahedral|opaque|polar|quaternion|"
+                                  "raw|scalar|transform|trellis";
 
 /* The heads from 0xc0 to 0xdf: types (e, f, j, p and x do not occur in headers) and bytes of the number. */
 static const char types[] = "nxxxbbbeeeffiiiijjjjpppppsssaamm";
@@ -34,9 +33,7 @@ static bool read_value(kv_bytes *rest, kv_value *v, u64 *least) {
   return true;
 }
 
-static u64 items_of(const kv_value *v) {
-  return v->type == MAP ? 2 * v->number : v->type == ARRAY ? v->number : 0;
-}
+static u64 items_of(const kv_value *v) { return v->number * (2 * (v->type == MAP) + (v->type == ARRAY)); }
 
 static void parse(kv_reader *r, kv_bytes *rest, kv_value *v, int open) {
   u64 least;
@@ -60,12 +57,6 @@ static void parse(kv_reader *r, kv_bytes *rest, kv_value *v, int open) {
   }
 }
 
-static kv_value *parse_header(kv_reader *r, kv_bytes bytes) {
-  kv_value *v = take(r, 1, sizeof *v);
-  parse(r, &bytes, v, 0);
-  need(r, !bytes.size, "container-10", "bytes follow the header");
-  return v;
-}
 /* Take a value in any form of msgpack; false if its head or bytes are cut short. The items
  * begin at `within`; if they are cut short, `rest` becomes NULL. */
 static bool read_loose(kv_bytes *rest, kv_value *v, kv_bytes *within) {
@@ -82,9 +73,7 @@ static bool read_loose(kv_bytes *rest, kv_value *v, kv_bytes *within) {
   return whole;
 }
 
-static bool is_string(kv_value v, const char *words) {
-  return v.type == STRING && word_of(v.bytes, words) >= 0;
-}
+static bool is_string(kv_value v, const char *of) { return v.type == STRING && word_of(v.bytes, of) >= 0; }
 /* Refuse what is not among known names. */
 static void know(kv_reader *r, bool known, const char *rule, kv_bytes name) {
   int shown = name.size < 100 ? (int)name.size : 100;

@@ -49,7 +49,7 @@ kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   f->bytes = page;
   f->header = (kv_bytes){page.data + 128, size};
   r->page = true;
-  read_header(f, parse_header(r, f->header));
+  read_header(f);
   check_description(f);
   plan_all(f);
   r->page = false;

@@ -30,9 +30,7 @@ static u32 choice(kv_cursor *m, const char *key, const char *words) {
   return found;
 }
 
-static void end_map(kv_cursor *m) {
-  need(m->r, m->at == m->map->number, m->keys, "a map has a key too many");
-}
+static void end_map(kv_cursor *m) { need(m->r, m->at == m->map->number, m->keys, "a key is too many"); }
 /* Keys, each with an integer (a range, p of powers of two; # for any), a string (its words, or " for any), or
  * bytes (*, and their number). A side-car is such a value or a map of them. */
 static const char *const car_schemas[CARS][2] = {
@@ -101,11 +99,7 @@ static void check_table(kv_cursor *m, kv_bytes table, u64 count, float high, con
   }
 }
 
-static u64 power_above(u64 number) {
-  u64 power = 1;
-  while (power < number) power *= 2;
-  return power;
-}
+static u64 power_above(u64 number) { return (u64)1 << (highest(number - 1) + 1); }
 
 static void finish_angle(kv_cursor *m, kv_codec *c) {
   u64 bins = num(c, "bins"), low = bins & (0 - bins), high = bins / low;
@@ -249,9 +243,7 @@ static void finish_trellis(kv_cursor *m, kv_codec *c) {
   add(c, "codes", bits / 16, 65536);
 }
 
-static void check_order(kv_reader *r, u32 order) {
-  need(r, paley_order(order), "front-7", "there is no rotation of order %u", order);
-}
+static void check_order(kv_reader *r, u32 n) { need(r, paley_order(n), "front-7", "no rotation of %u", n); }
 
 static void read_cars(kv_cursor *m, kv_codec *c) {
   for (u32 car = 0; car < CARS; car++) {

@@ -56,12 +56,11 @@ static bool next_segment(const kv_side *side, segment *s) {
   return true;
 }
 /* Decode a segment with a coder for every `tokens` symbols; returns the bytes of words it took. */
-static u64 read_symbols(
-    kv_reader *r, const segment *s, u64 count, const coder *const *coders, u64 each, u8 *to) {
+static u64 read_symbols(kv_reader *r, const segment *s, u64 n, const coder *const *coders, u64 each, u8 *to) {
   u32 lanes[32];
   u64 taken = 0;
   read_lanes(r, s, lanes);
-  for (u64 i = 0; i < count; i++) {
+  for (u64 i = 0; i < n; i++) {
     u32 x = lanes[i % 32], slot = x % 4096;
     const coder *own = coders[i / each];
     u8 symbol = to[i] = own->slots[slot];

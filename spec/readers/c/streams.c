@@ -43,9 +43,7 @@ static kv_tensor *stream(const kv_side *s, const char *name) {
 
 static float get(const kv_tensor *t, u64 index) { return number_at(t->dtype, t->data, index); }
 
-static u64 get_int(const kv_tensor *t, u64 index) {
-  return little(t->data + dtype_bytes[t->dtype] * index, dtype_bytes[t->dtype]);
-}
+static u64 get_int(const kv_tensor *t, u64 index) { return (u64)get(t, index); }
 
 static bool all_finite(const kv_tensor *t) {
   for (u64 i = 0; t->dtype >= F16 && i < t->count; i++)

@@ -28,13 +28,9 @@ typedef struct {
   int64_t left;
 } backward;
 
-static void require(frame *f, bool right, const char *why) {
-  need(f->r, right, "container-21", "the zstd frame is malformed: %s", why);
-}
+static void require(frame *f, bool ok, const char *why) { need(f->r, ok, "container-21", "zstd: %s", why); }
 
-static void require_room(frame *f, u64 count) {
-  need(f->r, count <= f->size - f->made, "container-24", "a zstd frame makes more than its content size");
-}
+static void require_room(frame *f, u64 n) { need(f->r, n <= f->size - f->made, "container-24", "too long"); }
 
 static backward open_bits(frame *f, kv_bytes bytes) {
   u8 last = bytes.size ? bytes.data[bytes.size - 1] : 0;

@@ -37,7 +37,6 @@ static void put_big(u8 *to, u64 number, int count) {
 }
 
 static kv_bytes text_of(const char *words) { return (kv_bytes){(const u8 *)words, strlen(words)}; }
-
 static bool is(kv_bytes b, const char *text) {
   return b.size == strlen(text) && !memcmp(b.data, text, b.size);
 }
@@ -84,9 +83,11 @@ static bool is_utf8(kv_bytes text) {
 }
 
 static float as_float(u32 bits) {
-  float number;
-  memcpy(&number, &bits, sizeof number);
-  return number;
+  return (union {
+    u32 bits;
+    float number;
+  }){bits}
+      .number;
 }
 
 static float from_half(u16 bits) {

@@ -42,16 +42,9 @@ static u64 fold(u64 a, u64 b) {
   return product.low ^ product.high;
 }
 
-static u64 avalanche(u64 h) {
-  h = (h ^ h >> 37) * 0x165667919e3779f9u;
-  return h ^ h >> 32;
-}
-
-static u64 avalanche64(u64 h) {
-  h = (h ^ h >> 33) * P2;
-  h = (h ^ h >> 29) * P3;
-  return h ^ h >> 32;
-}
+static u64 mix(u64 h, int shift, u64 factor) { return (h ^ h >> shift) * factor; }
+static u64 avalanche(u64 h) { return mix(mix(h, 37, 0x165667919e3779f9u), 32, 1); }
+static u64 avalanche64(u64 h) { return mix(mix(mix(h, 33, P2), 29, P3), 32, 1); }
 
 static u64 mix16(const u8 *in, const u8 *key) { return fold(r64(in) ^ r64(key), r64(in + 8) ^ r64(key + 8)); }
 
@@ -72,8 +65,7 @@ static wide xxh3_short(const u8 *in, u64 n) {
     wide m = multiply((r32(in) + (r32(in + n - 4) << 32)) ^ key_at(16), P1 + (n << 2));
     m.high += m.low << 1;
     m.low ^= m.high >> 3;
-    m.low = (m.low ^ m.low >> 35) * 0x9fb21c651e98df25u;
-    return (wide){m.low ^ m.low >> 28, avalanche(m.high)};
+    return (wide){mix(mix(m.low, 35, 0x9fb21c651e98df25u), 28, 1), avalanche(m.high)};
   }
   u8 swapped[8];
   u64 high = r64(in + n - 8) ^ key_at(48);

@@ -59,10 +59,8 @@ static void unpack(kv_reader *r, const kv_packing *p, const u8 *const planes[], 
 }
 
 static u64 generate(u64 *state) {
-  u64 z = *state += 0x9e3779b97f4a7c15u;
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-  return z ^ z >> 31;
+  *state += 0x9e3779b97f4a7c15u;
+  return mix(mix(mix(*state, 30, 0xbf58476d1ce4e5b9u), 27, 0x94d049bb133111ebu), 31, 1);
 }
 
 static double disc(u64 *state, double point[2]) {

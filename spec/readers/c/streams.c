@@ -42,7 +42,6 @@ static kv_tensor *stream(const kv_side *s, const char *name) {
 }
 
 static float get(const kv_tensor *t, u64 index) { return number_at(t->dtype, t->data, index); }
-
 static u64 get_int(const kv_tensor *t, u64 index) { return (u64)get(t, index); }
 
 static bool all_finite(const kv_tensor *t) {

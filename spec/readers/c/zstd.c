@@ -29,7 +29,6 @@ typedef struct {
 } backward;
 
 static void require(frame *f, bool ok, const char *why) { need(f->r, ok, "container-21", "zstd: %s", why); }
-
 static void require_room(frame *f, u64 n) { need(f->r, n <= f->size - f->made, "container-24", "too long"); }
 
 static backward open_bits(frame *f, kv_bytes bytes) {

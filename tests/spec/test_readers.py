@@ -135,6 +135,11 @@ def test_lines_fit_their_columns() -> None:
             assert len(line) <= 110, f"{path}:{number}"
 
 
+def test_the_reader_in_c_has_at_most_3000_lines() -> None:
+    sources = [path for path in (READERS_FOLDER / "c").iterdir() if path.suffix in (".c", ".h")]
+    assert 0 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources) <= 3000
+
+
 def test_the_reader_in_c_is_formatted() -> None:
     if (program := shutil.which("clang-format")) is None:
         pytest.skip("clang-format is not installed")

@@ -122,7 +122,6 @@ static const char *const classes[][2] = {{"NotKvpack", "container-5:magic|row-1:
         "side-cars-7|side-cars-8|side-cars-12|side-cars-13|basis-4|basis-14|basis-15|basis-23|"
         "klt-11|group-7|minifloat-6|minifloat-7|minifloat-8|octahedral-5|lossless-6|transform-8|"
         "transform-9|transform-10|transform-11|rans-1|rans-2|rans-3|rans-4"}};
-
 /* Refuse what is not right. In the description of a packed page all that it breaks is one rule (row.md). */
 static void need(kv_reader *r, bool right, const char *rule, const char *format, ...) {
   if (right) return;

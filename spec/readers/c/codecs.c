@@ -1,6 +1,5 @@
 /* What the codecs decode to in coded coordinates, before side-cars and the rotation back (codecs/). */
 _Static_assert(FLT_EVAL_METHOD == 0, "an operation in binary32 is rounded once");
-
 /* Direction p of `bins` angles around the circle; one on an axis is exact. */
 static void put_bin(float to[2], u64 p, u64 bins) {
   double angle = PI * (2.0 * p + 1) / bins;

@@ -145,10 +145,8 @@ static void decode_transform(kv_file *f, kv_side *side) {
   bool right = basis->layers[layer].sides[which]->codec->dim == c->dim && m.frames->shape[3] == m.n;
   right = right && m.frames->shape[1] == (m.whole ? 1 : side->heads);
   need(r, right, "transform-7", "the matrices of the basis are of other heads");
-  m.rope = basis_state(basis, layer, "rope.halves");
-  m.halves = m.rope != NULL;
-  if (!m.rope) m.rope = basis_state(basis, layer, "rope.neighbours");
-  if (which) m.rope = NULL;
+  m.halves = basis_state(basis, layer, "rope.halves") != NULL;
+  m.rope = which ? NULL : basis_state(basis, layer, m.halves ? "rope.halves" : "rope.neighbours");
   const kv_tensor *frequencies = basis_state(basis, 0, "table.frequencies");
   m.values = basis_state(basis, 0, "table.values");
   m.coder_count = frequencies->shape[1];

@@ -95,8 +95,7 @@ kv_file *kv_open(kv_reader *r, kv_bytes bytes) {
   kv_file *f = take(r, 1, sizeof *f);
   json j;
   u64 decoded = 0;
-  f->r = r;
-  f->bytes = bytes;
+  *f = (kv_file){.r = r, .bytes = bytes};
   open_header(f, &j);
   read_header(f);
   check_json(f, &j);

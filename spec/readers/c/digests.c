@@ -140,7 +140,6 @@ static u64 xxh64(const u8 *in, u64 n) {
   for (; in < end; in++) h = rotl(h ^ *in * P5, 11) * P1;
   return avalanche64(h);
 }
-
 /* The first 32 bits of the fractions of the square roots of 8 prime numbers, and of the cube roots of 64. */
 static void fill_constants(u32 state[8], u32 constants[64]) {
   for (int n = 2, count = 0; count < 64; n++) {

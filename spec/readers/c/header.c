@@ -132,7 +132,6 @@ static void read_starts(kv_file *f) {
   }
   need(f->r, !data.data || differs, "container-39", "layer-positions has one start only");
 }
-
 /* Read the states, and count sequences. */
 static void read_states(kv_file *f) {
   static const u8 zeros[28];
@@ -171,7 +170,7 @@ static void read_states(kv_file *f) {
   }
 }
 
-static void read_hidden(kv_file *f) {
+static void read_hidden_and_offsets(kv_file *f) {
   kv_bytes data = records(f, "hidden-tokens", 20, "container-49", "container-50");
   u64 last = 0, last_end = 0;
   for (const u8 *record = data.data; data.size; record += 20, data.size -= 20) {
@@ -184,10 +183,7 @@ static void read_hidden(kv_file *f) {
     last = sequence;
     last_end = end;
   }
-}
-
-static void read_offsets(kv_file *f) {
-  kv_bytes data = records(f, "position-offsets", 8, "container-56", "container-57");
+  data = records(f, "position-offsets", 8, "container-56", "container-57");
   bool right = !data.size || !f->most || (f->fewest == data.size / 8 && f->most == data.size / 8);
   need(f->r, right, "container-58", "there are %llu offsets", data.size / 8);
   for (u64 i = 0; i < data.size; i += 8) {
@@ -245,8 +241,7 @@ static void read_header(kv_file *f) {
   check_codec_features(f);
   read_starts(f);
   read_states(f);
-  read_hidden(f);
-  read_offsets(f);
+  read_hidden_and_offsets(f);
   f->checksums = feature(f, "zstd-checksum").data != NULL;
   if (r->page) return;
   plan_all(f);

@@ -15,7 +15,6 @@
 #include "packing.c"
 #include "parameters.c"
 #include "streams.c"
-#include "rans.c"
 #include "basis.c"
 #include "header.c"
 #include "columns.c"

@@ -22,6 +22,7 @@ typedef struct {
 } kv_bytes;
 
 typedef struct kv_file kv_file;
+typedef struct kv_side kv_side;
 typedef struct kv_block {
   struct kv_block *next;
   max_align_t start[];
@@ -40,7 +41,6 @@ typedef struct {
 } kv_reader;
 
 /* What callers use: open, check every byte and rule, decode a side to [batch, kv_head, token, channel]. */
-typedef struct kv_side kv_side;
 kv_file *kv_open(kv_reader *r, kv_bytes bytes);
 kv_file *kv_open_page(kv_reader *r, kv_bytes bytes);
 void kv_check(kv_file *f);

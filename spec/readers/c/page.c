@@ -45,9 +45,7 @@ kv_file *kv_open_page(kv_reader *r, kv_bytes bytes) {
   check_zeros(r, page.data, 100, 128);
   need(r, at <= page.size, "row-3", "the description does not end within the packed page");
   kv_file *f = take(r, 1, sizeof *f);
-  f->r = r;
-  f->bytes = page;
-  f->header = (kv_bytes){page.data + 128, size};
+  *f = (kv_file){.r = r, .bytes = page, .header = {page.data + 128, size}};
   r->page = true;
   read_header(f);
   check_description(f);

@@ -39,7 +39,6 @@ static const char *const car_schemas[CARS][2] = {
     {"block_rotation", "block_rotation:2-1024"}, {"key_mean", "tokens:p8-1024 bits:p4-8"},
     {"outliers", "fields:#"}, {"qjl", "seed:# norm:fp16|fp32 fields:#"},
     {"raw_tokens", "raw_tokens:bf16|fp16|fp32"}, {"raw_positions", "raw_positions:bf16|fp16|fp32"}};
-
 /* A parameter by its key, or all zeros; the key of a side-car with a map begins with its name and a dot. */
 static const kv_parameter *find(const kv_codec *c, const char *key) {
   static const kv_parameter absent;

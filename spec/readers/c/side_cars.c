@@ -79,7 +79,6 @@ static void add_qjl(kv_file *f, const kv_side *side, const kv_place *at, float *
   double factor = norm * sqrt(PI / (2.0 * c->dim));
   for (u32 j = 0; j < c->dim; j++) u[j] = (float)(u[j] + factor * x[j]);
 }
-
 /* Rotate back by signs, or multiply by the matrix of a head. */
 static void turn_back(float *u, u32 dim, const signed char *signs, const kv_tensor *matrix, u64 head) {
   double from[MAX_DIM] = {0}, to[MAX_DIM] = {0};

@@ -38,8 +38,7 @@ static kv_bytes decrypted(kv_reader *r, kv_bytes entry, const kv_wanted *w) {
   right = right && entry.data[digits] == '\n';
   need(r, right || !w->secret_count, "store-5:magic", "the entry is not encrypted");
   if (!right) return entry;
-  bool later = digits != first + 1 || entry.data[first] != '1';
-  need(r, !later, "store-5:version", "a later version encrypted the entry");
+  need(r, digits == first + 1 && entry.data[first] == '1', "store-5:version", "it is of a later version");
   u64 nonce = entry.size > 19 ? 20 + entry.data[19] : 20;
   need(r, entry.size >= nonce + 12 + 16 + 16, "store-31", "the entry is too short for its parts");
   const u8 *tag = entry.data + entry.size - 32, *data = entry.data + nonce + 12;
@@ -85,8 +84,8 @@ static void check_chunk(kv_file *f, const kv_wanted *w) {
   kv_bytes ids = {record.data + first, record.size - first}, parent = {record.data + 32, 32};
   u8 own[32];
   sha256(prefixed(r, (kv_bytes[]){parent, ids, {record.data + 81, inputs}}, inputs ? 3 : 2), own);
-  right = !memcmp(record.data, w->key, 32) && !memcmp(own, w->key, 32);
-  need(r, right, "store-2", "the entry has another entry key");
+  need(
+      r, !memcmp(record.data, w->key, 32) && !memcmp(own, w->key, 32), "store-2", "it has another entry key");
   need(r, !w->parent || !memcmp(parent.data, w->parent, 32), "store-2", "the entry has another parent");
   check_identity(f, w, "store-2");
   for (u32 i = 0; i < f->side_count; i++) {

@@ -1,6 +1,5 @@
 /* Zstandard frames (RFC 8878), without dictionaries, and with nothing that RFC 8878 does not allow. */
 #define MAX_BLOCK (128u << 10)
-
 typedef struct {
   u16 baseline;
   u8 symbol, bits;
@@ -21,7 +20,6 @@ typedef struct {
   u8 literals[MAX_BLOCK];
   u32 literal_count;
 } frame;
-
 /* Bits that are read from the last one backward; `left` is below 0 if more were read than there are. */
 typedef struct {
   const u8 *data;

@@ -1,5 +1,4 @@
 // Bases (basis.md): what their headers have to have, and a basis in memory.
-
 import { badPayload, need } from "./errors.js";
 import { finite, floats } from "./numbers.js";
 import { vectorCount } from "./parameters.js";
@@ -115,7 +114,11 @@ export class Basis {
     need(side && frames, "transform-6", `the basis has no frames for ${which} of layer ${layer}`);
     const [count, size] = scope === "head" ? [heads, dim] : [1, heads * dim];
     const fits = shaped(frames, [frames.dtype], 1, count, 1 + size, size);
-    need(fits && side.dim === dim && side.heads === heads, "transform-7", `the basis has frames of another shape in layer ${layer}`);
+    need(
+      fits && side.dim === dim && side.heads === heads,
+      "transform-7",
+      `frames of layer ${layer} have another shape`,
+    );
     const scales = this.state(layer, `${which}.scales`).values;
     const last = this.tables.length - 1;
     const table = (column, step) => this.tables[Math.min(Math.max(step - scales[column], 0) >> 2, last)];

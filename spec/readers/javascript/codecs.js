@@ -2,7 +2,6 @@
 // a function of a row and values, which puts the values of one token of one head; the token's symbols are in
 // data.digits. A row has: b, h and t; token, counted over all sequences and heads; run, inRun and group, the
 // token's place in runs; and ofRun and ofGroup, those of the head counted in the same way.
-
 import { badPayload, must } from "./errors.js";
 import { HALF, floats, range, roundToHalf, view } from "./numbers.js";
 import { vectorCount } from "./parameters.js";
@@ -180,7 +179,6 @@ function octahedralDirections(table) {
   };
   return Float32Array.from([...table].flatMap((b) => [...table].flatMap((a) => one(a, b))));
 }
-
 let lastWords = {};
 // The codewords of quaternion: four binary32 components each. The last ones made are kept.
 function codewords(seed, secondary) {
@@ -206,8 +204,7 @@ function codewords(seed, secondary) {
 
 function quaternion(data, { dim, low = 0, seed, secondary, radius_bits: bits }) {
   const { digits } = data;
-  const scales = data.finite("scale");
-  const words = codewords(seed, secondary);
+  const [scales, words] = [data.finite("scale"), codewords(seed, secondary)];
   const [first, second, radii] = [digits[0], digits[1], digits.at(-1)];
   return ({ token }, u) => {
     const unit = f32(scales[token] / (2 ** bits - 1));
@@ -228,7 +225,6 @@ function direction(turns, parts) {
   const turned = [c, s, -c, -s];
   return [turned[[0, 3, 2, 1][quarter % 4]], turned[[1, 0, 3, 2][quarter % 4]]].map((x) => f32(x) + 0);
 }
-
 const directionTable = (bins) => Float32Array.from(range(bins, (k) => direction(2 * k + 1, 2 * bins)).flat());
 
 function angle(data, { dim, low = 0, norm, norm_bits: bits, bins }) {
@@ -277,10 +273,8 @@ function polar(data, { dim, levels, radii: count, angle_table: bytes, anglesOfFi
 }
 
 function trellis(data, { dim, bits, state_bits: width, values }) {
-  const string = data.u16("codes.0");
-  const norms = data.norms("norm");
-  const count = (dim * bits) / 16;
-  const mask = 2 ** width - 1;
+  const [string, norms] = [data.u16("codes.0"), data.norms("norm")];
+  const [count, mask] = [(dim * bits) / 16, 2 ** width - 1];
   return ({ token }, u) => {
     const at = token * count;
     for (let c = 0; c < dim; c++) {
@@ -387,8 +381,7 @@ function transform(data, codec) {
     if (block !== current)
       blocks = (layer ? range(heads, (i) => i) : [h]).map((i) => decodeBlock(b, i, group));
     current = block;
-    const token = inRun % chunk;
-    const base = layer ? h * dim : h * (1 + n) * n;
+    const [token, base] = [inRun % chunk, layer ? h * dim : h * (1 + n) * n];
     for (let c = 0; c < dim; c++) u[c] = values[base + c];
     for (const { count, levels, starts: ofColumns } of blocks) {
       let some = 0;
@@ -432,6 +425,5 @@ function turn({ frequencies, halves }, position, u) {
     [u[a], u[b]] = [u[a] * c - u[b] * s, u[b] * c + u[a] * s];
   }
 }
-
 const names = { group, minifloat, scalar, octahedral, quaternion, angle, polar, trellis, klt, transform };
 export const DECODERS = { raw: plain("values"), opaque: plain("bytes"), lossless, ...names };

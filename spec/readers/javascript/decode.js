@@ -1,5 +1,4 @@
 // From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
-
 import { DECODERS, addRows } from "./codecs.js";
 import { badPayload, missingBasis, must, need } from "./errors.js";
 import { finite, floats, hex, isZero, range, view } from "./numbers.js";
@@ -125,8 +124,7 @@ const STEPS = {
     };
   },
   key_mean(data, { bits }) {
-    const codes = data.u8("key_mean");
-    const scales = data.finite("key_mean_scale");
+    const [codes, scales] = [data.u8("key_mean"), data.finite("key_mean_scale")];
     const { dim } = data.side;
     const half = dim / 2;
     return (u, { ofGroup: page }) => {
@@ -216,7 +214,6 @@ const STEPS = {
     };
   },
 };
-
 const ORDER = ["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order"];
 ORDER.push("channel_scale", "balanced", "raw_tokens", "raw_positions");
 
@@ -226,7 +223,6 @@ function sideCarSteps(data, codec) {
   // Without its basis a side has no values: only the packed signs of qjl are still to be checked.
   return (data.missing ? ["qjl"] : ORDER).map((name) => made[name]).filter(Boolean);
 }
-
 const checkCount = (what, count, entries) =>
   must(count === entries, "side-cars-5", `${count} ${what} are 1, and there are ${entries} entries`);
 // Put the raw values of the tokens in `entries`: a Map from token · batch + sequence to an entry.
@@ -243,8 +239,7 @@ function putRaw(data, name, entries) {
 
 function rawPositions(data) {
   const { batch, packed } = data.side;
-  const words = data.u16("raw_positions");
-  const bytes = data.u8("raw_values");
+  const [words, bytes] = [data.u16("raw_positions"), data.u8("raw_values")];
   const [count, entries] = [data.entries("raw_positions"), data.entries("raw_values")];
   must(count === entries, "side-cars-12", `${count} raw positions and ${entries} entries of raw_values`);
   const positions = new Map();

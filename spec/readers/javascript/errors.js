@@ -8,11 +8,9 @@ export class KvpackError extends Error {
     Object.assign(this, { kind, rule });
   }
 }
-
 const refusal = (kind) => (rule, message) => {
   throw new KvpackError(kind, rule, message);
 };
-
 export const badHeader = refusal("InvalidHeader");
 export const badPayload = refusal("InvalidPayload");
 export const digestMismatch = refusal("DigestMismatch");

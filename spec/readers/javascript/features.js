@@ -1,5 +1,4 @@
 // Required and ignorable features with data (container.md, Token ids to Metadata).
-
 import { badPayload, limit, need } from "./errors.js";
 import { compareText, decodeUtf8, MAX_NAMES, MAX_STRING_BYTES } from "./msgpack.js";
 import { Cursor, concat, isZero, view } from "./numbers.js";
@@ -13,7 +12,6 @@ const OF_CODECS = [
   ["balanced", "container-63", (p) => p.balanced],
   ["log-norms", "container-64", (p) => p.norm === "log8"],
 ];
-
 const OTHERS = ["basis", "hidden-tokens", "layer-positions", "layer-state", "position-offsets"];
 export const FEATURES = [...OF_CODECS.map(([name]) => name), ...OTHERS];
 // Read the features of a header whose layers are read: states, starts, end, hidden, offsets and metadata.
@@ -58,7 +56,6 @@ function readStarts(header) {
   need(!starts.every((value) => value === start), "container-39", "layer-positions has one start only");
   return starts;
 }
-
 const STATE_DTYPES = ["U8", "U16", "F16", "BF16", "F32"];
 
 function readStates(header) {

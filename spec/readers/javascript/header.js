@@ -1,5 +1,4 @@
 // The header map: fields, sides and tensors (container.md, Fields to Tensors and alignment).
-
 import { limit, need, quoted, unknownCodec, unsupported } from "./errors.js";
 import { FEATURES, readFeatures } from "./features.js";
 import { dtypeOf, readCodec } from "./parameters.js";
@@ -17,15 +16,12 @@ export function refuseNew(map, isKnown) {
   for (const id of all("codecs").map((codec) => isMap(codec) && codec.get("id")))
     if (isText(id) && !isKnown(id)) unknownCodec("container-12", `the codec ${quoted(id)} is unknown`);
 }
-
 const HEADER = schema(
   "format:1 required:names ignorable:blobs model:texts recipe:text start:tokens codecs layers:codecs tensors",
 );
-
 const SIDE = schema(
   "codec:integer batch:1..65536! heads:1..65536! runs tail:tokens tail_dtype:bf16|fp16|fp32 window:tokens",
 );
-
 const LAYER = schema("k:any v:any");
 // Check the map of a header; `isKnown(id)`: whether the reader knows a codec; `ofRow`: a row's description.
 export function readHeader(map, isKnown, ofRow = false) {
@@ -36,7 +32,6 @@ export function readHeader(map, isKnown, ofRow = false) {
   if (!ofRow) header.tensors = readTensors(header);
   return header;
 }
-
 export const sidesOf = (layer) => [layer.k, layer.v].filter(Boolean);
 
 function readLayer(map, index, codecs) {
@@ -87,10 +82,8 @@ function sideStreams(side) {
   for (const entry of streams) entry.name = `${side.layer}.${side.which}.${entry.stream}`;
   return streams;
 }
-
 export const byteSize = ({ shape, dtype }) =>
   shape.reduce((product, size) => product * BigInt(size), BigInt(WIDTHS[dtype]));
-
 const TENSOR = [isText, isText, list(isInteger, 131072), typeOf("none|zstd"), isInteger];
 TENSOR.push((value) => isBytes(value) && value.length === 16);
 

@@ -1,6 +1,5 @@
 // A reader of kvpack 1 of the profile full, for browsers and Node, written from the pages of spec/.
 // A source is anything with `size` and an asynchronous `read(from, to)` that returns a Uint8Array.
-
 import { Basis, checkBasisHeader } from "./basis.js";
 import { decodeSide } from "./decode.js";
 import * as errors from "./errors.js";
@@ -14,7 +13,6 @@ import { decompress } from "./zstd.js";
 
 export const { KvpackError } = errors;
 const { digestMismatch, limit, must, need, notKvpack, truncated, unsupported } = errors;
-
 const START = '{"__metadata__":{"format":"kvpack","kvpack":"';
 const [MAX_JSON_BYTES, MAX_HEADER_BYTES, MAX_FILE_BYTES] = [16777216, 8388608, 2n ** 60n - 1n];
 const PIECE = 8388608;
@@ -101,7 +99,6 @@ export async function open(source, options = {}) {
   if (header.required.includes("basis")) checkBasisHeader(header);
   return new KvpackFile(source, header, start, options);
 }
-
 const checkDigest = (name, found, digest) =>
   found === digest || digestMismatch("container-20", `${name} is damaged: it has another digest`);
 

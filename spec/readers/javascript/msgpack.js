@@ -1,13 +1,11 @@
 // The msgpack profile (container.md). One walk reads msgpack of any form as far as it goes, because what is
 // new in a header comes before all else, and notes the first thing that the profile does not have.
-
 import { badHeader, limit, quoted } from "./errors.js";
 import { Cursor, viewOf } from "./numbers.js";
 
 export const MAX_NAMES = 256;
 export const MAX_STRING_BYTES = 4096;
 const [MAX_ENTRIES, MAX_BINARY_BYTES, MAX_DEPTH] = [131072, 65536, 5];
-
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 const encoder = new TextEncoder();
 const malformed = (what) => badHeader("container-10", `kvpack.header ${what}`);

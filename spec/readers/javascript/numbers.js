@@ -1,10 +1,8 @@
 // Stored numbers (README.md, Conventions) and typed views of bytes. All of it needs a little-endian machine.
-
 import { must } from "./errors.js";
 
 if (new Uint8Array(Uint16Array.of(1).buffer)[0] !== 1)
   throw new Error("this reader needs a little-endian machine");
-
 export const range = (count, make) => Array.from({ length: count }, (_, i) => make(i));
 export const isInteger = (value) => typeof value === "number" || typeof value === "bigint";
 export const isZero = (bytes) => bytes.every((byte) => byte === 0);
@@ -25,7 +23,6 @@ for (let i = 0; i < 65536; i++) {
   else HALF[i] = exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction;
   halfBits[i] |= (i & 0x8000) << 16;
 }
-
 const float = new Float32Array(1);
 const word = new Int32Array(float.buffer);
 export const floatOfBits = (bits) => new Float32Array(Int32Array.of(bits).buffer)[0];

@@ -1,5 +1,4 @@
 // Bit packing (README.md): columns(n, bases, F).
-
 import { badPayload, need } from "./errors.js";
 import { range } from "./numbers.js";
 

@@ -1,5 +1,4 @@
 // Parameters of codecs and side-cars, and the streams that follow from them (codecs/*.md, side-cars.md).
-
 import { need, quoted, unknownCodec } from "./errors.js";
 import { floats, floatOfBits, isInteger, range } from "./numbers.js";
 import { Columns, defaultRowBytes } from "./packing.js";
@@ -124,7 +123,6 @@ function tables(text) {
   }
   return result;
 }
-
 export const isCodec = (id) => Object.hasOwn(CODECS, id);
 const DTYPES = { bf16: "BF16", fp16: "F16", fp32: "F32", log8: "U8", u8: "U8", u16: "U16" };
 export const dtypeOf = (p, word) => DTYPES[word] ?? DTYPES[p[word]];
@@ -154,7 +152,6 @@ function streamsOf(p, lines, packings, fields) {
     return packing.planes.map((count, i) => ({ ...plane, name: `${name}.${i}`, sizes: [count] }));
   });
 }
-
 const checkSize = (bytes, size, rule) =>
   need(bytes.length === size, rule, `${bytes.length} bytes of a parameter, and ${size} are needed`);
 // The values of a table of `count` numbers, which have to ascend from 0 or above to at most `most`.
@@ -172,7 +169,6 @@ function splitSymbols(p, n, x, isSplit) {
   const split = isSplit(defaultRowBytes(n, x), two);
   Object.assign(p, { low: split ? low : 0, high: x / low, whole: !split, above: powerAbove(x) });
 }
-
 const powerAbove = (x) => 2 ** Math.ceil(Math.log2(x));
 const checkRotation = (order) => need(hasHadamard(order), "front-7", `no rotation has the order ${order}`);
 // The largest binary32 that is not above π / 2.

@@ -1,5 +1,4 @@
 // rANS (rans.md), and the segments of the codecs lossless and transform.
-
 import { badPayload } from "./errors.js";
 
 // A table from its frequencies: the symbol of each slot, frequencies and their sums below.
@@ -15,7 +14,6 @@ export function ransTable(frequencies, name) {
   if (sum !== 4096) badPayload("rans-1", `${name}: frequencies do not sum to 4096`);
   return { symbols, frequencies, bases };
 }
-
 const LANES = 32;
 const lanes = new Float64Array(LANES);
 // The segments of a side, one for each sequence, head and token group.

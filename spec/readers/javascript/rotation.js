@@ -1,5 +1,4 @@
 // The generator and rotations (README.md).
-
 import { range } from "./numbers.js";
 
 const wrap = (x) => BigInt.asUintN(64, x);
@@ -39,7 +38,6 @@ function residue(a, r) {
   const rest = ((a % r) + r) % r;
   return rest && (range(r, (i) => (i * i) % r).includes(rest) ? 1 : -1);
 }
-
 const square = (order, entry) => range(order, (i) => range(order, (j) => entry(i, j)));
 // A Hadamard matrix of order 1, 12, 20 or 28, by squares modulo a prime.
 function paley(order) {

@@ -1,5 +1,4 @@
 // Packed pages: pages of serving engines (row.md).
-
 import { decodeSide } from "./decode.js";
 import { KvpackError, badHeader, digestMismatch, need, notKvpack, truncated, unsupported } from "./errors.js";
 import { byteSize, readHeader, sidesOf } from "./header.js";

@@ -1,5 +1,4 @@
 // Types of the values of a header, and its maps by tables of their keys.
-
 import { limit, need, quoted } from "./errors.js";
 import { MAX_NAMES, compareText } from "./msgpack.js";
 import { isInteger } from "./numbers.js";
@@ -20,11 +19,9 @@ function ascending(names, rule, what) {
   const at = names.findIndex((name, i) => i && compareText(names[i - 1], name) >= 0);
   return need(at < 0, rule, `${what} is not in ascending order at ${quoted(names[at])}`);
 }
-
 const mapTo = (type) => (value, what) =>
   isMap(value) && [...value.values()].every(type) && ascending([...value.keys()], "container-10", what);
 const names = (value, what) => list(isText, MAX_NAMES)(value, what) && ascending(value, "container-34", what);
-
 const TYPES = {
   any: () => true,
   blobs: mapTo(isBytes),
@@ -72,5 +69,4 @@ export function readMap(map, types, what, keyRule = "container-11", valueRule = 
     need(types[name](value, `${what}: ${name}`), valueRule, `${what}: ${name} is not one of its table`);
   return Object.fromEntries(map);
 }
-
 export const mapOf = (words, rule) => (value, what) => readMap(value, schema(words), what, rule);

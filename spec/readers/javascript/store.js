@@ -1,6 +1,5 @@
 // Keys and entries of prefix stores (store.md). Where the text says that an entry is as if it were absent,
 // functions return null; damaged ones are refused.
-
 import { KvpackError, badHeader, digestMismatch, need, notKvpack, unsupported } from "./errors.js";
 import { sidesOf } from "./header.js";
 import { fromBytes, open } from "./kvpack.js";
@@ -18,7 +17,6 @@ function encodeText(text) {
   };
   return concat(...Array.from(text, encode));
 }
-
 export const lengthPrefixed = (bytes) =>
   concat(new Uint8Array(BigUint64Array.of(BigInt(bytes.length)).buffer), bytes);
 const keyOf = (...parts) => sha256(concat(...parts.map(lengthPrefixed)));
@@ -39,7 +37,6 @@ export async function basisKey(digest, encryption = null) {
   if (!encryption) return digest;
   return keyOf(ascii("kvpack-basis 1"), digest, ascii(encryption.id), encodeText(encryption.tenant));
 }
-
 const HEAD = "kvpack-encrypted ";
 const damaged = (what) => digestMismatch("store-31", `the encrypted entry ${what}`);
 // The kvpack file in an entry, or null where no key opens it. `keys`: Map from the id of a key to its bytes.
@@ -89,8 +86,7 @@ export async function openChunk(bytes, key, { identity, start, parent: before, l
   const record = file.header.ignorable.get("prefix-store-2");
   const idBytes = record ? record.length - 81 - record[80] : NaN;
   if (!(idBytes >= 0 && idBytes % 4 === 0)) badHeader("store-2", "the file is not the entry of a chunk");
-  const parent = record.slice(32, 64);
-  const inputs = record.slice(81, 81 + record[80]);
+  const [parent, inputs] = [record.slice(32, 64), record.slice(81, 81 + record[80])];
   const ids = [...view(record.slice(81 + record[80]), Uint32Array)];
   const own = await chunkKey(parent, ids, inputs);
   need(equalBytes(record.subarray(0, 32), key) && equalBytes(own, key), "store-2", "the key is another");

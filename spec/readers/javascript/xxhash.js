@@ -1,6 +1,5 @@
 // XXH3-128 (container.md, Digests), XXH64 (of zstd frames), both with seed 0, and the checksum of rows. Long
 // inputs are hashed in 32-bit halves; BigInt is for at most 240 bytes and for what is done once.
-
 import { concat, view, viewOf } from "./numbers.js";
 
 const SECRET_HEX =
@@ -12,7 +11,6 @@ const SECRET = Uint8Array.from(SECRET_HEX.match(/../g), (pair) => parseInt(pair,
 const P32 = [0n, 0x9e3779b1n, 0x85ebca77n, 0xc2b2ae3dn];
 const P64 = [0n, 0x9e3779b185ebca87n, 0xc2b2ae3d27d4eb4fn, 0x165667b19e3779f9n, 0x85ebca77c2b2ae63n];
 P64.push(0x27d4eb2f165667c5n);
-
 const wrap = (x) => BigInt.asUintN(64, x);
 const secret = viewOf(SECRET);
 const key = (at) => secret.getBigUint64(at, true);
@@ -23,7 +21,6 @@ function mixed(h, first, factor, second) {
   const product = wrap((h ^ (h >> first)) * factor);
   return product ^ (product >> second);
 }
-
 const avalanche = (h) => mixed(wrap(h), 37n, 0x165667919e3779f9n, 32n);
 const avalanche64 = (h) => mixed(wrap((h ^ (h >> 33n)) * P64[2]), 29n, P64[3], 32n);
 const swap = (x) => new DataView(BigUint64Array.of(x).buffer).getBigUint64(0);
@@ -94,7 +91,6 @@ function multiply(numbers, i, low, high) {
   numbers[i] = Math.imul(l, low);
   numbers[i + 1] = (upperHalf(l, low) + Math.imul(l, high) + Math.imul(h, low)) | 0;
 }
-
 const halves = (...numbers) => new Int32Array(BigUint64Array.from(numbers, wrap).buffer);
 const INITIAL = halves(P32[3], P64[1], P64[2], P64[3], P64[4], P32[2], P64[5], P32[1]);
 const KEYS = new Int32Array(SECRET.buffer);
@@ -119,7 +115,6 @@ function scramble(acc) {
     multiply(acc, i, 0x9e3779b1, 0);
   }
 }
-
 const joined = (numbers) => Array.from(new BigUint64Array(numbers.buffer));
 // The XXH3-128 of bytes that come in pieces; all but the last have a multiple of 1,024 bytes.
 export class Digest {
@@ -161,9 +156,7 @@ export class Digest {
     return [merge(117, ~(n * P64[2])), merge(11, n * P64[1])];
   }
 }
-
 export const xxh3 = (bytes) => new Digest().update(bytes).finish();
-
 const [A, B] = [halves(P64[1]), halves(P64[2])];
 
 export function xxh64(bytes) {
@@ -194,7 +187,6 @@ export function xxh64(bytes) {
     h = step(h, BigInt(bytes[at]) * P64[5], 11n, P64[1], 0n);
   return avalanche64(h);
 }
-
 const round = (input) => rotate(wrap(input * P64[2]), 31n) * P64[1];
 const step = (h, x, bits = 0n, p = P64[1], q = P64[4]) => wrap(rotate(wrap(h ^ x), bits) * p + q);
 // The checksum of a row (row.md): its words, 6 and 7 as 0, as digits of a number to the base X, modulo 2^64.

@@ -1,5 +1,4 @@
 // Zstandard frames (RFC 8878), as container.md (zstd) restricts them.
-
 import { badPayload, limit, must } from "./errors.js";
 import { Cursor, range } from "./numbers.js";
 import { xxh64 } from "./xxhash.js";

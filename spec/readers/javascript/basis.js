@@ -114,11 +114,8 @@ export class Basis {
     need(side && frames, "transform-6", `the basis has no frames for ${which} of layer ${layer}`);
     const [count, size] = scope === "head" ? [heads, dim] : [1, heads * dim];
     const fits = shaped(frames, [frames.dtype], 1, count, 1 + size, size);
-    need(
-      fits && side.dim === dim && side.heads === heads,
-      "transform-7",
-      `frames of layer ${layer} have another shape`,
-    );
+    const same = fits && side.dim === dim && side.heads === heads;
+    need(same, "transform-7", `the frames of ${which} of layer ${layer} are of another scope or shape`);
     const scales = this.state(layer, `${which}.scales`).values;
     const last = this.tables.length - 1;
     const table = (column, step) => this.tables[Math.min(Math.max(step - scales[column], 0) >> 2, last)];

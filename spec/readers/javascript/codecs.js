@@ -30,8 +30,7 @@ const plain = (name) => (data) => {
 };
 
 function lossless(data, { dim, chunk, fraction }) {
-  const [codes] = data.digits;
-  const frequencies = data.u16("frequencies");
+  const [[codes], frequencies] = [data.digits, data.u16("frequencies")];
   const segments = new Segments(data, data.u16("word_counts"), "lossless-6");
   const symbols = new Uint8Array(chunk * dim);
   const [size, mask] = [2 ** (15 - fraction), 2 ** fraction - 1];
@@ -350,7 +349,7 @@ function transform(data, codec) {
   }
   const { values, table } = basis.frames(codec, heads);
   const rope = codec.side === "k" ? basis.rope(codec.layer) : null;
-  const layer = codec.scope === "layer";
+  const [layer, step] = [codec.scope === "layer", 2 ** (-codec.step / 16)];
   const n = layer ? heads * dim : dim;
   const symbols = new Uint8Array(chunk * dim);
   // The levels of a head in a token group, and the matrix row of each of its columns.
@@ -375,7 +374,6 @@ function transform(data, codec) {
   // The blocks that the values of a token are sums of: those of all heads, or that of one.
   let [blocks, current] = [[], -1];
   const [starts, factors] = [new Int32Array(dim), new Float64Array(dim)];
-  const step = 2 ** (-codec.step / 16);
   return ({ b, h, group, inRun, ofGroup }, u) => {
     const block = layer ? b * groups + group : ofGroup;
     if (block !== current)

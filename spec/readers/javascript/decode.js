@@ -72,8 +72,7 @@ export function decodeSide(side, bytes, bases, range) {
 // The packed tokens of a range in blocks, which do not cross runs or token groups, each with its place.
 function* blocks({ runs, codec }, [first, last]) {
   const size = codec.group > 1 ? codec.group : 256;
-  let start = 0;
-  let firstGroup = 0;
+  let [start, firstGroup] = [0, 0];
   for (const [run, length] of runs.entries()) {
     const row = { run, start, firstGroup };
     const end = Math.min(start + length, last);

@@ -96,11 +96,8 @@ export async function openChunk(bytes, key, { identity, start, parent: before, l
     const plain = batch === 1 && !tail && packed === ids.length;
     need(plain, "store-19", "a side of the entry is not one sequence of its tokens, all packed");
   }
-  need(
-    !file.header.starts.some((value) => value !== file.header.start),
-    "store-19",
-    "a layer has another start",
-  );
+  const { starts, start: first } = file.header;
+  need(!starts.some((value) => value !== first), "store-19", "a layer has another start");
   checkPayload(file, bytes, record.subarray(64, 80));
   return { file, parent, inputs, ids };
 }

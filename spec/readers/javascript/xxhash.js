@@ -26,9 +26,8 @@ const avalanche64 = (h) => mixed(wrap((h ^ (h >> 33n)) * P64[2]), 29n, P64[3], 3
 const swap = (x) => new DataView(BigUint64Array.of(x).buffer).getBigUint64(0);
 // The high and the low half of the XXH3-128 of at most 240 bytes.
 function shortHash(bytes) {
-  const data = viewOf(bytes);
   const { length } = bytes;
-  const n = BigInt(length);
+  const [data, n] = [viewOf(bytes), BigInt(length)];
   const u32 = (at, of = data) => BigInt(of.getUint32(at, true));
   const u64 = (at) => data.getBigUint64(at, true);
   if (length > 16) return middleHash(length, u64);

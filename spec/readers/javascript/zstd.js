@@ -118,8 +118,7 @@ function readWeights(cursor) {
     return range(head - 127, (i) => (i % 2 ? bytes[i >> 1] & 15 : bytes[i >> 1] >> 4));
   }
   const own = cursor.part(head);
-  const table = readTable(own, 6, 255);
-  const bits = new BackwardBits(own);
+  const [table, bits] = [readTable(own, 6, 255), new BackwardBits(own)];
   const states = [bits.read(table.log), bits.read(table.log)];
   expect(bits.left >= 0, "weights that are cut short");
   const weights = [];

@@ -4,7 +4,8 @@ The package reaches formats/, kernels/ and what `kvpack view` serves by links in
 in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
 
 The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
-Debug information, five sixths of the library, is left out unless CFLAGS is set. The C files are compiled beside each other.
+Debug information, five sixths of the library, is left out unless CFLAGS is set, and its symbols, on Linux, unless LDFLAGS is. The C files
+are compiled beside each other.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def _restore_links() -> None:
 def build_wheel(wheel_directory: str, *args: Any) -> str:
     _restore_links()
     os.environ.setdefault("CFLAGS", "-g0")
+    if sys.platform == "linux":
+        os.environ.setdefault("LDFLAGS", "-Wl,--strip-all")
     name = build_meta.build_wheel(wheel_directory, *args)
     path = Path(wheel_directory, name)
     with zipfile.ZipFile(path) as wheel:

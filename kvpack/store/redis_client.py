@@ -45,6 +45,8 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
 """Check of each script's reply; the check of "put" depends on what is put."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
+"""The end of the message of Python for an option that a class of connections does not have."""
 _UNKNOWN_COMMAND = "unknown command"
 """Beginning of the message of a server that lacks a command."""
 _CALLER = 8
@@ -86,7 +88,13 @@ class Client:
             pool = self._client.connection_pool
             # A connection that is not opened: options that there are not, and values of other types.
             pool.connection_class(**pool.connection_kwargs)
-        except (ValueError, TypeError, redis.RedisError) as error:
+        except TypeError as error:
+            if (unknown := _UNKNOWN_OPTION.search(str(error))) is None:
+                raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+            raise InvalidParameter(
+                f"the location sets {unknown[1]!r:.60}, which is no option of such a connection: leave it out of the URL"
+            ) from None
+        except (ValueError, redis.RedisError) as error:
             raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
         for name, needed in _FIXED_OPTIONS.items():
             if (given := pool.connection_kwargs.get(name, needed)) != needed:

@@ -203,7 +203,8 @@ def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) 
         ("decode_responses=True", "sets decode_responses to 'True', and kvpack needs False: leave it out of the URL"),
         ("encoding=utf-16", "sets encoding to 'utf-16'"),
         ("protocol=3", "sets protocol to 3, and kvpack needs 2"),
-        ("no_such_option=1", "not the URL of a Redis server: .*no_such_option"),
+        ("no_such_option=1", "^the location sets 'no_such_option', which is no option of such a connection: leave it out of the URL$"),
+        ("ssl_cert_reqs=none", "sets 'ssl_cert_reqs', which is no option of such a connection"),
         ("socket_timeout=abc", "not the URL of a Redis server"),
     ],
 )

@@ -13,7 +13,9 @@ export class Generator {
     z = wrap((z ^ (z >> 27n)) * 0x94d049bb133111ebn);
     return z ^ (z >> 31n);
   }
-  symmetric = () => (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
+  symmetric() {
+    return (Number(this.word() >> 11n) - 2 ** 52) / 2 ** 52;
+  }
   // A point of the disc, and the square of its distance from the middle.
   point() {
     const [x, y] = [this.symmetric(), this.symmetric()];

@@ -25,7 +25,7 @@ from support.side_car_recipes import attention, relative_error
 from support.strategies import create
 
 # The values have large tokens and channels on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:.*which share")
+pytestmark = pytest.mark.filterwarnings("ignore:.*lose precision:kvpack.KvpackWarning")
 
 CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 # The first of the presets that differ in numbers alone. Those that change some of a model's layers change the first of two: the others of

@@ -73,6 +73,8 @@ OTHERS = ("code", LONG_TEXT)
 """Additional texts, of which only divergences are reported."""
 
 _TWIN_SAMPLE = 256
+_DIGITS = 5
+"""Significant digits of a report's numbers."""
 
 _MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
 """Minimum number of tokens of a prompt of bytes with key lines."""
@@ -386,9 +388,18 @@ def _make_folder(path: str) -> None:
         raise WriteFailed(f"{path}: could not be created: {error.strerror}") from None
 
 
+def rounded(value: Any) -> Any:
+    """Return a report's ``value`` with numbers of ``_DIGITS`` significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
 def _write(report: dict[str, Any], folder: Path) -> None:
     try:
-        (folder / "quality.json").write_text(json.dumps(report, indent=2) + "\n")
+        (folder / "quality.json").write_text(json.dumps(rounded(report), indent=2) + "\n")
         picture.draw(report, folder / "quality")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None

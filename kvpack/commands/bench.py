@@ -346,7 +346,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
         given = (model, arguments.text, recipes, settings)
         report = quality.run(*given, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
-    print_report(report, quality.show, arguments)
+    print_report(quality.rounded(report), quality.show, arguments)
     return 0
 
 

@@ -248,7 +248,8 @@ class _Ready:
         if not losses:
             return None
         factors = torch.stack([loss.factors.masked_fill(kept, 0.0) for loss in losses])
-        bounds = torch.tensor([[loss.ratio for loss in losses], [loss.warned for loss in losses]], device=factors.device)
+        ratios, warned = [loss.ratio for loss in losses], [loss.warned for loss in losses]
+        bounds = torch.tensor([ratios, warned], dtype=torch.float32, device=factors.device)
         return (factors / bounds[:, :, None, None]).amax(1)
 
     def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:

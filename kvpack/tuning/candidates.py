@@ -11,6 +11,7 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import packed_side
 from kvpack.coding import raw_clause
+from kvpack.coding.encoding import collected_misfits
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
@@ -161,5 +162,7 @@ def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
 def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
-    first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
-    return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])
+    # What tokens lose is measured, and shown as the candidate's loss.
+    with collected_misfits():
+        first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
+        return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])

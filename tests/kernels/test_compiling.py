@@ -22,7 +22,7 @@ sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
 KERNELS = {
-    "octopus-3;raw=0": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
+    "k=octahedral:b=3;v=group:b=3": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
     "oscar-2;raw=0": {"attend_split", "merge_originals", "_decode", "_encode"},
     "nvfp4;raw=0": {"attend_split", "decode_tiles", "_encode"},
     "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": {"attend_split"},
@@ -37,7 +37,7 @@ KERNELS = {
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
 """Modules that every process of these tests needs."""
 
-EVERY_CALL = ("octopus-3;raw=0",)
+EVERY_CALL = ("k=octahedral:b=3;v=group:b=3",)
 """The recipes of which calls with every option are compiled."""
 
 
@@ -65,6 +65,6 @@ def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: P
 @pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize(("capability", "kernels"), [("80", {"attend_split", "unpack_tiles"}), ("89", {"attend_split"})])
 def test_kernels_fit_chips_with_less_shared_memory(capability: str, kernels: set[str], tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--quick", "--capability", capability, "octopus-3")
+    found = compiled(tmp_path, "--quick", "--capability", capability, "k=octahedral:b=3;v=group:b=3")
     assert kernels <= set(found["kernels"])
     assert found["registers_and_shared_memory"]["_attend"][1] <= found["shared_memory"]

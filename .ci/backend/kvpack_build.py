@@ -4,8 +4,8 @@ The package reaches formats/, kernels/ and what `kvpack view` serves by links in
 in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
 
 The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
-Debug information, five sixths of the library, is left out unless CFLAGS is set, and its symbols, on Linux, unless LDFLAGS is. The C files
-are compiled beside each other.
+Debug information, five sixths of the library, is left out unless CFLAGS is set, and its symbols, on Linux, unless LDFLAGS is. A compiled
+wheel is compressed as well as zlib can. The C files are compiled beside each other.
 """
 
 from __future__ import annotations
@@ -72,6 +72,15 @@ def _restore_links() -> None:
             raise RuntimeError(f"{name} is not a folder: {expected}")
 
 
+def _compress(path: Path) -> None:
+    """Compress the members of the wheel ``path`` anew, as well as zlib can."""
+    with zipfile.ZipFile(path) as wheel:
+        members = [(member, wheel.read(member)) for member in wheel.infolist()]
+    with zipfile.ZipFile(path, "w") as wheel:
+        for member, data in members:
+            wheel.writestr(member, data, compresslevel=9)
+
+
 def build_wheel(wheel_directory: str, *args: Any) -> str:
     _restore_links()
     os.environ.setdefault("CFLAGS", "-g0")
@@ -82,6 +91,7 @@ def build_wheel(wheel_directory: str, *args: Any) -> str:
     with zipfile.ZipFile(path) as wheel:
         compiled = any(member.startswith("kvpack/kernels/cpu/_cpu.") for member in wheel.namelist())
     if compiled:
+        _compress(path)
         return name
     path.unlink()
     # setuptools builds once per process.

@@ -232,7 +232,14 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.scenario
 def test_ctrl_c_ends_the_command(file: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-m", "kvpack", "view", file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvpack", "view", file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests in the background of a shell, and their children, would ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     url = line.partition(": open ")[2].strip()

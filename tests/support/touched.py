@@ -29,6 +29,7 @@ FILES = {
     "pyproject.toml": ("tests/test_packaging.py",),
     "Makefile": ("tests/test_packaging.py",),
     ".ci/check_wheel.py": ("tests/test_packaging.py",),
+    ".ci/wheel_size.py": ("tests/test_packaging.py",),
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,7 +17,18 @@ from .passes import WITHOUT_EFFECT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .tracking import Tracking
+    from .record import Record
+
+    class Tracker(Protocol):
+        """Follows the passes over one cache of a pair, which may have tokens (``continues``)."""
+
+        told_source: bool
+
+        @property
+        def continues(self) -> bool: ...
+
+        @property
+        def record(self) -> Record: ...
 
 _MOST_KNOWN = 4096
 """Maximum number of sequences whose encoder's input is kept."""
@@ -79,7 +90,7 @@ def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_sources(trackers: Sequence[Tracking], given: Sources) -> None:
+def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
     """Compare the source ``given`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
 
     Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is not known what a

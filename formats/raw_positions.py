@@ -194,7 +194,8 @@ class RawPositions(KeptTokens):
             wrong = ~unused & (behind_unused | (numpy.concatenate([[last], place[:-1]]) >= place))
             if wrong.any():
                 at = int(wrong.argmax())
-                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, is not above the one before it")
+                rule = "follows an unused one, but unused positions come last" if behind_unused[at] else "must come after the one before it"
+                raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, {rule}")
             here = int(numpy.count_nonzero(~unused))
             used, last = used + here, int(place[here - 1]) if here else last
         values = arrays[VALUES]

@@ -304,10 +304,10 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* is not above the one before it"),
+        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* must come after the one before it"),
         ([[9, 0, 0, 0]], "position 0 is .*, expected one of 8 packed tokens in one of 2 sequences"),
         ([[2, 0, 0, 2]], "position 0 is"),
-        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* is not above"),
+        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* follows an unused one, but unused positions come last"),
         ([[2, 0, 0, 0], [0, 0, 0, 0]], "expected only zeros after the 1 raw tokens that have a position"),
     ],
 )

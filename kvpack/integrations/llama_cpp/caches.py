@@ -329,7 +329,9 @@ def _ids(cache: Cache) -> bytes:
     if inputs is None:
         return b""
     if inputs.undetermined:
-        raise InvalidParameter(f"the cache depends on {inputs.undetermined[0]}, but a sequence state of llama.cpp holds only token ids")
+        raise InvalidParameter(
+            f"{inputs.undetermined[0]}: a sequence state of llama.cpp holds only token ids, which do not determine this cache"
+        )
     if inputs.tokens not in (0, cache.tokens):
         raise InvalidParameter(
             f"the cache has the ids of only {inputs.tokens} of {cache.tokens} tokens: for a file without ids, pass "

@@ -140,7 +140,7 @@ def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
-@pytest.mark.parametrize(("recipe", "piece_bytes"), [("octopus-3;raw=0", 1 << 10), ("kivi-2;raw=0", 1 << 21)])
+@pytest.mark.parametrize(("recipe", "piece_bytes"), [("k=octahedral:b=3;v=group:b=3", 1 << 10), ("kivi-2;raw=0", 1 << 21)])
 def test_damage_is_refused_with_the_words_of_the_cpu(
     recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +257,7 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
     """Layers that follow each other in the file are copied together, but not across a layer that is left out or has states."""
     monkeypatch.setattr(staged_reads, "COPY_BYTES", copy_bytes)
     reads_of(read_bytes, monkeypatch)
-    cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "octopus-3;raw=0")
+    cache = kvpack.pack(random_pairs(5, 85, batch=1, dims=(64, 96)), "k=octahedral:b=3;v=group:b=3")
     states = MappingProxyType({"conv.0": torch.arange(6.0)[None]})
     cache = replace(cache, layers=(cache.layers[0], replace(cache.layers[1], states=states), *cache.layers[2:]))
     kvpack.save(cache, tmp_path / "a")

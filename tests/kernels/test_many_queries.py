@@ -212,7 +212,7 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
 @pytest.mark.parametrize(
     ("recipe", "shared"),
     [
-        ("octopus-3;raw=0", True),
+        ("k=octahedral:b=3;v=group:b=3", True),
         ("kv=group:b=4,g=32", True),
         ("bf16", True),
         # Which tokens are raw depends on values.
@@ -260,7 +260,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     def layer(seed: int, tokens: int) -> Layer:
         torch.manual_seed(seed)
         k, v = (torch.randn(1, 1, tokens, 64).to(torch.bfloat16) for _ in "kv")
-        return kvpack.pack([(k, v)], "octopus-3;raw=0").to(DEVICE)[0]
+        return kvpack.pack([(k, v)], "k=octahedral:b=3;v=group:b=3").to(DEVICE)[0]
 
     def pages(of: Layer) -> tuple[Any, Any]:
         assert of.k is not None
@@ -298,7 +298,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
     def layer(seed: int) -> Layer:
         torch.manual_seed(seed)
         k, v = (torch.randn(1, 1, 160, 64).to(torch.bfloat16) for _ in "kv")
-        cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "octopus-3;raw=0")
+        cache = kvpack.pack([(k[:, :, :96], v[:, :, :96])], "k=octahedral:b=3;v=group:b=3")
         both = cache.append([(k[:, :, 96:], v[:, :, 96:])]).to(DEVICE)[0]
         sides = []
         for side in both.sides.values():
@@ -330,7 +330,8 @@ def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytes
         return torch.randn(1, heads, count, 64, generator=generator).to(torch.float16)
 
     heads = (2, 2, 1, 2)
-    live = kvpack.LiveCache.of(kvpack.pack([(values(own, 160), values(own, 160)) for own in heads], "octopus-3;raw=0").to(DEVICE))
+    pairs = [(values(own, 160), values(own, 160)) for own in heads]
+    live = kvpack.LiveCache.of(kvpack.pack(pairs, "k=octahedral:b=3;v=group:b=3").to(DEVICE))
     for count in (260, 270):
         tables.clear()
         for layer, own in enumerate(heads):
@@ -356,7 +357,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
 
     torch.manual_seed(0)
     pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
-    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "octopus-3;raw=0").to(DEVICE))
+    layers = list(kvpack.pack([tuple(pair) for pair in pairs], "k=octahedral:b=3;v=group:b=3").to(DEVICE))
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     monkeypatch.setattr(attention, "_kinds", {})
     checked: list[Layer] = []
@@ -451,7 +452,7 @@ def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeyp
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     monkeypatch.setattr(attention, "attention_kernels", lambda *_: None)
     usual: dict[str, Any] = {
-        **{"recipe": "octopus-3;raw=0", "runs": (64,), "tail": 5, "heads": 1, "batch": 1, "seed": 0, "skipped": 0},
+        **{"recipe": "k=octahedral:b=3;v=group:b=3", "runs": (64,), "tail": 5, "heads": 1, "batch": 1, "seed": 0, "skipped": 0},
         **{"tail_dtype": torch.bfloat16, "dtype": torch.bfloat16, "queries": 40, "q_heads": 2},
     }
 

@@ -73,7 +73,7 @@ def test_many_queries_cost_the_host_little(monkeypatch: pytest.MonkeyPatch) -> N
     from kvpack.kernels.attend import many_queries
     from kvpack.kernels.triton_internals import CachedLaunch
 
-    layer = kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "octopus-3;raw=0").to(DEVICE)[0]
+    layer = kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "k=octahedral:b=3;v=group:b=3").to(DEVICE)[0]
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     launched: list[str] = []
     monkeypatch.setattr(CachedLaunch, "__call__", lambda self, *_: launched.append(self.function.fn.__name__))

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.kernels]
 
 RECIPES = (
-    "octopus-3", "kv=octahedral:b=3,norm=fp32", "kivi-2", "oscar-2", "turboquant-2.5", "turboquant-3", "polarquant-3", "turboangle-k8v4",
-    "kv=group:b=3,g=32,axis=channel", "hqmq-s24-r3",
+    "k=octahedral:b=3;v=group:b=3", "kv=octahedral:b=3,norm=fp32", "kivi-2", "oscar-2", "kv=scalar:b=2,high=3,share=32", "kv=scalar:b=3",
+    "kv=polar:b=3", "turboangle-k8v4", "kv=group:b=3,g=32,axis=channel", "kv=quaternion:s=24,r=3",
 )  # fmt: skip
 
 
 def sides_of(recipe: str) -> list[Side]:
     # Codewords of other dims take words that only decoding checks.
-    dims = (128, 128) if recipe.startswith("hqmq") else (64, 96)
+    dims = (128, 128) if "quaternion" in recipe else (64, 96)
     return list(kvpack.pack(random_pairs(1, 70, batch=1, dims=dims), f"{recipe};raw=0")[0].sides.values())
 
 

@@ -37,7 +37,7 @@ CLOSE = [
     "oscar-2",
     "oscar-2-u8",
     "turboangle-k8v4",
-    "hqmq-s24-r3",
+    "kv=quaternion:s=24,r=3;raw=4,0.6,4",
     "octopus-3;boundary-1",
     "polarquant-4",
 ]
@@ -229,6 +229,7 @@ def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DevicePages, "_decode_by_host", decode)
 
 
+@pytest.mark.filterwarnings("ignore:.*lose precision:kvpack.KvpackWarning")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     "recipe",

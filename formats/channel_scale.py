@@ -54,8 +54,7 @@ class ChannelScale(ValueMap):
     """Factors stored as ``dtype``. If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors.
 
     With ``queries``, float32 ``[kv_head, dim]``, the mean square of each query channel, the factors are balanced: they make keys and
-    queries
-    equally large in every channel.
+    queries equally large in every channel.
     """
 
     name: ClassVar[str] = "channel_scale"

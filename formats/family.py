@@ -39,12 +39,10 @@ class CodecFamily(Codec):
     """A codec that a recipe or a header names by its ``id``.
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,
-    repr
-    and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``.
-    A field's metadata declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. A field with
-    ``STEERING`` and a default only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default,
-    so
-    that files written before the field existed keep their bytes.
+    repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``. A field's metadata
+    declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. A field with ``STEERING`` and a default
+    only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default, so that files written before
+    the field existed keep their bytes.
     """
 
     def __post_init__(self) -> None:

@@ -111,10 +111,9 @@ def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | No
     """Return the factor by which each token's own error exceeds the usual one, in its largest head: float32 ``[batch, token]``.
 
     ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` the norms of what the codec encodes instead; its error
-    is
-    proportional to them. Maps and means that are far from a token leave more of it to encode than of other tokens. The factor is the excess
-    of the coded norm, or of its share of the token's norm if that is smaller: tokens that are large as a whole do not count, nor do small
-    ones. The factor is 0 for ``kept`` tokens, bool ``[batch, token]``, and for zeros.
+    is proportional to them. Maps and means that are far from a token leave more of it to encode than of other tokens. The factor is the
+    excess of the coded norm, or of its share of the token's norm if that is smaller: tokens that are large as a whole do not count, nor do
+    small ones. The factor is 0 for ``kept`` tokens, bool ``[batch, token]``, and for zeros.
     """
     if coded.shape[2] < 3:
         # One of two tokens is not an outlier.
@@ -129,8 +128,7 @@ def excess(norms: torch.Tensor) -> torch.Tensor:
     """Return the factor by which a scale shared by heads is too large for the head that it fits least: float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs as much of it as its norm exceeds
-    its
-    usual norm, and at least the usual scale. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
+    its usual norm, and at least the usual scale. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
     """
     scale = over_heads(norms)
     medians = usual(scale)

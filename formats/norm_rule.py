@@ -53,10 +53,8 @@ def unbiased_factor(
     """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
     ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows more than 45 degrees away from d keep
-    their
-    norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. If the norm fits but the
-    factor
-    does not, the factor becomes the largest number.
+    their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. If the norm fits but
+    the factor does not, the factor becomes the largest number.
     """
     kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

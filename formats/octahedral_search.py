@@ -143,13 +143,10 @@ class Codebook:
         """The codeword nearest to every direction of a cell, or -1: int16 ``[(cells + 1)^2]`` with xi fastest.
 
         A cell has the codeword on which its four corners agree, which is sufficient: the directions nearest to one codeword form an
-        intersection
-        of half-spaces, which is convex. The map from the square is linear on either side of the fold xi + eta = 1, which runs along
-        diagonals of
-        cells, so a cell, or each half of a cell on the fold, is the cone over its corners. The local searches find the nearest of all
-        codewords
-        (the tests compare them with the full search). The last cell of a row or column is for a coordinate of exactly 1 and equals the cell
-        before it.
+        intersection of half-spaces, which is convex. The map from the square is linear on either side of the fold xi + eta = 1, which runs
+        along diagonals of cells, so a cell, or each half of a cell on the fold, is the cone over its corners. The local searches find the
+        nearest of all codewords (the tests compare them with the full search). The last cell of a row or column is for a coordinate of
+        exactly 1 and equals the cell before it.
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []

@@ -30,12 +30,10 @@ class Options:
     """The ``name=value`` words given to ``codec``. Every reader specifies its default and its range.
 
     A reader's ``omitted`` is the value that a recipe without the word means, if it is not the default; None if that depends on the head dim
-    or
-    on the values. The meaning of an omitted word never changes, because recipes are stored without it.
+    or on the values. The meaning of an omitted word never changes, because recipes are stored without it.
 
     ``sketched`` is True if a side-car will describe the codec's residual. ``calibrated`` is the codec's input from a basis, if it needs
-    one,
-    and ``balanced`` the input of its side-car.
+    one, and ``balanced`` the input of its side-car.
     """
 
     def __init__(

@@ -14,8 +14,7 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return ``rows @ matrix``, for float32 ``[..., row, k]`` and ``[..., k, column]``, with the error of float32 sums.
 
     If the process lets products round their factors to tf32 or bf16, the product is computed in binary64. On the CPU a row's result does
-    not
-    depend on the number of rows.
+    not depend on the number of rows.
     """
     count = rows.shape[-2]
     if rows.device.type != "cpu" or count >= MIN_ROWS or is_reduced("cpu"):

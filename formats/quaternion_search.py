@@ -231,8 +231,7 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
     """Return a mask, bool like ``lists``, of the codewords that can be nearest somewhere in their cell.
 
     The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner of the cell plus a slope
-    along
-    each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.
+    along each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.
     """
     low = cells * (2 / size) - 1
     sign = torch.where(low < 0, -1.0, 1.0)

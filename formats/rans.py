@@ -91,8 +91,7 @@ def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers)
     """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with ``tables`` ``[table, symbol]``.
 
     ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a frequency
-    above
-    0.
+    above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
     steps = -(-longest // LANES)

@@ -43,10 +43,8 @@ class RawPositions(KeptTokens):
     """Tokens stored as ``dtype``: the ``first`` of a sequence, and those with a norm far from their page's median.
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 disables the bound. With ``high_norm``, tokens are also
-    kept
-    if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit what they share (scales of heads
-    or
-    tokens, maps or means; see ``head_norms.misfit``). Both apply only to pages with few such tokens.
+    kept if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit what they share (scales of
+    heads or tokens, maps or means; see ``head_norms.misfit``). Both apply only to pages with few such tokens.
 
     The norms are those of a token's keys, on both sides of a layer, if the encoder is given the keys (``Run.norms``).
     """
@@ -113,8 +111,7 @@ class RawPositions(KeptTokens):
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
 
         ``position`` is the position of the first token. If it is None, a run that ``continues`` no other one begins the sequence. Tokens
-        that do
-        not fit the codec are added later (``with_misfits``).
+        that do not fit the codec are added later (``with_misfits``).
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)

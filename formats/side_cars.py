@@ -38,8 +38,7 @@ class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
     Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a codec with a basis and a side-car that
-    is
-    not ``of_every_codec``; and for page vectors with a codec that encodes tokens together.
+    is not ``of_every_codec``; and for page vectors with a codec that encodes tokens together.
     """
 
     id: ClassVar[str] = ""
@@ -215,8 +214,7 @@ class WithSideCars(Codec):
         """Begin a run as in ``Codec.begin``.
 
         ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
-        called
-        with the codec's input from token ``start`` on.
+        called with the codec's input from token ``start`` on.
         """
         steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)

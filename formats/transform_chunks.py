@@ -43,8 +43,7 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
     """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
 
     ``numbers`` ``[kv_head, column]`` are the table numbers of the columns; ``shape`` is batch and kv_head. Raises OutOfRange for levels
-    that
-    a table cannot code.
+    that a table cannot code.
     """
     batch, heads = shape
     chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]

@@ -107,8 +107,7 @@ def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
     """Return True if all binary16 or binary32 values are finite.
 
     Two reductions of the bits are many times faster than isfinite: bit patterns of nonfinite values are the largest positive signed
-    integers
-    and the largest unsigned integers.
+    integers and the largest unsigned integers.
     """
     size = array.itemsize
     infinity = 0x7C00 if size == 2 else 0x7F800000

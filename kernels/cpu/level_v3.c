@@ -3,7 +3,7 @@
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
 #else
-/* Copies of loops and functions take 13 KB of a wheel, and save a twentieth of the time to pack trellis, and nothing else that was measured. */
+/* A smaller library, without copies of loops and functions: trellis takes 6 % longer to pack, and kvpack-3 5 % to attend. */
 #pragma GCC optimize("no-unswitch-loops", "no-peel-loops", "no-split-paths", "no-version-loops-for-strides", "no-split-loops", "no-ipa-cp-clone")
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2")
 #endif

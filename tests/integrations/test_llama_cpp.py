@@ -537,8 +537,8 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     known = kvpack.Inputs(np.array(SEVEN[:3], "<u4").tobytes())
     refused(replace(made, inputs=known), "has the ids of only 3 of 7 tokens: for a file without ids, pass")
     refused(
-        replace(made, inputs=kvpack.Inputs(b"", ("an image",))),
-        "depends on an image, but a sequence state of llama.cpp",
+        replace(made, inputs=kvpack.Inputs(b"", ("tokens 2 to 4 came from an image",))),
+        "tokens 2 to 4 came from an image: a sequence state of llama.cpp holds only token ids",
     )
     refused(replace(made, inputs=kvpack.Inputs(np.full(7, 2**31, "<u4").tobytes())), r"token 0 has the id 2147483648, .*below 2\^31")
     assert not path.exists()

@@ -81,6 +81,7 @@ def _row(what: str, measured: float, target: float, unit: str, more: bool) -> li
     return [what, f"{measured:.2f}{unit}", f"{'at least' if more else 'at most'} {target:g}{unit}", "met" if met else "missed"]
 
 
+RECIPE = "octopus-3"
 CHUNK = 256
 MATCHED_TOKENS = 131_072
 HEADS, DIM = 8, 128
@@ -101,7 +102,7 @@ LOAD_TARGET = 0.8
 
 
 def run(
-    recipe: str = "octopus-3",
+    recipe: str = RECIPE,
     *,
     layers: int = LAYERS,
     chunks: int = LOADED_CHUNKS,

@@ -1,6 +1,6 @@
 """kvpack bench store --location: the cost of a store with many entries, at a location that keeps them.
 
-Entries are chunks of 32 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
+Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
 filled first. The measurements then store some more, with the location's present size as its budget.
 """
 
@@ -32,6 +32,7 @@ from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
 from kvpack.store.entry_kind import PLAIN
 from kvpack.store.eviction import Evictor
+from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chained, token_bytes
 from kvpack.store.locations import open_backend
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
 
-CHUNK, CHUNKS, DIM = 32, 100, 64
+CHUNK, CHUNKS, DIM = 16, 100, 32
+RECIPE = "bf16"
+"""The default recipe: most others encode 32 tokens or more together."""
 ENTRIES = 10_000
 LOOKED = 20
 """Prefixes that are matched and loaded."""
@@ -65,16 +68,24 @@ TARGETS = {
 
 
 def run(
-    location: str, entries: int, recipe: str = "octopus-3", rows: Sequence[str] = ROWS, progress: Progress | None = None
+    location: str, entries: int, recipe: str = RECIPE, rows: Sequence[str] = ROWS, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, and measure ``rows`` there; returns JSON values. ``progress`` counts entries that are put.
 
-    Raises InvalidParameter for fewer entries than two prefixes have, and for rows that do not exist.
+    Raises InvalidParameter for fewer entries than two prefixes have, for rows that do not exist, and for a recipe that does not encode
+    chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
     if unknown := set(rows) - set(ROWS):
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
+    try:
+        check_groups(Identity("bench", recipe), CHUNK)
+    except InvalidParameter:
+        raise InvalidParameter(
+            f"--recipe is {recipe!r}, which does not encode chunks of {CHUNK} tokens: use {RECIPE}, fp8 or another that encodes each token "
+            "by itself"
+        ) from None
     scale = _Scale(location, recipe)
     filled = scale.fill(entries, progress)
     result: dict[str, float] = {}
@@ -229,7 +240,8 @@ class _Scale:
         taken = [_ms(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
-                f"{self._location}: contains no prefix of {count} chunks: leave out --row, so that the benchmark stores its prefixes first"
+                f"{self._location}: contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty location, or the "
+                "recipe that it was filled with"
             )
         return statistics.median(taken)
 

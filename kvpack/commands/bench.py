@@ -248,7 +248,7 @@ def _add_store(kinds: Any) -> None:
         help="match, load, put and get on a prefix store",
         description="Time match, load, put and get on a prefix store, compared with reads and a store of bf16 safetensors files.",
     )
-    store.add_argument("--recipe", default="octopus-3", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3)")
+    store.add_argument("--recipe", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3; with --location, bf16)")
     store.add_argument("--layers", type=int, default=32, metavar="N", help="layers, each of 8 heads of dim 128 (default: 32)")
     store.add_argument("--chunks", type=int, default=16, metavar="N", help="chunks of 256 tokens to load (default: 16)")
     store.add_argument(
@@ -269,17 +269,20 @@ def _add_store(kinds: Any) -> None:
 def run_store(arguments: argparse.Namespace) -> int:
     """Measure and print the tables."""
     from kvpack.bench import store, store_scale
+    from kvpack.formats.errors import InvalidParameter
 
     if arguments.location is not None:
-        (entries,) = arguments.entries or [store_scale.ENTRIES]
+        entries, *more = arguments.entries or [store_scale.ENTRIES]
+        if more:
+            raise InvalidParameter("--entries is given more than once: with --location, a run measures at one number of entries")
         rows = arguments.row or store_scale.ROWS
         with progress("put entries", arguments) as callback:
-            scale = store_scale.run(arguments.location, entries, arguments.recipe, rows, callback)
+            scale = store_scale.run(arguments.location, entries, arguments.recipe or store_scale.RECIPE, rows, callback)
         print_report(scale, store_scale.show, arguments)
         return 0
     with progress("bench store", arguments) as callback:
         report = store.run(
-            arguments.recipe,
+            arguments.recipe or store.RECIPE,
             layers=arguments.layers,
             chunks=arguments.chunks,
             entries=arguments.entries or store.ENTRIES,

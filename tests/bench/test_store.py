@@ -72,10 +72,20 @@ def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.Captur
     assert again["put"] < 300
     store_scale.show(report)
     assert "at most 50 ms" in capsys.readouterr().out
+    assert cli.main([*words, "--row", "match", "--recipe", "fp8"]) == 2
+    assert "use an empty location, or the recipe that it was filled with" in capsys.readouterr().err
 
 
 def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="--row is 'x', expected one of match"):
         store_scale.run(str(tmp_path), 200, rows=["x"])
+    with pytest.raises(InvalidParameter, match="--recipe is 'octopus-3', which does not encode chunks of 16 tokens: use bf16"):
+        store_scale.run(str(tmp_path), 200, "octopus-3")
     with pytest.raises(InvalidParameter, match="--entries is 10"):
         store_scale.run(str(tmp_path), 10)
+
+
+def test_a_location_is_measured_at_one_number_of_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "store", "--location", str(tmp_path), "--entries", "300", "--entries", "400"]
+    assert cli.main(words) == 2
+    assert "--entries is given more than once" in capsys.readouterr().err

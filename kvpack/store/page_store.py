@@ -147,19 +147,26 @@ class PageStore:
         encoded is counted and skipped. After a page that finds no room, no other is tried. Rows of up to 64 pages (and, for more than one,
         64 MiB) are in memory at a time and are sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
         """
+        return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
+
+    def put_new(
+        self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
+    ) -> tuple[list[bool], list[bool]]:
+        """Do the same as ``put``; return, for each of ``keys``, True if its page is stored now, and True if it was not before."""
         keys, slots = self._checked(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
         parts = self._parts(pages, slots, len(keys))
         with self._counters.timed("save"):
             return self._put_all(keys, parts, ancestors)
 
-    def _put_all(self, keys: Sequence[bytes], parts: Sequence[BufferSlot], ancestors: Sequence[bytes]) -> list[bool]:
+    def _put_all(self, keys: Sequence[bytes], parts: Sequence[BufferSlot], ancestors: Sequence[bytes]) -> tuple[list[bool], list[bool]]:
         chain = self._names([*ancestors, *keys])
         first = len(chain) - len(keys)
         stored = self._backend.present_each(chain[first:])
         self._counters.add("saves")
         self._counters.add("present_chunks", sum(stored))
         missing = [number for number, ok in enumerate(stored) if not ok]
+        put = set(missing)
         now = time.time_ns()
         if len(missing) < len(chain):
             self._backend.touch([name for number, name in enumerate(chain) if number < first or stored[number - first]], now)
@@ -172,7 +179,7 @@ class PageStore:
                 stored[number] = ok
             if results and not results[-1]:
                 break
-        return stored
+        return stored, [ok and number in put for number, ok in enumerate(stored)]
 
     def _encoded(
         self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[BufferSlot], names: Sequence[bytes]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvpack.errors import InvalidParameter, MissingBasis
+from support import redis_server
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import import_over, parsed
 from support.faulty_os import FaultyOs
@@ -342,6 +343,32 @@ def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[
     assert adapter.used == 0
     assert adapter.told == [("stored", 2), ("deleted", 2), ("deleted", 3)]
     adapter.close()
+
+
+def test_objects_that_a_server_has_take_two_requests(
+    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One asks for them, and one records their use."""
+    redis = pytest.importorskip("redis")
+
+    def store(adapter: Any) -> None:
+        adapter.submit_store_task(KEYS, objects(4))
+        assert all(result >= 0 for result in waited(adapter.pop_completed_store_tasks).values())
+
+    with redis_server.running(tmp_path) as server:
+        adapter = opened(location=server.url)
+        store(adapter)
+        requests, send = [], redis.connection.AbstractConnection.send_packed_command
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            requests.append(arguments)
+            return send(*arguments, **options)
+
+        monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counted)
+        store(adapter)
+        assert len(requests) == 2
+        assert adapter.told == [("stored", 4)]
+        adapter.close()
 
 
 def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tmp_path: Path) -> None:

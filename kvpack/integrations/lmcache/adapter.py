@@ -284,10 +284,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         new: dict[Any, int] = {}
 
         def put(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
-            names = [key_bytes(keys[number]) for number in numbers]
-            present = store.present(names)
-            stored = store.put(names, pages, [0] * len(names))
-            new.update({keys[n]: store.codec.nbytes for n, good, old in zip(numbers, stored, present, strict=True) if good and not old})
+            stored, put_now = store.put_new([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
+            new.update({keys[number]: store.codec.nbytes for number, is_new in zip(numbers, put_now, strict=True) if is_new})
             return stored
 
         stored = self._each("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)

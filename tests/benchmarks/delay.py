@@ -1,12 +1,14 @@
 """A store and an engine's pages on a server with a given delay in milliseconds.
 
-A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes.
+A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes, and counts the
+requests: what a client sends before it reads an answer is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -32,7 +34,7 @@ _PIECE = 2**20
 PAGES = {"s3": 64, "redis": 256}
 """Chunks, and pages, by the kind of location."""
 LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
-"""The ``Store`` call that each ``PageStore`` call is compared with; a page call may take twice the time."""
+"""The ``Store`` call that each ``PageStore`` call is compared with; a page call may send twice the requests."""
 
 
 def run(location: str, delay_ms: float) -> dict[str, Any]:
@@ -46,22 +48,27 @@ def run(location: str, delay_ms: float) -> dict[str, Any]:
     if kind not in PAGES:
         raise InvalidParameter(f"the location is {location!r:.80}, expected redis:// or s3://")
     count = PAGES[kind]
-    with _delayed(location, kind, delay_ms / 1000) as (place, options):
-        rows = _measured(place, options, count)
-    return {"location": location, "delay_ms": delay_ms, "pages": count, "ms": rows}
+    with _delayed(location, kind, delay_ms / 1000) as (relay, place, options):
+        times, requests = _measured(relay, place, options, count)
+    return {"location": location, "delay_ms": delay_ms, "pages": count, "ms": times, "requests": requests}
 
 
-def _measured(place: str, options: dict[str, Any], count: int) -> dict[str, dict[str, float]]:
+def _measured(
+    relay: _Relay, place: str, options: dict[str, Any], count: int
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, int]]]:
+    """Return the milliseconds and the requests of each call."""
     identity = Identity("bench", "bf16", weights=f"delay {os.urandom(8).hex()}")
     ids = list(range(CHUNK * count))
     x = torch.randn(2, 1, 1, CHUNK * count, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = kvpack.pack([(x[0], x[1])] * 2, "bf16")
-    found: dict[str, dict[str, float]] = {"Store": {}, "PageStore": {}}
+    times: dict[str, dict[str, float]] = {"Store": {}, "PageStore": {}}
+    requests: dict[str, dict[str, int]] = {"Store": {}, "PageStore": {}}
 
     def timed(who: str, what: str, call: Callable[[], Any], expected: Any = None) -> None:
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), relay.requests
         result = call()
-        found[who][what] = 1000 * (time.perf_counter() - begun)
+        times[who][what] = 1000 * (time.perf_counter() - begun)
+        requests[who][what] = relay.requests - before
         if expected is not None and result != expected:
             raise InvalidParameter(f"{who}, {what}: got {result!r:.60}, expected {expected!r:.60}: the location is too small or too slow")
 
@@ -85,24 +92,24 @@ def _measured(place: str, options: dict[str, Any], count: int) -> dict[str, dict
         timed("PageStore", "touch", lambda: engine.touch(keys))
         timed("PageStore", "present, of absent pages", lambda: engine.present([b"no " + key for key in keys]), [False] * count)
         engine.delete(keys)
-    return found
+    return times, requests
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the time of each call, in milliseconds and in delays."""
+    """Print the time of each call, in milliseconds and in delays, and its requests."""
     delay, rows = report["delay_ms"], []
     for who, calls in report["ms"].items():
         for what, value in calls.items():
-            like = report["ms"]["Store"].get(LIKE.get(what, "")) if who == "PageStore" else None
-            ratio = "" if like is None else f"{value / like:.2f} x {LIKE[what]}"
-            rows.append([f"{who}: {what}", f"{value:,.0f}", f"{value / delay:,.1f}", ratio])
+            requests, like = report["requests"][who][what], LIKE.get(what, "") if who == "PageStore" else ""
+            ratios = [f"{mine / report[unit]['Store'][like]:.2f}" if like else "" for unit, mine in (("requests", requests), ("ms", value))]
+            rows.append([f"{who}: {what}", f"{value:,.0f}", f"{value / delay:,.1f}", f"{requests:,}", like, *ratios])
     title = f"{report['pages']} chunks of a Store, and pages of a PageStore, every request {delay:g} ms late"
-    print_table(title, ["call", "ms", "delays", "compared with Store"], rows)
+    print_table(title, ["call", "ms", "delays", "requests", "compared with Store's", "requests, x", "ms, x"], rows)
 
 
 @contextlib.contextmanager
-def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The location behind a relay, and the options that lead there."""
+def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
+    """A relay, the location behind it, and the options that lead there."""
     address = location if kind == "redis" else os.environ.get(ENDPOINT, "")
     parts = urlsplit(address)
     if parts.scheme not in _PORTS or parts.hostname is None:
@@ -111,16 +118,18 @@ def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[str, di
     try:
         user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
         there = urlunsplit(parts._replace(netloc=f"{user}127.0.0.1:{relay.port}"))
-        yield (there, {}) if kind == "redis" else (location, {"storage_options": {"endpoint": there}})
+        yield (relay, there, {}) if kind == "redis" else (relay, location, {"storage_options": {"endpoint": there}})
     finally:
         relay.close()
 
 
 class _Relay:
-    """Passes bytes on between clients and ``address``, those of clients ``seconds`` late."""
+    """Passes bytes on between clients and ``address``, those of clients ``seconds`` late, and counts ``requests``."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
         self._address, self._seconds = address, seconds
+        self.requests = 0
+        self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -144,17 +153,48 @@ class _Relay:
         with client, contextlib.suppress(OSError), socket.create_connection(self._address) as server:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            answers = threading.Thread(target=_pass_on, args=(server, client, 0.0), daemon=True)
-            answers.start()
-            _pass_on(client, server, self._seconds)
-            answers.join()
+            waiting = threading.Event()
+            # A long request comes in pieces, each of which is as late as the first.
+            late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threads = [
+                threading.Thread(target=_send_late, args=(late, server), daemon=True),
+                threading.Thread(target=_answer, args=(server, client, waiting), daemon=True),
+            ]
+            for thread in threads:
+                thread.start()
+            with contextlib.suppress(OSError):
+                while data := client.recv(_PIECE):
+                    if not waiting.is_set():
+                        waiting.set()
+                        with self._lock:
+                            self.requests += 1
+                    late.put((time.monotonic() + self._seconds, data))
+            late.put((0.0, b""))
+            for thread in threads:
+                thread.join()
 
 
-def _pass_on(source: socket.socket, target: socket.socket, seconds: float) -> None:
+def _send_late(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.socket) -> None:
+    """Send each piece to the server at its time, up to an empty one."""
     with contextlib.suppress(OSError):
-        while data := source.recv(_PIECE):
-            time.sleep(seconds)
-            target.sendall(data)
-    for end in (source, target):
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+        while True:
+            due, data = late.get()
+            if not data:
+                break
+            time.sleep(max(0.0, due - time.monotonic()))
+            server.sendall(data)
+    _shut(server)
+
+
+def _answer(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
+    """Pass answers on to the client; what it sends after one is another request."""
+    with contextlib.suppress(OSError):
+        while data := server.recv(_PIECE):
+            waiting.clear()
+            client.sendall(data)
+    _shut(client)
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

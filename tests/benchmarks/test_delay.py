@@ -37,6 +37,12 @@ def test_calls_of_a_distant_server_are_compared(
         delay.show(report)
     assert "PageStore: put what is there" in capsys.readouterr().out
     assert report["pages"] == 8
+    asked = report["requests"]
+    for call, like in delay.LIKE.items():
+        assert asked["PageStore"][call] <= 2 * asked["Store"][like]
+    if kind == "redis":
+        # The touch is a request of its own.
+        assert [asked["PageStore"][call] for call in ("present", "touch", "get_into", "put what is there")] == [1, 1, 2, 2]
     assert set(report["ms"]["Store"]) == {"save", "match", "load", "save what is there"}
     # An object store notes uses later.
     calls = [value for calls in report["ms"].values() for what, value in calls.items() if what != "touch"]

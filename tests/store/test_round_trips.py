@@ -184,6 +184,43 @@ def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPat
                 assert call() == [True] * 32
 
 
+@pytest.mark.parametrize("options", [{}, {"encryption": {"a": b"k" * 32}}, {"max_bytes": 10**8}], ids=["plain", "encrypted", "limited"])
+def test_pages_take_as_many_requests_to_an_object_store_as_chunks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    obstore = pytest.importorskip("obstore")
+    sent: list[str] = []
+
+    def counted(name: str, real: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
+        sent.append(name)
+        return real(*arguments, **given)
+
+    for name in ("get", "head", "put", "list", "delete"):
+        monkeypatch.setattr(obstore, name, partial(counted, name, getattr(obstore, name)))
+
+    def requests(call: Callable[[], Any]) -> tuple[list[str], Any]:
+        sent.clear()
+        result = call()
+        return sorted(sent), result
+
+    place, ids = obstore.store.MemoryStore(), prompt(PAGES)
+    given, _ = pages()
+    with kvpack.Store(place, IDENTITY, chunk=CHUNK, **options) as store:
+        assert store.save(ids, cache(len(ids))) == PAGES * CHUNK
+        match, _ = requests(lambda: store.match(ids))
+        load, (n, _) = requests(lambda: store.load(ids))
+        assert n == PAGES * CHUNK
+    assert match == load == ["get"] * PAGES
+    with kvpack.PageStore(place, PAGE_IDENTITY, GEOMETRY, **options) as engine:
+        assert engine.put(KEYS, given, range(PAGES)) == [True] * PAGES
+        for call in (
+            lambda: engine.present(KEYS),
+            lambda: engine.get_into(KEYS, given, range(PAGES)),
+            lambda: engine.put(KEYS, given, range(PAGES)),
+        ):
+            assert requests(call) == (match, [True] * PAGES)
+        # Uses are recorded once a minute.
+        assert requests(lambda: engine.touch(KEYS)) == ([], None)
+
+
 def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     obstore = pytest.importorskip("obstore")
     given, _ = pages(32)

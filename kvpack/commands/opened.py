@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
 from kvpack.store.entry_kind import Form
 from kvpack.store.key_files import read_key_file
-from kvpack.store.locations import open_existing
+from kvpack.store.locations import open_existing, shown_location
 from kvpack.store.options import LocationOptions
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from kvpack.store.catalog import Entry
 
 SYSTEM_REFUSED = 3
-_SECRETS = re.compile(r"//[^/@]*@")
 
 
 class Opened:
@@ -44,7 +42,7 @@ class Opened:
     @property
     def name(self) -> str:
         """The location without its password, for printing."""
-        return _SECRETS.sub("//***@", self.arguments.store)
+        return shown_location(self.arguments.store)
 
     def silent(self, entries: int) -> bool:
         """Return True if the store had faults and returned none of its entries; ``entries`` is the number returned."""
@@ -75,5 +73,5 @@ class Opened:
             return worst_exit_code(codes)
         operation, error = self.faults[0]
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"kvpack: {self.name}: {operation}: {printable(_SECRETS.sub('//***@', reason))}", file=sys.stderr)
+        print(f"kvpack: {self.name}: {operation}: {printable(shown_location(reason))}", file=sys.stderr)
         return worst_exit_code((*codes, SYSTEM_REFUSED))

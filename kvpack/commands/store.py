@@ -62,7 +62,9 @@ def add(commands: Any) -> None:
     add.add_argument("input", metavar="FILE", help="an exported prefix, or any kvpack file; one without token ids needs --tokens")
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that holds it")
-    add.add_argument("--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or 256)")
+    add.add_argument(
+        "--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or that of its beginning in STORE, or 256)"
+    )
     add.add_argument(
         "--trust-names",
         action="store_true",
@@ -409,7 +411,10 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
     from kvpack.store.key_files import read_key_file
-    from kvpack.store.transfer import read_exported
+    from kvpack.store.locations import shown_location
+    from kvpack.store.options import StoreOptions
+    from kvpack.store.store import CHUNK_TOKENS
+    from kvpack.store.transfer import chunk_at, read_exported
 
     exported = read_exported(arguments.input, arguments.tokens, arguments.tenant, arguments.basis)
     if not arguments.trust_names:
@@ -419,22 +424,24 @@ def run_import(arguments: argparse.Namespace) -> int:
             f"{arguments.input}: claims to hold the keys and values of {len(exported.ids):,} token ids {whose}, but nothing can verify "
             "that: processes that load these ids get the values in the file. Give --trust-names if you trust its writer"
         )
-    chunk = exported.chunk or 256 if arguments.chunk is None else arguments.chunk
+    keys = read_key_file(arguments.key_file) if arguments.key_file else None
+    largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
+    options: dict[str, Any] = {"encryption": keys, "max_entry_bytes": largest, "trusted_group": arguments.trusted_group}
+    chunk = arguments.chunk
+    if chunk is None:
+        chunk = exported.chunk or chunk_at(arguments.store, exported, StoreOptions(**options)) or CHUNK_TOKENS
     if exported.inputs and chunk != exported.chunk:
         raise InvalidParameter(
             f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: leave --chunk out"
         )
-    keys = read_key_file(arguments.key_file) if arguments.key_file else None
-    largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
-    options: dict[str, Any] = {"chunk": chunk, "encryption": keys, "max_entry_bytes": largest}
-    options["trusted_group"] = arguments.trusted_group
-    with Store(arguments.store, exported.identity, **options) as store:
+    with Store(arguments.store, exported.identity, chunk=chunk, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
+    name = shown_location(arguments.store)
     if arguments.json:
-        print_json({"store": arguments.store, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]})
+        print_json({"store": name, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]})
     else:
-        print(f"{arguments.store}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
+        print(f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
     if len(exported.ids) < chunk:
         whole = f"a store keeps whole chunks, here of {chunk:,} tokens (--chunk)"
         print(f"kvpack: note: {arguments.input} holds {len(exported.ids):,} tokens: {whole}", file=sys.stderr)

@@ -6,8 +6,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from .keys import ID_BYTES, chunk_key
+from .locations import shown_location
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .backend import Backend
     from .counters import Counters
 
@@ -17,6 +20,13 @@ SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*ran
 """The chunk sizes that are looked for, in tokens."""
 TRIES = 3
 """Number of lookups that find nothing are followed by one for other chunk sizes; each may cost a request."""
+
+
+def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
+    """Return those of ``sizes`` for which the first chunk of ``ids`` is stored; ``inputs`` are those of the chunk."""
+    possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
+    present = backend.present_each([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
+    return [size for size, is_present in zip(possible, present, strict=True) if is_present]
 
 
 class OtherChunks:
@@ -32,14 +42,13 @@ class OtherChunks:
         if not self._left or not sizes:
             return
         self._left -= 1
-        present = self._backend.present_each([chunk_key(self._root, ids[: size * ID_BYTES], inputs) for size in sizes])
-        result = [size for size, is_present in zip(sizes, present, strict=True) if is_present]
+        result = stored_sizes(self._backend, self._root, ids, inputs, sizes)
         if result:
             self._left = 0
             self._counters.add("other_chunks")
             log.warning(
                 "%s: nothing is stored for these tokens in chunks of %d, but entries in chunks of %d exist: open the store with chunk=%d",
-                self._location,
+                shown_location(self._location),
                 self._chunk,
                 result[0],
                 result[0],

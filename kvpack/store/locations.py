@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_SECRETS = re.compile(r"//[^/@]*@")
 _OF_TIERS = {"write_back"}
 """Options that only a list of tiers supports."""
 
@@ -145,3 +146,8 @@ def _folder(location: Any) -> str:
         reason = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
         raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {reason}")
     return path
+
+
+def shown_location(location: Any) -> str:
+    """Return a location, or a text with URLs, without the users and passwords in it."""
+    return _SECRETS.sub("//***@", str(location))

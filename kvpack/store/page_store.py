@@ -25,6 +25,7 @@ from .encryption import decrypted_entry
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
+from .locations import shown_location
 from .open_store import check_identity, opened
 from .options import StoreOptions, check_count
 from .tiers import Tiers, told
@@ -248,7 +249,8 @@ class PageStore:
         kept = sum(self._backend.present_each(names))
         if kept:
             raise WriteFailed(
-                f"{self.location}: {kept} of {len(names)} pages could not be removed: the store counted {self.counters()['faults']}"
+                f"{shown_location(self.location)}: {kept} of {len(names)} pages could not be removed: the store counted "
+                f"{self.counters()['faults']}"
             )
         return removed
 
@@ -409,7 +411,7 @@ class PageStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidParameter(f"the store at {self.location} is closed: open another PageStore")
+            raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
     def _checked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return both as lists of the same length. Raises InvalidParameter, also for a closed store."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
 from kvpack.file.features import joined, split
@@ -13,9 +13,12 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 from kvpack.identity.identity import Identity
 
 from . import state_entries
+from .chunk_sizes import stored_sizes
+from .counters import Counters
 from .encryption import decrypted_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
+from .open_store import opened
 
 if TYPE_CHECKING:
     import os
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .catalog import Prefix, StatesEntry
     from .encryption import Cipher
+    from .options import StoreOptions
 
 CHUNKS_FEATURE = "token-chunks"
 """The prefix of the names used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs, which token ids do not determine."""
@@ -33,11 +37,16 @@ MAX_TOKENS_BYTES = 2**26
 """Maximum number of bytes of a JSON file of token ids."""
 _CHUNK_BYTES = 4
 """The size of the field before the chunks: the number of tokens per chunk, little-endian."""
+CHUNK_FEATURE = "chunk-tokens"
+"""The name of the same field in a file with ``IDS_FEATURE``."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported prefix and its identity, which has the basis. ``inputs``, if any, are the digests of each ``chunk`` tokens."""
+    """An exported prefix and its identity, which has the basis. ``inputs``, if any, are the digests of each ``chunk`` tokens.
+
+    ``chunk`` is None if the file does not name it.
+    """
 
     identity: Identity
     ids: list[int]
@@ -98,12 +107,10 @@ def export_prefix(
 
 def _features(prefix: Prefix) -> dict[str, bytes]:
     named = [entry.named for entry in prefix.entries]
-    name, data = IDS_FEATURE, b"".join(chunk.ids for chunk in named)
+    size = (len(named[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
     if any(chunk.inputs for chunk in named):
-        name = CHUNKS_FEATURE
-        size = len(named[0].ids) // ID_BYTES
-        data = size.to_bytes(_CHUNK_BYTES, "little") + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in named)
-    return split(name, data)
+        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in named))
+    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in named))}
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
@@ -138,7 +145,20 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "
             "with --tokens"
         )
-    return Exported(identity, _listed(data), cache)
+    size = header.ignorable.get(CHUNK_FEATURE, b"")
+    return Exported(identity, _listed(data), cache, chunk=int.from_bytes(size, "little") or None if len(size) == _CHUNK_BYTES else None)
+
+
+def chunk_at(location: Any, exported: Exported, options: StoreOptions) -> int | None:
+    """Return the tokens per chunk in which a location has the beginning of a prefix; None if it does not have it. Changes nothing there.
+
+    Raises the errors of opening the location.
+    """
+    backend = opened(location, exported.identity, Counters(), options, looking=True).backend
+    try:
+        return next(iter(stored_sizes(backend, exported.identity.root, token_bytes(exported.ids))), None)
+    finally:
+        backend.close()
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:

@@ -15,12 +15,13 @@ import torch
 import kvpack
 from kvpack import cli
 from kvpack.commands.byte_counts import byte_count
+from kvpack.file import container
 from kvpack.file.inputs import ID_BYTES
 from kvpack.file.limits import MAX_BINARY_BYTES
 from kvpack.store.keys import token_bytes
 from kvpack.store.transfer import read_exported
 from support import basis_caches, redis_server, s3_server
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, rewrite, same, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,7 +125,8 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     found = printed(capsys, "export", folder, key[:10], tmp_path / "one.kvpack")
     assert (found["tokens"], found["key"]) == (3 * CHUNK, key)
     assert same(kvpack.load(tmp_path / "one.kvpack"), whole)
-    found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--chunk", CHUNK, "--trust-names")
+    # The file names the tokens of a chunk.
+    found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--trust-names")
     assert found == {"store": str(tmp_path / "new"), "tokens": 3 * CHUNK, "of": 3 * CHUNK, "new_entries": 3}
     imported = open_store(tmp_path / "new")
     assert imported.keys(ids) == store.keys(ids)
@@ -152,6 +154,25 @@ def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytes
     tokens.write_text(json.dumps([ids[0] + 1, *ids[1:]]))
     run("import", tmp_path / "other", path, *words, "--tokens", tokens, "--trust-names", code=2)
     assert "token 0 of the cache was computed from the id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [None, b"", b"\0\0\0\0", b"\x20"])
+def test_import_continues_the_chunks_of_the_store(
+    named: bytes | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that does not name the tokens of a chunk is cut as the store has its beginning."""
+    ids = prompt(3, first=1, seed=1)
+    key, file = open_store(folder).keys(ids)[2].hex(), tmp_path / "one.kvpack"
+    run("export", folder, key, file)
+    features = dict(container.open_file(file).header.ignorable)
+    assert features.pop("chunk-tokens") == CHUNK.to_bytes(4, "little")
+    rewrite(file, features if named is None else {**features, "chunk-tokens": named})
+    words = [file, "--tenant", "tenant", "--trust-names"]
+    capsys.readouterr()
+    open_store(folder).delete(ids, start=2 * CHUNK)
+    assert printed(capsys, "import", folder, *words)["new_entries"] == 1
+    run("import", tmp_path / "empty", *words)
+    assert "here of 256 tokens (--chunk)" in capsys.readouterr().err
 
 
 def test_import_of_less_than_a_chunk_says_why_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,6 +423,13 @@ def test_the_actions_work_on_servers(
         assert printed(capsys, "verify", server.url) == {"entries": 3, "refused": [], "undecryptable": []}
         run("export", server.url, key, tmp_path / "two.kvpack")
         assert (tmp_path / "two.kvpack").read_bytes() == (tmp_path / "one.kvpack").read_bytes()
+        if kind == "redis":
+            # A server without passwords accepts any, and none is printed.
+            secret = server.url.replace("//", "//default:secret@")
+            words = ["import", secret, tmp_path / "one.kvpack", "--tenant", IDENTITY.tenant, "--trust-names"]
+            assert printed(capsys, *words)["store"] == server.url.replace("//", "//***@")
+            run(*words)
+            assert "secret" not in capsys.readouterr().out
         found = printed(capsys, "gc", server.url, "--max-bytes", 0)
         assert (found["evicted_entries"], found["entries"], found["faults"]) == (3, 0, {})
 

@@ -20,7 +20,7 @@ from kvpack.store import catalog
 from kvpack.store.backend import Hold
 from kvpack.store.entries import FEATURE, Named
 from kvpack.store.keys import token_bytes
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, rewrite, same, save
 
 IMAGE = hashlib.sha256(b"an image").digest()
 
@@ -201,16 +201,6 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
 def entry_of_key(store: kvpack.Store, key: bytes) -> str:
     (path,) = (path for path in entries(store.location) if path.endswith(key.hex()))
     return path
-
-
-def rewrite(path: str, ignorable: dict[str, bytes]) -> None:
-    """The same file with other ignorable features."""
-    from kvpack.cache import files
-
-    with open(path, "rb") as file:
-        whole = files.read(container.open_bytes(bytearray(file.read())))
-    contents, arrays = files.stored(whole)
-    container.write(path, dataclasses.replace(contents, ignorable=ignorable), arrays)
 
 
 def test_entries_of_older_layouts_are_reclaimed_and_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

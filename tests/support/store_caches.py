@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.cache import files
+from kvpack.file import container
 from kvpack.store import breaker
 from support.caches import dense, random_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import pytest
@@ -148,3 +150,11 @@ def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.St
             thread.join()
     assert wrong == []
     assert sum(hits) > 0
+
+
+def rewrite(path: str | os.PathLike[str], ignorable: Mapping[str, bytes]) -> None:
+    """Write the same file with other ignorable features."""
+    with open(path, "rb") as file:
+        whole = files.read(container.open_bytes(bytearray(file.read())))
+    contents, arrays = files.stored(whole)
+    container.write(path, replace(contents, ignorable=dict(ignorable)), arrays)

@@ -95,7 +95,7 @@ def attend(
     # What the checks have let through once is launched without them: they take longer than the kernels.
     request: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
-        request = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.choice())
+        request = (q.shape, q.dtype, q.device, (scale, causal, softcap, sliding_window), dispatch.environment_key())
         if (prepared := _launched.get(layer, {}).get(request) or _prepared_call(q, layer, request)) is not None:
             return prepared(q)
     k, v = check_call(q, layer, scale, causal, softcap, sliding_window, sink_logits, lengths)

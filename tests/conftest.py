@@ -19,7 +19,7 @@ settings.register_profile("kvpack", deadline=None, derandomize=True, max_example
 settings.register_profile("explore", deadline=None, max_examples=400)
 settings.load_profile("kvpack")
 
-if INTERPRETED and triton_version.supported():
+if INTERPRETED and triton_version.is_supported():
     from support import quick_interpreter
 
     quick_interpreter.wrap_once_per_launch()
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests that another process runs: see interpreter.py."""
     import torch  # not at the top: the process that gives tests to workers collects none
 
-    device, supported = torch.cuda.is_available(), triton_version.supported()
+    device, supported = torch.cuda.is_available(), triton_version.is_supported()
 
     def runs_here(item: pytest.Item) -> bool:
         kernels, cuda = (item.get_closest_marker(name) is not None for name in ("kernels", "cuda"))

@@ -41,19 +41,19 @@ def test_every_codec_has_a_class() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Recipe(k=Octahedral(b=3)), "names no codec for v: add v=<codec>"),
-        (lambda: Recipe("octopus-3", k=Raw()), "a recipe is either text or codecs, but got the text 'octopus-3' and k"),
+        (lambda: Recipe(k=Octahedral(b=3)), "has no codec for values: add v=<codec>"),
+        (lambda: Recipe("octopus-3", k=Raw()), "not both: got the text 'octopus-3' and k"),
         (lambda: Recipe("octopus-3", window=3), "got the text 'octopus-3' and layers or window"),
         (lambda: Recipe(kv="raw"), "kv is 'raw', expected a codec of kvpack.codecs"),  # type: ignore[arg-type]
         (lambda: Recipe(kv=Raw(), layers={"0": {"k": "raw"}}), "layers=0:k is 'raw', expected a codec"),  # type: ignore[dict-item]
         (lambda: Recipe(kv=Octahedral(b=9)), "octahedral:b is '9', expected an integer from 1 to 7"),
         (lambda: Recipe(kv=Octahedral(bits_per_value=3)), "codec octahedral needs b=<1 to 7>"),
         (lambda: Recipe(kv=Group(b=2, g=5)), "group:g is '5', expected one of 4, 8, 16"),
-        (lambda: Recipe(kv=Group(b=3, group=32), window=5), "window=5 is not a multiple of 32"),
+        (lambda: Recipe(kv=Group(b=3, group=32), window=5), "window=5 must be a multiple of 32"),
         (lambda: Group(b=2, g=32, group=64), "Group has the option g twice"),
         (lambda: Group(b="2;k=raw"), "Group(b=...) is '2;k=raw', expected a word, a number or a tuple of integers"),
         (lambda: Group(b=True), "Group(b=...) is True, expected a word"),
-        (lambda: Recipe(), "a recipe is text, such as 'kvpack-3'; got a NoneType"),
+        (lambda: Recipe(), "a recipe must be text, such as 'kvpack-3', but got a NoneType"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:

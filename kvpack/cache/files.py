@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.coding.basis_sources import find, located
+from kvpack.coding.basis_sources import bind_bases, find
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
@@ -165,7 +165,7 @@ def load(
 def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
     """Convert ``cache`` to ``recipe``, if given. Raises the errors of ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
-    if parsed.takes_basis and parsed.basis is None and bases is not None:
+    if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases
         parsed = Recipe(parsed, find(given, used.pop()) if len(used) == 1 else given)
@@ -177,7 +177,7 @@ def _with_basis(file: container.File, basis: Bases | None) -> Header:
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where}: is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
-        file.header = located(file.where, file.header, basis)
+        file.header = bind_bases(file.where, file.header, basis)
     return file.header
 
 

@@ -65,7 +65,7 @@ def load_layers(
     # On the host, threads that check would wait for each other.
     ruled, chunked = (
         {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
-        for checks in (dispatch.checks_values, dispatch.checks_chunks)
+        for checks in (dispatch.supports_value_checks, dispatch.supports_chunk_checks)
     )
     groups = _groups(file, places.values(), ruled, bus.device)
     group_copies = [list(_copies(number, group)) for number, group in enumerate(groups)]
@@ -167,7 +167,7 @@ def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], devi
     if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
         return None
     stored = any(side.nbytes for side in sides)
-    return file.span(sides) if stored and dispatch.checks_digests(device) else None
+    return file.span(sides) if stored and dispatch.supports_digests(device) else None
 
 
 def _copies(number: int, group: _Group) -> Iterator[Copy]:

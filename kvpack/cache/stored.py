@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.coding.encoder_options import steered
+from kvpack.coding.encoder_options import with_encoder_options
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.inputs import Inputs
 from kvpack.file.metadata import FEATURE, from_bytes
@@ -45,7 +45,7 @@ def side_of(header: Header, number: int, name: str, entry: SideEntry, tensors: d
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
     runs = PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else [])
-    return Side(steered(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
+    return Side(with_encoder_options(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:

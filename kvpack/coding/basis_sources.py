@@ -1,6 +1,6 @@
-"""Find the basis that a cache names: the caller passes an object, a path, or a folder to search for the digest.
+"""Find the basis of a cache by its SHA-256, among the objects, files and folders that the caller passes.
 
-No file is opened because another file names it.
+A cache names its basis by digest, not by path, so that no file makes kvpack open another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.transform import Transform
 
 from .bases import Basis
-from .basis_files import opened
+from .basis_files import open_basis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
-def basis_of(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return the basis that a caller passes for packing, as an object or a path. Raises the errors of ``Basis.load``."""
-    given: Any = source
-    if isinstance(given, Basis):
-        return given
-    if os.path.isdir(path_text(given)):
-        raise InvalidParameter(f"{path_text(given)}: is a folder; to pack a cache, name one basis in it")
-    return Basis.load(given)
+def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
+    """Return ``source``, a basis for packing, and load it if it is a path. Raises the errors of ``Basis.load``."""
+    untyped: Any = source
+    if isinstance(untyped, Basis):
+        return untyped
+    if os.path.isdir(path_text(untyped)):
+        raise InvalidParameter(f"{path_text(untyped)}: is a folder: to pack a cache, pass one basis file in it")
+    return Basis.load(untyped)
 
 
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
-    """Find the basis with SHA-256 ``digest`` in ``source``: bases, their paths, and folders of files named ``*.kvbasis``.
+    """Find the basis with SHA-256 ``digest`` in ``source``: bases, paths of bases, or folders of ``*.kvbasis`` files.
 
-    Files in a folder are tried smallest first; a KvpackWarning names those that are not bases or cannot be read. Raises MissingBasis, which
-    names the digest, and the errors of reading a file or listing a folder.
+    Files in a folder are tried smallest first; a KvpackWarning names the ones that cannot be read as a basis. Raises MissingBasis, and the
+    errors of reading a file or listing a folder.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(location, digest):
             if candidate.digest == digest:
                 return candidate
     raise MissingBasis(
-        f"the basis {digest.hex()} is needed, but no basis passed has this SHA-256: pass the one that the file was packed with"
+        f"the basis {digest.hex()} is needed, but no basis that was passed has this SHA-256: pass the basis that the file was packed with"
     )
 
 
@@ -62,10 +62,10 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
     if not os.path.isdir(path):
         yield Basis.load(path)
         return
-    for file in _files(path):
+    for file in _basis_files(path):
         try:
-            with opened(file) as handle:
-                basis = Basis(handle.whole(), file) if handle.digest() == digest else None
+            with open_basis(file) as handle:
+                basis = Basis(handle.read_all(), file) if handle.digest() == digest else None
         except KvpackError as error:
             warnings.warn(f"{file} was skipped in the search for the basis {digest.hex()}: {error}", KvpackWarning, stacklevel=2)
             continue
@@ -73,8 +73,8 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
             yield basis
 
 
-def _files(folder: str) -> list[str]:
-    """Return the paths in a folder that have the name of a basis, smallest file first. Raises MissingFile."""
+def _basis_files(folder: str) -> list[str]:
+    """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
             result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
@@ -87,19 +87,18 @@ def _size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat().st_size
     except OSError:
-        # Opening it tells why.
+        # Opening the file reports the reason.
         return 0
 
 
-def bound(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that the codecs of its sides need, from ``source`` as for ``find``.
+def with_bases(header: Header, source: Any = None) -> Header:
+    """Return ``header`` with the bases that its codecs need, from ``source`` as for ``find``.
 
-    A codec whose rows are in the file needs no basis; it gets the one in ``source``, if any, to encode new tokens. Raises MissingBasis, and
-    InvalidHeader, naming the position, if a side does not fit the basis that it names.
+    A codec whose rows are in the file needs no basis to decode; it gets the one in ``source``, if any, to encode new tokens. Raises
+    MissingBasis, and InvalidHeader if a layer's keys or values do not fit the basis that their codec names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
-    of_sides = [codec for number, codec in enumerate(header.codecs) if number in used]
-    unbound = [part for codec in of_sides for part in _parts(codec) if part.source is None]
+    unbound = [part for number in sorted(used) for part in _parts(header.codecs[number]) if part.source is None]
     needed = {part.basis for part in unbound if part.bases_needed}
     if not unbound or (source is None and not needed):
         return header
@@ -109,7 +108,7 @@ def bound(header: Header, source: Any = None) -> Header:
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):
             bases[digest] = find(source, digest)
-    codecs = tuple(_bound(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
+    codecs = tuple(_with_basis(number, codec, bases) if number in used else codec for number, codec in enumerate(header.codecs))
     for number, layer in enumerate(header.layers):
         for name, side in layer.sides():
             for part in _parts(codecs[side.codec]):
@@ -121,21 +120,21 @@ def bound(header: Header, source: Any = None) -> Header:
 
 
 def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
-    """Return the parts of a codec that name a basis: the codec without side-cars, or a side-car."""
+    """Return the parts of ``codec`` that name a basis: its family, its balanced keys, or neither."""
     parts = (codec.family, codec.side_car(Balanced))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
 
 
-def _bound(number: int, given: Codec, bases: Mapping[bytes, Basis]) -> Codec:
-    for part in _parts(given):
+def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
+    for part in _parts(codec):
         if part.source is None and part.basis in bases:
             basis = bases[part.basis]
-            given = _with_frames(number, given, part, basis) if isinstance(part, Balanced) else _with_rows(number, given, part, basis)
-    return given
+            codec = _with_frames(number, codec, part, basis) if isinstance(part, Balanced) else _with_rows(number, codec, part, basis)
+    return codec
 
 
-def _with_frames(number: int, given: Codec, side_car: Balanced, basis: Basis) -> Codec:
-    assert isinstance(given, WithSideCars)
+def _with_frames(number: int, codec: Codec, side_car: Balanced, basis: Basis) -> Codec:
+    assert isinstance(codec, WithSideCars)
     try:
         frames = basis.balanced(side_car.layer, side_car.frame).frames
         assert frames is not None
@@ -143,34 +142,34 @@ def _with_frames(number: int, given: Codec, side_car: Balanced, basis: Basis) ->
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if frames.dim != side_car.dim:
         raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, but the {side_car.place} have {frames.dim} channels")
-    return given.with_side_car(replace(side_car, source=frames))
+    return codec.with_side_car(replace(side_car, source=frames))
 
 
-def _with_rows(number: int, given: Codec, codec: Klt | Transform, basis: Basis) -> Codec:
+def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:
     try:
-        rows = basis.rows(codec.layer, codec.side)
-        frames = basis.frames(codec.layer, codec.side) if isinstance(codec, Transform) else None
+        rows = basis.rows(family.layer, family.side)
+        frames = basis.frames(family.layer, family.side) if isinstance(family, Transform) else None
     except OutOfBounds as error:
-        if not codec.bases_needed:
-            return given
+        if not family.bases_needed:
+            return codec
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
-    if rows.dim != codec.dim:
-        if not codec.bases_needed:
-            return given
-        raise InvalidHeader(f"codecs[{number}]: dim is {codec.dim}, but the {codec.place} have {rows.dim} channels")
-    if not isinstance(codec, Transform):
-        return given.with_family(replace(codec, source=rows))
+    if rows.dim != family.dim:
+        if not family.bases_needed:
+            return codec
+        raise InvalidHeader(f"codecs[{number}]: dim is {family.dim}, but the {family.place} have {rows.dim} channels")
+    if not isinstance(family, Transform):
+        return codec.with_family(replace(family, source=rows))
     assert frames is not None
-    if frames.count != (rows.heads if codec.scope == "head" else 1):
+    if frames.count != (rows.heads if family.scope == "head" else 1):
         raise InvalidHeader(
-            f"codecs[{number}]: scope is {codec.scope}, but the {codec.place} have {frames.count} frames for {rows.heads} heads"
+            f"codecs[{number}]: scope is {family.scope}, but the {family.place} have {frames.count} frames for {rows.heads} heads"
         )
-    return given.with_family(replace(codec, source=frames))
+    return codec.with_family(replace(family, source=frames))
 
 
-def located(where: str, header: Header, source: Any) -> Header:
-    """Call ``bound``, and prefix its error messages with ``where``."""
+def bind_bases(where: str, header: Header, source: Any) -> Header:
+    """Return ``with_bases(header, source)``, and prefix its error messages with ``where``."""
     try:
-        return bound(header, source)
+        return with_bases(header, source)
     except KvpackError as error:
         raise type(error)(f"{where}: {error}") from None

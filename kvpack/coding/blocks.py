@@ -1,8 +1,8 @@
-"""Run work over blocks of tokens on every core.
+"""Process blocks of tokens in parallel on all cores.
 
-torch splits one operation over its threads and waits for all of them before the next. With many short operations the
-waiting costs more than a second thread saves, and far more on a busy machine. So each thread gets its own blocks here,
-and torch uses one thread in each.
+PyTorch splits each operation over its threads and waits for all of them before the next one. With many short operations, waiting
+costs more than a second thread saves, especially on a busy machine. Here each thread processes whole blocks instead, and PyTorch uses a
+single thread within each.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _state = threading.local()
 
 
 @contextlib.contextmanager
-def in_this_thread() -> Iterator[None]:
-    """Let ``for_each_block`` run in the calling thread, without changing the host's thread settings."""
-    before = getattr(_state, "in_this_thread", False)
-    _state.in_this_thread = True
+def single_threaded() -> Iterator[None]:
+    """Make ``for_each_block`` run in the calling thread within this context, and leave PyTorch's thread settings unchanged."""
+    before = getattr(_state, "single_threaded", False)
+    _state.single_threaded = True
     try:
         yield
     finally:
-        _state.in_this_thread = before
+        _state.single_threaded = before
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block; on the CPU, in as many threads as PyTorch uses. Raises the first error.
+    """Call ``work(start, stop)`` for every block. On the CPU, the blocks are spread over as many threads as PyTorch uses.
 
-    The caller is in ``float32_no_grad``; the threads enter it too, because modes are per thread.
+    The caller must be in ``float32_no_grad``; the threads enter it too, because modes are per thread. Raises the first error.
     """
-    threads = 1 if getattr(_state, "in_this_thread", False) else torch.get_num_threads()
+    threads = 1 if getattr(_state, "single_threaded", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:
         for start, stop in blocks:
             work(start, stop)
@@ -55,21 +55,21 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
     all_started = threading.Barrier(workers + 1)
 
     def start_worker() -> None:
-        # A thread that has asked once keeps its number of threads, whatever other threads set.
+        # After its first get_num_threads, a thread's setting no longer follows what other threads set.
         torch.get_num_threads()
         torch.set_num_threads(1)
         all_started.wait()
 
     with ThreadPoolExecutor(workers, initializer=start_worker) as pool:
         try:
-            # No worker is idle before all have started, so the pool starts all of them here.
+            # Each worker waits until all have started, so the pool has to start every one of them.
             results = pool.map(work_on, blocks)
             all_started.wait()
         except BaseException:
             all_started.abort()
             raise
         finally:
-            # A thread that asks for the first time takes the number that any thread set last.
+            # A thread's first get_num_threads returns the number that any thread set last.
             torch.set_num_threads(threads)
         for _ in results:
             pass

@@ -1,6 +1,6 @@
-"""kvpack's own presets with a basis: keys in its frames, and widths derived from the measured loss of each layer and side.
+"""kvpack's own presets with a basis: keys in the basis's frames, and bit widths derived from each layer's measured losses.
 
-A place (a side of a layer) that loses more than others at one width gets more bits. The average of the widths is given by the preset.
+The preset fixes the average width. A place (the keys or the values of one layer) with a higher loss than others gets more bits.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .presets import OWN, RAW_CLAUSE, calibrated_codec
+from .presets import OWN_PRESETS, RAW_CLAUSE, calibrated_codec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from .bases import Basis
 
     Place = tuple[int, str]
-    """A layer and a side of it, "k" or "v"."""
+    """A layer number with "k" for its keys or "v" for its values."""
 
 MAX_WIDTH = 8
 
 ADDED_LOSS = 0.1
-"""The part of the mean loss that is added to that of every place.
+"""Share of the mean loss that is added to the loss of every place.
 
-Measured losses are noisy, and the smallest ones say nothing: without it, places that other text needs would be left with one bit.
+Measured losses are noisy, and the smallest are not meaningful. Without this, places that matter for other texts would get only one bit.
 """
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
-    """Return the clauses of kvpack's own presets for ``basis``; empty if it has no frames for keys."""
+    """Return kvpack's own presets as recipe clauses for ``basis``, by name; empty if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
-    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in OWN.items()}
+    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in OWN_PRESETS.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
-    """Return the clauses of a recipe for ``basis`` with at most ``average`` bits per value in its codes on average."""
+    """Return recipe clauses for ``basis`` whose codes take at most ``average`` bits per value on average."""
     result, usual = widths(basis.losses, average), int(average)
     texts = [_clause("", side, usual, trellis, basis) for side in "kv"]
     for side in "kv":
         for width in sorted(set(result.values()) - {usual}):
-            layers = [layer for (layer, of), chosen in sorted(result.items()) if (of, chosen) == (side, width)]
+            layers = [layer for (layer, its_side), its_width in sorted(result.items()) if (its_side, its_width) == (side, width)]
             if layers:
                 texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, trellis, basis))
     return ";".join([*texts, RAW_CLAUSE])
@@ -52,9 +52,10 @@ def _clause(layers: str, side: str, bits: int, trellis: bool, basis: Basis) -> s
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """Return a width of at least 1 bit for each place, at most ``average`` bits on average, given their ``losses`` at one width.
+    """Return a width in bits for each place: at least 1, and at most ``average`` on average.
 
-    Each bit goes where it lowers the loss most (Shoham and Gersho 1988); it divides the loss of a place by about 4.
+    Each bit goes to the place where it lowers the loss most (Shoham and Gersho 1988), starting from ``losses``, which were all measured at
+    the same width. A bit divides the loss of a place by about 4.
     """
     result, raised = dict.fromkeys(losses, 1), raised_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
@@ -64,6 +65,6 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
 
 
 def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
-    """Add ``ADDED_LOSS`` of the mean loss to each of ``losses``."""
+    """Return ``losses``, each increased by ``ADDED_LOSS`` times the mean loss."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

@@ -1,4 +1,4 @@
-"""Clauses of a recipe that select codecs: their rules, and error messages for invalid ones."""
+"""Parse the clauses of a recipe that select codecs, and report invalid ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.options import UnknownWord
 
 from .presets import ADDITIONS, PUBLISHED
-from .rules import CALIBRATED, CHECKED_DIM, Rule, check_digest
+from .rules import CALIBRATED, CHECKED_DIM, Rule, check_basis_option
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
 class InvalidClause(InvalidParameter):
-    """A clause refused for ``reason``, pointing at its ``word``."""
+    """An error about one clause of a recipe; the message gives the ``reason`` and points at the invalid ``word``."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -26,21 +26,21 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Return two lines: ``text``, and below it a marker under ``word``; empty if ``text`` does not contain it."""
-    at = text.find(word, start)
-    return f"\n  {text}\n  {' ' * at}{'^' * len(word)}" if word and at >= 0 else ""
+    """Return ``text`` and a line below it that underlines ``word``; an empty string if ``text`` does not contain ``word``."""
+    column = text.find(word, start)
+    return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
 
-def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rule:
-    """Parse ``clause``, spelled ``written`` in ``text``, to a rule; ``named`` are presets and additions.
+def parse_rule(clause: str, written: str, text: str, preset_names: Collection[str]) -> Rule:
+    """Parse ``clause``, which the recipe ``text`` spells ``written``, into a rule. Raises InvalidClause.
 
-    Raises InvalidClause.
+    ``preset_names`` also contains the additions.
     """
     items, body = None, clause
     if clause.startswith("layers="):
         listed, colon, body = clause.removeprefix("layers=").partition(":")
         if not colon:
-            refuse(text, clause, clause, "a layers clause is written layers=<list>:<k, v or kv>=<codec>")
+            refuse(text, clause, clause, "a layers clause has no codec: write layers=<list>:<k, v or kv>=<codec>")
         items = tuple(_item(item, clause, text) for item in listed.split(","))
     sides, equals, codec = body.partition("=")
     if not equals or sides not in ("k", "v", "kv"):
@@ -48,7 +48,7 @@ def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rul
         expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or window="
         if word.startswith("@"):
             expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
-        elif "," in word and word.partition(",")[0] in named:
+        elif "," in word and word.partition(",")[0] in preset_names:
             expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
         refuse(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
     codec_id, _, options = codec.partition(":")
@@ -68,7 +68,7 @@ def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rul
         if codec_id in CALIBRATED:
             _ = rule.bits
         if rule.needs_basis:
-            check_digest(codec_id, words)
+            check_basis_option(codec_id, words)
         for side in sides:
             rule.codec(CHECKED_DIM, side)
     except UnknownWord as error:
@@ -81,15 +81,15 @@ def rule_of(clause: str, written: str, text: str, named: Collection[str]) -> Rul
 def _item(item: str, clause: str, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", item)
     if match is None:
-        refuse(text, item or "layers=", clause, f"layer {item!r} is not an integer or a range first-last")
+        refuse(text, item or "layers=", clause, f"layer {item!r} must be an integer or a range first-last")
     first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
     if last < first and (first < 0) == (last < 0):
-        refuse(text, item, clause, f"layers {item} end before they begin")
+        refuse(text, item, clause, f"the range {item} ends before it begins: write {last}-{first}")
     return first, last
 
 
 def refuse(text: str, word: str, clause: str, message: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause, suggesting the ``known`` word closest to ``word``."""
+    """Raise InvalidClause about ``word`` in ``clause``, with the closest of the ``known`` words as a suggestion."""
     close = difflib.get_close_matches(word, known, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

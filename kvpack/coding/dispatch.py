@@ -1,8 +1,8 @@
-"""Choose the code that encodes, decodes and attends: torch operations on any device, the Triton kernels, or the C kernels of the CPU.
+"""Choose the implementation that encodes, decodes and attends: PyTorch operations, Triton kernels or C kernels.
 
-The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". If unset: Triton for tensors on a CUDA
-device if a Triton is installed on which the kernels run (``triton_version.OLDEST`` or newer), the C kernels for tensors on the
-CPU where they were built, else torch, with one warning. On the CPU Triton's kernels run in its interpreter (TRITON_INTERPRET=1).
+The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". By default, tensors on a CUDA device use the Triton
+kernels if Triton is installed (``triton_version.OLDEST`` or newer), and tensors on the CPU use the C kernels if they were built.
+Otherwise kvpack uses PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Side as _TritonSide
 
     class Side(_CSide, _TritonSide, Protocol):
-        """The keys or the values of a layer, as both kinds of kernels see them."""
+        """The keys or the values of a layer, with all attributes that the C and the Triton kernels need."""
 
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
-"""True if kernels use inline PTX: not if it is 0."""
+"""Environment variable that disables inline PTX in the kernels if it is 0."""
 
-_SHORTFALL = "the C kernels, which are missing or were built from other sources (reinstall kvpack with a C compiler)"
+_C_KERNELS = "the C kernels, which are missing or outdated (to build them, reinstall kvpack with a C compiler)"
 
 
 def encode(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, coded: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel; None if the codec itself must encode it.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel and return the streams.
 
-    ``before`` contains the streams of the run that it continues. For a codec that changes norms, ``coded``, contiguous float32 ``[batch,
-    kv_head, token]``, receives ``codec.coded_norms`` if there are streams. The codec itself must encode if no kernels run, if they do not
-    support it, and for values that it may refuse. Raises the errors of ``uses_triton`` and ``uses_c``.
+    Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
+    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. For a codec that changes norms, ``coded``,
+    contiguous float32 ``[batch, kv_head, token]``, is filled with ``codec.coded_norms`` unless the result is None. Raises the errors of
+    ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -74,9 +75,10 @@ def encode(
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame, like ``codec.decode_frame``, with kernels if ``uses_triton``.
+    """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, like ``codec.decode_frame``.
 
-    Raises InvalidParameter if a stream is not laid out as the codec says, and the errors of ``uses_triton``.
+    Triton kernels decode if ``uses_triton``. Raises InvalidParameter if a stream does not have the codec's layout, and the errors of
+    ``uses_triton``.
     """
     if isinstance(codec, WithSideCars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -88,7 +90,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to ``[batch, kv_head, token, dim]`` in the original frame: in the codec's exact dtype, or float32."""
+    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or else float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, WithSideCars):
@@ -96,15 +98,15 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return codec.original(decode_frame(codec, streams), streams)
 
 
-def checks_values(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_values`` performs the checks of ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
+def supports_value_checks(codec: Codec, device: torch.device) -> bool:
+    """Return True if ``check_values`` supports ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
     from kvpack.kernels.bitpack import rules
 
     if isinstance(codec, WithSideCars):
-        # The signs of a residual are too many to be copied back.
+        # A sketch has too many signs to copy to the host.
         if codec.sketches:
             return False
         codec = codec.codec
@@ -112,11 +114,11 @@ def checks_values(codec: Codec, device: torch.device) -> bool:
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
-    """Start to check sides, each given as ``(codec, streams, runs, where)``, on a device that ``checks_values`` supports.
+    """Start to check stored keys and values on a device for which ``supports_value_checks`` is True.
 
-    The streams are contiguous, and ``runs`` are the token counts of their runs. The streams of side-cars, which are small, are copied to
-    the host and checked there. Returns a function that waits for the device and raises InvalidPayload, as ``codec.check`` and
-    ``codec.check_runs`` do, naming the first side that breaks a rule.
+    Each element of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the token counts of the encoded runs, and a name for
+    messages. Streams of side-cars are small, and are copied to the host and checked there. Returns a function that waits for the
+    device and raises InvalidPayload about the first element that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
     """
     if not sides:
         return lambda: None
@@ -125,32 +127,32 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
     wrong_sides = rules.wrong_sides(
         [(codec.codec if isinstance(codec, WithSideCars) else codec, streams) for codec, streams, _, _ in sides]
     )
-    places = [
+    side_car_streams = [
         (number, name)
         for number, (codec, *_) in enumerate(sides)
         if isinstance(codec, WithSideCars)
         for name in codec.side_car_layout(1, 1, 0)
     ]
-    arrays = _to_host([sides[number][1][name] for number, name in places])
+    arrays = _to_host([sides[number][1][name] for number, name in side_car_streams])
 
-    def refuse() -> None:
+    def raise_invalid() -> None:
         wrong = set(wrong_sides())
-        of_side: dict[int, dict[str, numpy.ndarray[Any, Any]]] = {}
-        for (number, name), array in zip(places, arrays(), strict=True):
-            of_side.setdefault(number, {})[name] = array
+        arrays_by_side: dict[int, dict[str, numpy.ndarray[Any, Any]]] = {}
+        for (number, name), array in zip(side_car_streams, arrays(), strict=True):
+            arrays_by_side.setdefault(number, {})[name] = array
         for number, (codec, streams, runs, where) in enumerate(sides):
             if number in wrong:
                 codec.check(dict(zip(streams, _to_host([*streams.values()])(), strict=True)), where)
             if isinstance(codec, WithSideCars):
-                codec.check_side_cars(of_side.get(number, {}), runs, codec.batch_of(streams), where)
+                codec.check_side_cars(arrays_by_side.get(number, {}), runs, codec.batch_of(streams), where)
 
-    return refuse
+    return raise_invalid
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
-    """Start to copy ``tensors`` of one device to host memory together.
+    """Start to copy ``tensors``, all on one device, to host memory in a single transfer.
 
-    Returns a function that waits for the copy and returns numpy arrays of their shapes; bfloat16 as its bits, uint16.
+    Returns a function that waits for the copy and returns numpy arrays of the same shapes, with bfloat16 as uint16 bit patterns.
     """
     if not tensors:
         return list
@@ -161,15 +163,15 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray
 
     def arrays() -> list[numpy.ndarray[Any, Any]]:
         parts = memory.cpu().split([nbytes for _, _, nbytes in shapes])  # type: ignore[no-untyped-call]
-        # Copies begin at multiples of their items.
+        # A view needs memory that is aligned to its item size, so each part is copied.
         result = [part.clone().view(dtype).view(shape).numpy() for part, (shape, dtype, _) in zip(parts, shapes, strict=True)]
         return [array.view("<u2") if array.dtype == "<i2" else array for array in result]
 
     return arrays
 
 
-def checks_chunks(codec: Codec, device: torch.device) -> bool:
-    """Return True if ``check_chunks`` performs the checks of ``codec.check_chunks`` on ``device``. Raises the errors of ``uses_triton``."""
+def supports_chunk_checks(codec: Codec, device: torch.device) -> bool:
+    """Return True if ``check_chunks`` supports ``codec`` on ``device``. Raises the errors of ``uses_triton``."""
     if not uses_triton(device):
         return False
     from kvpack.kernels import codecs
@@ -178,7 +180,7 @@ def checks_chunks(codec: Codec, device: torch.device) -> bool:
 
 
 def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Run the checks of ``codec.check_chunks`` for streams on a device that ``checks_chunks`` supports. The host waits for them.
+    """Run ``codec.check_chunks`` on a device for which ``supports_chunk_checks`` is True, and wait for the result.
 
     Raises InvalidPayload, naming ``where``.
     """
@@ -189,33 +191,36 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
     check(codec, streams, where)
 
 
-def checks_digests(device: torch.device) -> bool:
+def supports_digests(device: torch.device) -> bool:
     """Return True if ``digests`` supports tensors on ``device``. Raises the errors of ``uses_triton``."""
     return uses_triton(device)
 
 
-def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
-    """Start to compute the digests of byte ranges ``[begin, end)`` of memory, uint8, on a device that ``checks_digests`` supports."""
-    if not places:
+def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
+    """Start to compute the XXH3-128 digests of ``(memory, begin, end)`` ranges of uint8 tensors on a device.
+
+    ``supports_digests`` must be True for the device. Returns a function that waits for the digests and returns them in order.
+    """
+    if not ranges:
         return list
     from kvpack.kernels.bitpack import digests
 
-    large = [number for number, (_, begin, end) in enumerate(places) if end - begin >= digests.MIN_BYTES]
-    small = [number for number, (_, begin, end) in enumerate(places) if end - begin < digests.MIN_BYTES]
-    results = digests.digests([places[number] for number in large]) if large else None
-    arrays = _to_host([memory[begin:end] for memory, begin, end in map(places.__getitem__, small)])
+    large = [number for number, (_, begin, end) in enumerate(ranges) if end - begin >= digests.MIN_BYTES]
+    small = [number for number, (_, begin, end) in enumerate(ranges) if end - begin < digests.MIN_BYTES]
+    results = digests.digests([ranges[number] for number in large]) if large else None
+    arrays = _to_host([memory[begin:end] for memory, begin, end in map(ranges.__getitem__, small)])
 
     def wait() -> list[bytes]:
         result = dict(zip(small, (xxhash.xxh3_128_digest(array.tobytes()) for array in arrays()), strict=True))
         if results is not None:
             result.update(zip(large, (digest.tobytes() for digest in results.cpu().numpy().astype(">i8")), strict=True))
-        return [result[number] for number in range(len(places))]
+        return [result[number] for number in range(len(ranges))]
 
     return wait
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``head_norms.norms_of``, in C if available; the last bits depend on the order of sums."""
+    """Return ``head_norms.norms_of(x)``, computed in C if possible. The last bits may differ, because C adds in another order."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
@@ -224,16 +229,16 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     return norms_of(x)
 
 
-def choice() -> tuple[str | None, str | None]:
-    """Return the environment's choice of kernels, as far as a call depends on it."""
+def environment_key() -> tuple[str | None, str | None]:
+    """Return the values of the environment variables that select kernels, as a cache key."""
     return os.environ.get(VARIABLE), os.environ.get(ASSEMBLY_VARIABLE)
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode ``side`` into ``out`` ``[batch, kv_head, token, dim]``, whole rows, in the original frame, if kernels can in one pass.
+    """Decode ``side`` with kernels into ``out`` ``[batch, kv_head, token, dim]``, as far as they support it.
 
-    Returns the ranges of tokens still to be written: all of them if no kernels run, none if C decodes the side. Raises InvalidParameter if
-    a stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
+    Returns the half-open ranges of tokens that the caller still has to write: all tokens if no kernels run. Raises InvalidParameter if a
+    stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack
@@ -242,7 +247,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
         if lossless.supports(side, out.dtype):
             lossless.unpack_into(side, out)
             return []
-        # Values that are stored in the dtype of ``out`` are copied: a conversion would change the bits of NaN.
+        # Values stored in the dtype of ``out`` are copied, because a conversion would change the bits of NaN.
         copied = side.codec.exact_dtype is not None and side.codec.exact_dtype == RAW_DTYPES.get(out.dtype)
         if not copied and unpack.unpack_into(side, out):
             return []
@@ -254,7 +259,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
-    """Run ``rans.decode`` in C; None if C does not run."""
+    """Run ``rans.decode`` in C; return None if the C kernels are unavailable or disabled."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -263,7 +268,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Run ``rans.encoded`` in C; None if C does not run."""
+    """Run ``rans.encoded`` in C; return None if the C kernels are unavailable or disabled."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -275,7 +280,7 @@ rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """Run ``row.checksum`` in C; None if C does not run."""
+    """Run ``row.checksum`` in C; return None if the C kernels are unavailable or disabled."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import checksum
@@ -287,8 +292,8 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Run ``head_norms.has_large`` in C, None if C does not run."""
-    if not _compares(sizes.device):
+    """Run ``head_norms.has_large`` in C; return None if the C kernels are unavailable or disabled."""
+    if not _runs_c_on(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
 
@@ -296,20 +301,20 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float) -> bool:
-    """Return ``head_norms.has_large`` of ``codec.error_sizes(streams)``, without computing these if C reads the streams.
+    """Return True if ``head_norms.has_large`` is true of ``codec.error_sizes(streams)``; C reads the sizes from the streams if it can.
 
-    If one is large by less than rounding, it may be True.
+    The result may also be True for a size that reaches ``ratio`` only after rounding.
     """
-    if _compares(streams[next(iter(streams))].device):
+    if _runs_c_on(streams[next(iter(streams))].device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        answer = c_encode.has_large_error(codec, streams, ratio)
-        if answer is not None:
-            return answer
+        has_large = c_encode.has_large_error(codec, streams, ratio)
+        if has_large is not None:
+            return has_large
     return head_norms.has_large(codec.error_sizes(streams), ratio)
 
 
-def _compares(device: torch.device) -> bool:
+def _runs_c_on(device: torch.device) -> bool:
     return device.type == "cpu" and os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
@@ -317,46 +322,46 @@ head_norms.compiled = _has_large
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return True if tensors on ``device`` are encoded and decoded by Triton kernels.
+    """Return True if Triton kernels encode and decode tensors on ``device``.
 
-    Issues a KvpackWarning, once, if Triton is missing for tensors on a CUDA device. Raises InvalidParameter if KVPACK_KERNELS is unknown,
-    or is "triton" although the kernels cannot run.
+    Issues a KvpackWarning, once, if ``device`` is a CUDA device and Triton is missing. Raises InvalidParameter if KVPACK_KERNELS has an
+    unknown value, or is "triton" although the kernels cannot run.
     """
     backend = _backend()
     if backend != "triton":
         wanted = not backend and device.type == "cuda"
-        if wanted and not triton_version.supported():
+        if wanted and not triton_version.is_supported():
             triton_version.warn_unsupported()
-        return wanted and triton_version.supported()
-    if not triton_version.supported():
-        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', which needs {triton_version.shortfall()}")
+        return wanted and triton_version.is_supported()
+    if not triton_version.is_supported():
+        raise InvalidParameter(f"the environment variable {VARIABLE} is 'triton', which requires {triton_version.requirement()}: unset it")
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise InvalidParameter(
-            f"the environment variable {VARIABLE} is 'triton', which needs tensors on cuda (on cpu: with TRITON_INTERPRET=1); "
-            f"this one is on {device.type}"
+            f"the environment variable {VARIABLE} is 'triton', which supports only tensors on cuda, but got one on {device.type}: unset it"
+            + (", or set TRITON_INTERPRET=1" if device.type == "cpu" else "")
         )
     return True
 
 
 def uses_c(device: torch.device) -> bool:
-    """Return True if the C kernels handle tensors on ``device``, provided that they support the codec.
+    """Return True if the C kernels process tensors on ``device`` with the codecs that they support.
 
-    Issues a KvpackWarning, once, if they are missing for tensors on the CPU. Raises InvalidParameter if KVPACK_KERNELS is unknown, or is
-    "cpu" although the C kernels were not built.
+    Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS has an
+    unknown value, or is "cpu" although the C kernels were not built.
     """
     backend = _backend()
     if device.type != "cpu" or backend not in ("", "cpu"):
         return False
     if not c_is_built():
         if backend == "cpu":
-            raise InvalidParameter(f"the environment variable {VARIABLE} is 'cpu', which needs {_SHORTFALL}")
+            raise InvalidParameter(f"the environment variable {VARIABLE} is 'cpu', which needs {_C_KERNELS}")
         _warn_missing()
         return False
     return True
 
 
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and run on this machine; without a compiler, kvpack installs without them."""
+    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack installs without them."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None
@@ -364,10 +369,10 @@ def c_is_built() -> bool:
 
 @cache
 def _warn_missing() -> None:
-    """Warn, once per process, that PyTorch operations handle tensors on the CPU (KvpackWarning)."""
+    """Issue a KvpackWarning, once per process, that the C kernels are missing."""
     warnings.warn(
-        f"attention and unpacking on the CPU use PyTorch operations, several times slower than with {_SHORTFALL}; set "
-        "KVPACK_KERNELS=torch to turn this warning off",
+        f"attention and unpacking on the CPU use PyTorch operations and are several times slower than with {_C_KERNELS}; "
+        "set KVPACK_KERNELS=torch to turn this warning off",
         KvpackWarning,
         stacklevel=3,
     )
@@ -381,16 +386,17 @@ def _backend() -> str:
 
 
 def backends() -> dict[str, str]:
-    """Return, for each kind of device ("cpu", "cuda"), a description of the code that encodes, decodes and attends there.
+    """Describe the implementation that encodes, decodes and attends on each kind of device, "cpu" and "cuda".
 
-    PyTorch operations do what the kernels do not support. Raises InvalidParameter if the environment variable KVPACK_KERNELS is not valid.
+    PyTorch operations replace kernels that do not support a codec. Raises InvalidParameter if the environment variable KVPACK_KERNELS
+    has an unknown value.
 
     >>> sorted(kvpack.backends())
     ['cpu', 'cuda']
     """
     chosen = _backend()
     forced = f"PyTorch operations ({VARIABLE}={chosen})"
-    by_triton = f"Triton kernels, Triton {triton_version.installed()}"
+    by_triton = f"Triton kernels, Triton {triton_version.installed_version()}"
     if chosen == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         cpu = f"{by_triton}, interpreted"
     elif chosen in ("torch", "triton"):
@@ -404,5 +410,5 @@ def backends() -> dict[str, str]:
     if chosen in ("torch", "cpu"):
         cuda = forced
     else:
-        cuda = by_triton if triton_version.supported() else f"PyTorch operations (the kernels need {triton_version.shortfall()})"
+        cuda = by_triton if triton_version.is_supported() else f"PyTorch operations (the kernels need {triton_version.requirement()})"
     return {"cpu": cpu, "cuda": cuda}

@@ -1,6 +1,7 @@
-"""Encoder options in a recipe's text that no header stores, such as norm_rule; a loaded cache needs them to encode more tokens.
+"""Find encoder options, such as norm_rule, in the recipe text of a loaded cache, which needs them to encode more tokens.
 
-The text comes from a file. It is searched rather than parsed, because parsing would build every codec that it names.
+The header's codecs do not store these options. The text is searched and not parsed, because parsing an untrusted text would create
+every codec in it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _CLAUSE = re.compile(r"(?:layers=([-0-9,]{1,4096}):)?(k|v|kv)=([a-z_]{1,32})(?::(.*))?", re.DOTALL)
 _ITEM = re.compile(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?")
 
-STEERING = {
+ENCODER_OPTIONS = {
     codec_id: frozenset(
         field.name
         for field in fields(codec)  # type: ignore[arg-type]
@@ -35,53 +36,54 @@ STEERING = {
     )
     for codec_id, codec in CODECS.items()
 }
-"""Options of each codec that affect only its encoder, by the name of their field."""
+"""Names of the options that affect only the encoder, by codec id."""
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()} | RECORDED
 
-_WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*STEERING.values()))))
+_WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositions.words).union(*ENCODER_OPTIONS.values()))))
 
 
-def steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    """Return ``codec`` of a header with the encoder options that the header's ``recipe`` sets for ``side`` of ``layer`` of ``layers``.
+def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
+    """Return a header's ``codec`` with the encoder options from the header's ``recipe`` for one layer's keys or values.
 
-    A text that is not a recipe, or whose recipe selects another codec, changes nothing; both are valid in a file.
+    ``side`` is "k" or "v". The codec is returned unchanged if the text is not a valid recipe or selects another codec; files may contain
+    both.
     """
     key = recipe, layer, layers, side
     if key not in codec.made:
-        codec.made[key] = _steered(codec, recipe, layer, layers, side)
+        codec.made[key] = _apply_options(codec, recipe, layer, layers, side)
     created: Codec = codec.made[key]
     return created
 
 
-def _steered(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    given = _words(recipe, layer, layers, side, codec.id)
-    words = {name: value for name, value in given.items() if name in STEERING.get(codec.id, ())}
+def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
+    options = _options(recipe, layer, layers, side, codec.id)
+    words = {name: value for name, value in options.items() if name in ENCODER_OPTIONS.get(codec.id, ())}
     if words:
         with contextlib.suppress(InvalidParameter):
             codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
-    if isinstance(codec, WithSideCars) and not given.keys().isdisjoint(RawPositions.words):
+    if isinstance(codec, WithSideCars) and not options.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
-            raw = RawPositions.of_words(codec.dim, side, Options(codec.id, given))
-            # Side-cars are equal that choose other tokens.
+            raw = RawPositions.of_words(codec.dim, side, Options(codec.id, options))
+            # Equality ignores the options that select tokens, so this replaces the stored side-car.
             if raw is not None and raw in codec.side_cars:
                 codec = codec.with_side_car(raw)
     return codec
 
 
 @lru_cache(maxsize=1024)
-def _words(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the options of the last clause about ``side`` of ``layer``; empty if it names another codec."""
+def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
+    """Return the options in the last clause that covers the layer and side; empty if it selects another codec."""
     result: dict[str, str] = {}
-    for sides, items, named, options in _clauses(recipe):
+    for sides, items, clause_codec, options in _clauses(recipe):
         if side in sides and _covers(items, layer, layers):
-            result = dict(option.partition("=")[::2] for option in options.split(",")) if named == codec_id else {}
+            result = dict(option.partition("=")[::2] for option in options.split(",")) if clause_codec == codec_id else {}
     return result
 
 
 @lru_cache(maxsize=16)
 def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
-    """Return (sides, layers, codec id, options) of every clause, with presets expanded; empty if nothing steers an encoder."""
+    """Return (sides, layers, codec id, options) of every clause, with presets expanded; empty if no clause has encoder options."""
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
@@ -93,15 +95,15 @@ def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def _raw_options(clause: str) -> str:
-    """Return the options that a clause about raw tokens stands for; empty if it is not valid."""
+    """Return the codec options that a ``raw=`` clause sets; empty if the clause is invalid."""
     try:
-        return ",".join(f"{name}={value}" for name, value in raw_clause.words_of(clause).items())
+        return ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(clause).items())
     except InvalidParameter:
         return ""
 
 
 def _with_raw(options: str, raw: str) -> str:
-    """Return a codec's ``options`` with those of the clause about raw tokens, unless the codec has its own."""
+    """Add the options ``raw`` for raw tokens to a codec's ``options``, unless these already have some."""
     has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if has_own else raw) if part)
 

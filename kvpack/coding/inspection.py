@@ -1,4 +1,4 @@
-"""inspect and verify: read the contents of a file, and check that every byte of it is valid."""
+"""Inspect a file's header, and verify every byte of a file."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the contents of a file, as ``kvpack inspect --json`` prints them.
+    """Describe the contents of a file, as ``kvpack inspect --json`` does.
 
-    Only the header is read and checked; ``verify`` checks the values.
+    Reads and checks only the header; ``verify`` also checks the values.
 
     Args:
         path: A cache or a basis.
 
     Returns:
-        A dict of JSON values; a basis also has its ``sha256``.
+        A dict of JSON values. For a basis, it includes the file's ``sha256``.
 
     Raises:
         MissingFile: The file does not exist or cannot be read.
@@ -47,16 +47,16 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     with open_file(path) as file:
         summary = summarize(file)
     if summary["is_basis"]:
-        # Needs numpy.
-        from .basis_files import opened
+        # Imported here because it needs numpy.
+        from .basis_files import open_basis
 
-        with opened(path) as basis:
+        with open_basis(path) as basis:
             summary["sha256"] = basis.digest().hex()
     return summary
 
 
 def summarize(file: File) -> dict[str, Any]:
-    """Return the contents of the header as JSON values (bytes stay bytes)."""
+    """Describe the header of ``file`` as JSON values, except that bytes stay bytes."""
     header = file.header
     inputs = Inputs.from_features(header.ignorable, header.hidden, header.batch, start=header.start, tokens=header.tokens)
     stored: Counter[tuple[int, str]] = Counter()
@@ -66,7 +66,7 @@ def summarize(file: File) -> dict[str, Any]:
         stored[int(number), name] += tensor.stored_bytes
         streams[f"{name}.{stream}"] += tensor.stored_bytes
     layers = [
-        {name: _side(header.codecs[side.codec], side, header.starts[number], stored[number, name]) for name, side in layer.sides()}
+        {name: _side_summary(header.codecs[side.codec], side, header.starts[number], stored[number, name]) for name, side in layer.sides()}
         for number, layer in enumerate(header.layers)
     ]
     sides = [side for layer in layers for side in layer.values()]
@@ -104,7 +104,7 @@ def summarize(file: File) -> dict[str, Any]:
     }
 
 
-def _side(codec: Codec, side: SideEntry, start: int, stored: int) -> dict[str, Any]:
+def _side_summary(codec: Codec, side: SideEntry, start: int, stored: int) -> dict[str, Any]:
     values = side.batch * side.heads * side.tokens * codec.dim
     return {
         "codec": side.codec,
@@ -131,20 +131,20 @@ def verify(
     basis: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Check every digest, digit, scale and spare bit of a file.
+    """Check a whole file: its digests, and that every stored code, scale and padding bit is valid.
 
     Args:
         path: A cache or a basis.
-        basis: As for ``kvpack.load``; needed only to check the digits of the codec transform.
-        progress: Called as ``progress(done, total)`` with tensors.
+        basis: As for ``kvpack.load``. Only needed to check the codes of the codec transform.
+        progress: Called as ``progress(done, total)``, both in tensors.
 
     Returns:
-        A dict with the ``file``, its ``bytes``, its number of ``layers``, and ``needs_basis``: True if the file contains digits that
-        cannot be checked without its basis.
+        A dict with the keys ``file``, ``bytes``, ``layers`` (their number), and ``needs_basis``: True if some codes could not be checked
+        without the file's basis.
 
     Raises:
         InvalidPayload: A stored tensor breaks a rule of its codec.
-        MissingBasis: ``basis`` does not contain the basis of the file.
+        MissingBasis: The file needs a basis that ``basis`` does not contain.
 
     Also raises the errors of ``inspect``.
 
@@ -154,10 +154,10 @@ def verify(
     check_callback(progress)
     with open_file(path) as file:
         if basis is not None:
-            # Needs torch.
-            from .basis_sources import located
+            # Imported here because it needs torch.
+            from .basis_sources import bind_bases
 
-            file.header = located(file.where, file.header, basis)
+            file.header = bind_bases(file.where, file.header, basis)
         file.verify(progress)
         unchecked = any(isinstance(codec.family, Transform) and codec.family.source is None for codec in file.header.codecs)
         return {"file": file.where, "bytes": file.size, "layers": len(file.header.layers), "needs_basis": unchecked}

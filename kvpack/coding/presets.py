@@ -1,8 +1,8 @@
-"""kvpack's own recipes and the papers' published configurations, by name.
+"""Presets: kvpack's own recipes and configurations published in papers, by name.
 
-A preset covers both sides of every layer. An addition changes a part, and follows the changed part in a recipe. Every lossy preset keeps a
-few tokens raw (``RAW_CLAUSE``), whatever its paper does with them. Presets of rotated keys with one norm per token, and those of HQMQ, also
-store the means of keys apart; the former store the norms of keys of up to 3 bits in 8 bits. Their methods are the papers'.
+A preset covers the keys and values of every layer. An addition changes some layers, and follows a preset in a recipe. Every lossy preset
+keeps a few tokens raw (``RAW_CLAUSE``), even if its paper does not. Presets that rotate keys and store one norm per token, and those of
+HQMQ, also store key means separately; the former use 8-bit norms for keys of up to 3 bits. Everything else follows the papers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 RAW_CLAUSE = "raw=4,0.6,4"
-"""The tokens that lossy presets keep raw: the first of a sequence, and those whose keys have a norm far from their page's median.
+"""Tokens that lossy presets keep raw: the first of a sequence, and tokens with key norms far from their page's median.
 
-Tokens of low norm are attention sinks. One of high norm would raise scales that it shares with other tokens or heads.
+Tokens with low norms are attention sinks. A token with a high norm would raise the scales that it shares with other tokens or heads.
 """
 
 CALIBRATED_RAW_CLAUSE = "raw=1,0.6,4"
-"""Raw tokens of klt and transform. At few bits per value even a few raw tokens count, and late attention sinks have a low norm."""
+"""Tokens that klt and transform keep raw: fewer first ones, which are costly at so few bits; later attention sinks have low norms."""
 
 EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
-"""The presets without a lossy codec, which have no raw tokens."""
+"""Presets with only lossless or raw codecs, which need no raw tokens."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``; ``layers`` and head ``dim`` are those of its model, None for any model."""
+    """A named recipe and its ``source``. ``layers`` and ``dim`` are the layers and head dim of its model; None if it fits any model."""
 
     recipe: str
     source: str
@@ -33,28 +33,28 @@ class Preset:
     dim: int | None = None
 
 
-class Own(NamedTuple):
-    """The ``bits`` of the codes of one of kvpack's own presets, and whether they are paths through a trellis."""
+class OwnPreset(NamedTuple):
+    """Settings of one of kvpack's own presets: ``bits`` per code, and ``trellis``, True if the codes are paths through a trellis."""
 
     bits: int
     trellis: bool
 
 
-OWN = {f"kvpack-{bits}{'-trellis' if trellis else ''}": Own(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)}
+OWN_PRESETS = {f"kvpack-{bits}{'-trellis' if trellis else ''}": OwnPreset(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)}
 """kvpack's own presets, by name."""
 
 MAX_TRELLIS_BITS = 4
-"""Maximum number of bits of a value of the codec trellis."""
+"""Maximum number of bits per value in the codec trellis."""
 
 MAX_LOG8_BITS = 3
-"""Maximum number of bits of a key's codes beside a norm in 8 bits.
+"""Maximum number of bits per key value with which presets use 8-bit norms.
 
-Such a norm is off by 1.3 % on average, which scales all scores of the key. An error of codes has no direction: 4 bits add 1.2 % to a score
-at head dim 64.
+An 8-bit norm is off by 1.3 % on average, which scales all scores of its key. The codes' random errors change a score by 1.2 % at 4 bits
+and head dim 64, so there the norm would be the larger error.
 """
 
 _MEANS = "mean=32,mean_bits=4"
-"""The means of keys in presets of papers: 0.07 bits per value at head dim 64."""
+"""Options that store key means separately in presets from papers; they take 0.07 bits per value at head dim 64."""
 
 _MIXED_KV = {
     # model: (layers, head dim, boosted layers, bins of K, bins of V)
@@ -66,50 +66,50 @@ _MIXED_KV = {
     "starcoder2-3b": (40, 64, "0-15", 256, 128),
     "olmo-1b": (32, 64, "0-3", 256, 64),
 }
-"""TurboAngle Tables 2, 3 and 5; all other layers keep 128 and 64 bins."""
+"""Bins of the boosted layers, from TurboAngle Tables 2, 3 and 5; all other layers have 128 bins for keys and 64 for values."""
 
 
-def _turboangle(k_bins: int, v_bins: int) -> tuple[str, str]:
-    """Return the clauses of both sides with the norms K8V4-log (TurboAngle Sec. 3.3)."""
+def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
+    """Return the clauses for keys and values with K8V4-log norms (TurboAngle Sec. 3.3)."""
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
 def own_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec of ``side`` in kvpack's own presets, without its raw tokens.
+    """Return the codec for ``side`` in kvpack's own presets, without options for raw tokens.
 
-    For keys, the mean of each page is stored separately, and channels are scaled to similar sizes.
+    For keys, it stores the mean of each page separately and scales the channels to similar sizes.
     """
     return f"{'trellis' if trellis else 'scalar'}:b={bits}{_norm(side, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec of ``side`` in kvpack's own presets if a basis has frames for keys, without its raw tokens."""
+    """Return ``own_codec`` for use with a basis that has frames for keys."""
     family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
     return f"{family}:b={bits}{_norm(side, bits)}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
 def _paper_keys(codec: str, bits: int) -> str:
-    """Return ``codec`` of a paper's keys with their means apart, and norms in 8 bits where these cost less precision than the codes do."""
+    """Return ``codec``, from a paper, with separate key means, and with 8-bit norms if their error is smaller than that of the codes."""
     return f"{codec}{_norm('k', bits)},{_MEANS}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """Return the option for 8-bit norms if they cost less precision than the codes do."""
+    """Return the option for 8-bit norms if their error is smaller than that of the codes; otherwise an empty string."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
-def _mixed_kv(boosted: str, k_bins: int, v_bins: int) -> str:
-    uniform = _turboangle(128, 64)
-    changed = (clause for clause in _turboangle(k_bins, v_bins) if clause not in uniform)
+def _mixed_kv_recipe(boosted: str, k_bins: int, v_bins: int) -> str:
+    uniform = _turboangle_clauses(128, 64)
+    changed = (clause for clause in _turboangle_clauses(k_bins, v_bins) if clause not in uniform)
     return ";".join([*uniform, *(f"layers={boosted}:{clause}" for clause in changed)])
 
 
-def _simple() -> dict[str, Preset]:
-    """Return lossless presets, kvpack's own, and the formats of engines."""
-    result = {"raw": Preset("kv=raw", "no compression, values as they come")}
+def _basic_presets() -> dict[str, Preset]:
+    """Return lossless presets, kvpack's own presets, and formats used by serving engines."""
+    result = {"raw": Preset("kv=raw", "no compression, values stored in their own dtype")}
     for name in ("bf16", "fp16", "fp32"):
         result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
-    for name, preset in OWN.items():
+    for name, preset in OWN_PRESETS.items():
         codes = "paths through a trellis" if preset.trellis else "codes"
         recipe = ";".join(f"{side}={own_codec(side, *preset)}" for side in "kv")
         result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")
@@ -121,8 +121,8 @@ def _simple() -> dict[str, Preset]:
     return result
 
 
-def _rotations() -> dict[str, Preset]:
-    """Return presets with rotated keys."""
+def _rotation_presets() -> dict[str, Preset]:
+    """Return presets that rotate keys."""
     result = {}
     for b in (2, 3, 4):
         result[f"octopus-{b}"] = Preset(f"k={_paper_keys(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, values in groups")
@@ -144,8 +144,8 @@ def _rotations() -> dict[str, Preset]:
     return result
 
 
-def _groups() -> dict[str, Preset]:
-    """Return presets with group codes."""
+def _group_presets() -> dict[str, Preset]:
+    """Return presets that quantize groups of values with a scale per group."""
     result, rotated = {}, "rotation=hadamard"
     for name, g, window in (("oscar-2", 32, ""), ("oscar-2-g128", 128, ";tail=128")):
         words = f"b=2,g={g},{rotated}"
@@ -170,29 +170,30 @@ def _groups() -> dict[str, Preset]:
     return result
 
 
-def _directions() -> dict[str, Preset]:
-    """Return presets of angles and of quaternions."""
+def _direction_presets() -> dict[str, Preset]:
+    """Return presets that encode angles or quaternions."""
     result = {}
-    result["turboangle-k8v4"] = Preset(";".join(_turboangle(128, 64)), "TurboAngle K8V4-log")
+    result["turboangle-k8v4"] = Preset(";".join(_turboangle_clauses(128, 64)), "TurboAngle K8V4-log")
     result["turboangle-norm8"] = Preset("k=angle:n=128,norm=linear8;v=angle:n=64,norm=linear8", "TurboAngle norm8")
     for model, (layers, dim, boosted, k_bins, v_bins) in _MIXED_KV.items():
-        result[f"mixedkv-{model}"] = Preset(_mixed_kv(boosted, k_bins, v_bins), "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
+        recipe = _mixed_kv_recipe(boosted, k_bins, v_bins)
+        result[f"mixedkv-{model}"] = Preset(recipe, "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
-            result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq(f"s={s},r={r}"), "HQMQ")
+            result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq_recipe(f"s={s},r={r}"), "HQMQ")
     for s in (24, 48, 96, 192):
         for r in (4, 6):
-            result[f"hqmq-s{s}-r{r}-med3"] = Preset(_hqmq(f"s={s},r={r},outliers=3"), "HQMQ + Med3x")
+            result[f"hqmq-s{s}-r{r}-med3"] = Preset(_hqmq_recipe(f"s={s},r={r},outliers=3"), "HQMQ + Med3x")
     return result
 
 
-def _hqmq(words: str) -> str:
-    """Return the clauses of HQMQ's codec with the means of keys apart; its norms are those of quadruples, not of tokens."""
+def _hqmq_recipe(words: str) -> str:
+    """Return a recipe with HQMQ's codec and separate key means. It has no token norms that could use 8 bits, only norms of quadruples."""
     return f"k=quaternion:{words},mean=64,mean_bits=4;v=quaternion:{words}"
 
 
 def _all_presets() -> dict[str, Preset]:
-    result = _simple() | _rotations() | _groups() | _directions()
+    result = _basic_presets() | _rotation_presets() | _group_presets() | _direction_presets()
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
         keys, values = result[name].recipe.split(";")
         result[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{result[name].source}, for keys with outlier channels")

@@ -1,6 +1,6 @@
-"""The clause of a recipe that keeps tokens raw in all of its lossy codecs: ``raw=<first>,<low norm>,<high norm>,<dtype>``.
+"""Parse and write ``raw=<first>,<low norm>,<high norm>,<dtype>``, the clause that keeps tokens raw in all lossy codecs of a recipe.
 
-The values stand for the options of ``raw_positions`` in order; 0 or a missing value leaves an option out.
+The values set the options of ``RawPositions`` in order. A value that is 0 or missing leaves its option unset.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 PREFIX = "raw="
 
 
-def words_of(clause: str) -> dict[str, str]:
+def parse_raw_clause(clause: str) -> dict[str, str]:
     """Return the options that ``clause`` sets for a codec; empty for ``raw=0``. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
     words = {name: value for name, value in zip(RawPositions.words, values, strict=False) if value != "0"}
     try:
-        choice_of(words)
+        raw_positions_of(words)
     except UnknownWord as error:
         raise InvalidParameter(f"{error} in {clause!r}; write {_SYNTAX}") from None
     return words
 
 
-def choice_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
-    """Return the rule that chooses raw tokens by the options in ``words``; None if no tokens stay raw. Raises InvalidParameter."""
+def raw_positions_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
+    """Return the rule that selects raw tokens, from codec options; None if no tokens stay raw. Raises InvalidParameter."""
     return RawPositions.of_words(dim, "k", Options("raw", words))
 
 
-def value_of(words: Mapping[str, str]) -> str:
-    """Return the clause's value, in canonical spelling, for the options among ``words``; empty if they keep no token raw."""
-    chosen = choice_of(words)
+def raw_clause_value(words: Mapping[str, str]) -> str:
+    """Return the canonical value of the clause for codec options; empty if they keep no token raw."""
+    chosen = raw_positions_of(words)
     if chosen is None:
         return ""
     values = [str(chosen.first), f"{chosen.low_norm:.4g}", f"{chosen.high_norm:.8g}", "0" if chosen.dtype == "bf16" else chosen.dtype]

@@ -1,12 +1,12 @@
-"""Recipe files: a recipe as text, with one or more clauses per line; ``#`` begins a comment.
+"""Read recipe files: recipes as text, with one or more clauses per line; ``#`` begins a comment.
 
     # keys of the first layers are the sensitive ones
     k=octahedral:b=3
     v=group:b=3,g=32
     layers=0-3:k=octahedral:b=4
 
-A recipe names its file as ``@path``, and may add clauses: ``@tuned.txt;window=32``. A path alone is enough where it cannot be
-a recipe: it contains a ``/``, ends in ``.txt`` or names an existing file. A preset's name always means the preset.
+A recipe refers to a file as ``@path``, optionally followed by more clauses: ``@tuned.txt;window=32``. The ``@`` is optional if the text
+cannot be a recipe: it contains a ``/``, ends in ``.txt`` or is the path of an existing file. A preset's name always means the preset.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".txt"
 MAX_FILE_BYTES = 1 << 16
-"""Maximum number of bytes of a recipe file; a recipe without its comments has a smaller limit (kvpack/file/limits.py)."""
+"""Maximum size of a recipe file in bytes. The recipe itself, without comments, has a smaller limit (kvpack/file/limits.py)."""
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses added after it; None for a recipe's text."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it; None if it is not a path but the recipe itself."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):
@@ -50,8 +50,8 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
     clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
     result = [(number, clause) for number, clause in clauses if clause]
     if not result:
-        raise InvalidParameter(f"{path}: contains no clause of a recipe, only blank lines and comments: add one, such as k=octahedral:b=3")
+        raise InvalidParameter(f"{path}: is a recipe file without clauses: add at least one, such as kv=octahedral:b=3")
     for number, clause in result:
         if clause.startswith("@"):
-            raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot name another")
+            raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot include another: copy its clauses instead")
     return result

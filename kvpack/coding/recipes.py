@@ -1,4 +1,4 @@
-"""Recipes: which codec each layer and side gets, as a string or a preset's name::
+"""Parse recipes. A recipe selects the codecs of every layer's keys and values, by clauses or by a preset's name::
 
     recipe  = clause { ";" clause }            later clauses win
     clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "raw=" tokens | "window=" tokens
@@ -7,15 +7,15 @@
     list    = item { "," item }                item = layer or first-last; -1 is the last layer
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw".
-"raw=4,0.6,4" gives the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 to every lossy codec of the recipe that names none of
-them; every lossy preset has it, and "raw=0" after a preset turns it off.
-The codecs raw and lossless store the dtype of their input, or round to their option: "k=raw:dtype=bf16".
+"raw=4,0.6,4" sets the options raw_first=4, raw_low_norm=0.6 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them
+itself. Every lossy preset includes it, and "raw=0" after a preset turns it off.
+The codecs raw and lossless store their input's dtype, or round to the option dtype: "k=raw:dtype=bf16".
 The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for "kv=klt:bits=1.75,widths=heads" and
-"transform-0.6" for "kv=transform:bits=0.6", that many bits per value on average, both with "raw=1,0.6,4".
-Keys of other codecs in balanced frames need one too: "k=scalar:b=2,frame=balanced".
+"transform-0.6" for "kv=transform:bits=0.6", both with "raw=1,0.6,4"; the number is the average of bits per value.
+Other codecs need a basis to encode keys in balanced frames: "k=scalar:b=2,frame=balanced".
 For example "kvpack-3", "octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32".
-Where a recipe is requested, "@path" names a file of clauses (kvpack/coding/recipe_files.py).
-Files, stores and rows record the canonical text of a recipe (kvpack/coding/canonical.py), which names no preset.
+Wherever a recipe is accepted, "@path" refers to a file of clauses (kvpack/coding/recipe_files.py).
+Files, stores and pages record a recipe's canonical text, which contains no preset names (kvpack/coding/canonical.py).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from kvpack.formats.raw import HOLDS
 from kvpack.formats.tables import Kept
 
 from . import raw_clause
-from .basis_sources import basis_of
+from .basis_sources import load_basis
 from .calibrated_presets import calibrated_presets
 from .canonical import canonical_text
-from .clauses import InvalidClause, pointer, refuse, rule_of
-from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN, PUBLISHED
+from .clauses import InvalidClause, parse_rule, pointer, refuse
+from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN_PRESETS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
-from .rules import CALIBRATED, CHECKED_DIM, WORDS_OF_BASES, Rule
+from .rules import BASIS_OPTIONS, CALIBRATED, CHECKED_DIM, Rule
 
 if TYPE_CHECKING:
     import os
@@ -56,42 +56,43 @@ if TYPE_CHECKING:
     from .bases import Basis
 
 PRESETS: dict[str, str] = {name: preset.recipe for name, preset in PUBLISHED.items()}
-"""Recipe texts by preset name: configurations published in papers, and recipes that do not compress.
+"""Recipe texts by preset name: kvpack's own recipes, configurations published in papers, and recipes that do not compress.
 
 >>> kvpack.PRESETS["bf16"]
 'kv=raw:dtype=bf16'
 """
 
 _NAMED = {name: preset.recipe for name, preset in (PUBLISHED | ADDITIONS).items()}
-"""Presets and additions by name."""
+"""Recipe texts of presets and additions, by name."""
 SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
-"""Options that ``klt-<bits>`` adds to the bits. Written out, a clause keeps its meaning, so store keys do not change."""
+"""Text that ``klt-<bits>`` and ``transform-<bits>`` add after the bits. Clauses written out in full are not affected by a change."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _WINDOW = ("window=", "tail=")
-"""Prefixes of a window clause. The canonical text, and so every store key, uses the second."""
+"""Prefixes of a window clause. The canonical text, on which store keys depend, uses the second."""
 
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """A parsed recipe: which codec each layer and side gets.
+    """A parsed recipe, which selects the codec of each layer's keys and values.
 
-    Recipes with the same canonical text are equal. ``text`` is that canonical text: every spelling of a recipe has the same one, without
-    preset names and with the SHA-256 of the basis.
+    ``text`` is the canonical text: it is the same for every spelling of the recipe, has no preset names, and includes the SHA-256 of the
+    basis. Recipes with the same canonical text are equal.
 
     Args:
-        text: A preset, a recipe, another Recipe, or the path of a recipe file (as a Path or ``"@path"``). Omit it to give codecs instead.
-        basis: The Basis, or the path of its file, for the codecs klt and transform and for balanced keys.
-        k: Codec of the keys of all layers, from ``kvpack.codecs``.
-        v: Codec of the values of all layers.
-        kv: Codec of both.
-        layers: Codecs of some layers by a list of layers such as ``"0,-1"``: one codec for both sides, or a map of sides to codecs.
-        window: Number of raw tokens at which the tail is encoded.
+        text: A preset, a recipe, another Recipe, or the path of a recipe file (as a Path or ``"@path"``). Omit it to pass codecs instead.
+        basis: The Basis, or the path of its file, for the codecs klt and transform and for keys in balanced frames.
+        k: Codec of all layers' keys, from ``kvpack.codecs``.
+        v: Codec of all layers' values.
+        kv: Codec of all layers' keys and values.
+        layers: Codecs of some layers, keyed by a list of layers such as ``"0,-1"``: one codec for keys and values, or a mapping from
+            "k" and "v" to codecs.
+        window: Number of tokens kept raw at the end; once there are that many, they are encoded together.
 
     Raises:
-        InvalidParameter: The recipe is not valid. The message points at the word and lists the known words.
+        InvalidParameter: The recipe is invalid. The message points at the invalid word and lists the valid ones.
         MissingFile: The recipe file or the basis file does not exist.
 
     >>> kvpack.Recipe("k=scalar:b=4;v=group:b=2,g=32") == kvpack.Recipe("v=group:g=32,b=2;k=scalar:b=4")
@@ -105,7 +106,7 @@ class Recipe:
     basis: Basis | None = field(default=None, compare=False, repr=False)
     canonical: str = field(init=False, repr=False)
     _written: str = field(init=False, compare=False, repr=False)
-    """The text as given, with the SHA-256 of the basis."""
+    """The text as the caller wrote it, with the SHA-256 of the basis added."""
     _named: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __init__(
@@ -122,13 +123,13 @@ class Recipe:
         codecs = {name: codec for name, codec in (("kv", kv), ("k", k), ("v", v)) if codec is not None}
         if codecs or layers or window is not None:
             if text is not None:
-                found = ", ".join(codecs) or "layers or window"
-                raise InvalidParameter(f"a recipe is either text or codecs, but got the text {shown(text)} and {found}")
+                others = ", ".join(codecs) or "layers or window"
+                raise InvalidParameter(f"pass a recipe either as text or as codecs, but not both: got the text {shown(text)} and {others}")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
             text = _text_of(codecs, layers or {}, window)
         elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
             parsed = parse_recipe(text)
-            text, basis = parsed._written if parsed._names_own else parsed.canonical, parsed.basis if basis is None else basis
+            text, basis = parsed._written if parsed._has_own_preset else parsed.canonical, parsed.basis if basis is None else basis
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "basis", basis)
         self._parse(_NAMED)
@@ -136,10 +137,10 @@ class Recipe:
 
     @classmethod
     def recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse the recipe that a file, entry or row records; presets in it keep the meaning that they had when recorded.
+        """Parse the recipe text recorded in a file, a store entry or a page; presets keep the meaning that they had then.
 
-        Its ``text`` is the recorded one, so that a row can be compared with it; ``canonical`` is the text recorded today. Raises
-        InvalidParameter, also for a text that is not a recipe, which is valid in a file.
+        ``text`` stays as recorded, for comparison with pages; ``canonical`` is the text that would be recorded today. Raises
+        InvalidParameter if the text is not a recipe, which the file format allows.
         """
         recipe = cls.__new__(cls)
         object.__setattr__(recipe, "text", text)
@@ -148,19 +149,19 @@ class Recipe:
         return recipe
 
     def _parse(self, named: Mapping[str, str]) -> None:
-        """Set everything except the text; ``named`` are presets and additions."""
+        """Parse ``text`` and set all other attributes; ``named`` maps preset and addition names to texts."""
         if not isinstance(self.text, str):
-            raise InvalidType(f"a recipe is text, such as 'kvpack-3'; got a {type(self.text).__name__}")
+            raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
         object.__setattr__(self, "_written", self.text)
         if self.basis is not None:
-            object.__setattr__(self, "basis", basis_of(self.basis))
+            object.__setattr__(self, "basis", load_basis(self.basis))
             object.__setattr__(self, "_named", {**named, **calibrated_presets(self.basis)})
             object.__setattr__(self, "_written", self._with_basis())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
                 remedy = f"add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
-                raise InvalidParameter(f"recipe {self._written!r} names no codec for {side}: {remedy}")
+                raise InvalidParameter(f"recipe {self._written!r} has no codec for {'keys' if side == 'k' else 'values'}: {remedy}")
         window = self.window
         self._check_order()
         rules = [(rule.sides, rule.items, {side: rule.canonical(side) for side in rule.sides}) for rule in self.rules]
@@ -168,37 +169,37 @@ class Recipe:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules in the order given; the last rule that covers a layer and side applies."""
+        """Rules in the order of the text. The last one that covers a layer's keys or values applies to them."""
         result: list[Rule] = []
         words: dict[str, str] = {}
         for clause, written in self._clauses():
             if clause.startswith(raw_clause.PREFIX):
                 try:
-                    words = raw_clause.words_of(clause)
+                    words = raw_clause.parse_raw_clause(clause)
                 except InvalidParameter as error:
                     refuse(self._written, clause, clause, str(error))
             elif not clause.startswith(_WINDOW):
-                result.append(rule_of(clause, written, self._written, self._named))
+                result.append(parse_rule(clause, written, self._written, self._named))
         return tuple(rule.with_raw_tokens(words) for rule in result)
 
     @property
     def needs_basis(self) -> bool:
-        """True if a clause has a codec that needs a basis."""
+        """True if a clause needs a basis."""
         return any(rule.needs_basis for rule in self.rules)
 
     @property
-    def takes_basis(self) -> bool:
-        """True if a basis changes the recipe: a clause needs one, or a preset uses one if available."""
-        return self.needs_basis or self._names_own
+    def uses_basis(self) -> bool:
+        """True if the recipe uses a basis: a clause needs one, or a preset changes if one is passed."""
+        return self.needs_basis or self._has_own_preset
 
     @property
-    def _names_own(self) -> bool:
-        """True if its text names one of kvpack's own presets, whose clauses depend on the basis."""
-        return any(written in OWN for _, written in self._clauses())
+    def _has_own_preset(self) -> bool:
+        """True if the text contains one of kvpack's own presets, whose clauses depend on the basis."""
+        return any(written in OWN_PRESETS for _, written in self._clauses())
 
     @cached_property
     def window(self) -> int:
-        """Number of tokens at which the raw tail is encoded; 0: as soon as the codec has a whole group."""
+        """Number of raw tokens at the end that are encoded together; 0 if they are encoded as soon as they fill the codec's token group."""
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
             return 0
@@ -214,14 +215,20 @@ class Recipe:
                         self._written,
                         windows[-1],
                         windows[-1],
-                        f"{name}={window} is not a multiple of {group}, the tokens that {side}={rule.codec_id} encodes together",
+                        f"{name}={window} must be a multiple of {group}, the number of tokens that {side}={rule.codec_id} encodes together",
                     )
         return window
 
     def codec(self, layer: int, layers: int, side: str, dim: int, dtype: str = "bf16") -> Codec:
-        """Return the codec of ``side`` ("k" or "v") of ``layer`` of ``layers`` at head dim ``dim``.
+        """Return the codec of one layer's keys or values.
 
-        ``dtype`` is the dtype of the values ("bf16", "fp16" or "fp32"), which raw and lossless keep unless their clause names another.
+        Args:
+            layer: Layer number, from 0.
+            layers: Number of layers of the model.
+            side: "k" for keys or "v" for values.
+            dim: Head dim.
+            dtype: Dtype of the values, "bf16", "fp16" or "fp32". The codecs raw and lossless store it unless their clause sets another.
+
         Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
         support the dtype.
         """
@@ -230,10 +237,10 @@ class Recipe:
             raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
         if not isinstance(dtype, str):
             raise InvalidType(f"dtype is {shown(dtype)}, expected 'bf16', 'fp16' or 'fp32'")
-        place = layer, layers, side, dim, dtype
-        if place not in self._codecs:
-            self._codecs[place] = self._codec(*place)
-        return self._codecs[place]
+        key = layer, layers, side, dim, dtype
+        if key not in self._codecs:
+            self._codecs[key] = self._codec(*key)
+        return self._codecs[key]
 
     @cached_property
     def _codecs(self) -> dict[tuple[int, int, str, int, str], Codec]:
@@ -249,10 +256,10 @@ class Recipe:
         elif rule.codec_id in CALIBRATED:
             basis = self._basis_of(rule, layers)
             if rule.codec_id == "transform":
-                calibrated = basis.transformed(layer, side, rule.bits, rule.keeps_raw)
+                calibrated = basis.transform_parameters(layer, side, rule.bits, rule.keeps_raw)
             else:
                 words = dict(rule.words)
-                calibrated = basis.calibrated(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")
+                calibrated = basis.klt_parameters(layer, side, rule.bits, words.get("gain"), words.get("widths") == "heads")
         try:
             return rule.codec(dim, side, dtype, calibrated, balanced)
         except InvalidType:
@@ -261,16 +268,16 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _basis_of(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis for ``rule``. Raises MissingBasis, and InvalidParameter if it has another number of layers."""
+        """Return the basis that ``rule`` needs. Raises MissingBasis, and InvalidParameter if its number of layers is not ``layers``."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            remedy = "give kvpack.Recipe(text, basis), or --basis FILE in commands; kvpack calibrate makes one"
+            remedy = "pass kvpack.Recipe(text, basis), or --basis FILE in commands (kvpack calibrate makes a basis)"
             missing = MissingBasis(f"recipe {self._written!r} needs {named}: {remedy}")
-            # It is the request that lacks one, and no file that is refused.
+            # The request is wrong, not a file.
             missing.exit_code = 2
             raise missing
-        # The last layers may share keys and values of others: caches have them without sides, or leave them out.
+        # The last layers may share the keys and values of others; caches then store them empty, or omit them.
         if not self.basis.layers_described <= layers <= self.basis.layers:
             raise InvalidParameter(
                 f"{self.basis.where}: is the basis of a model with {self.basis.layers} layers, but the cache has {layers}: use the basis "
@@ -279,13 +286,13 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """Return the text with the SHA-256 of the basis in every clause that needs one. Raises InvalidParameter if it names another."""
+        """Return the text with the basis's SHA-256 in every clause that needs a basis. Raises InvalidParameter if it names another."""
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
-        for clause in (part for text in self._written.split(";") for part in _without_alias(text.strip()).split(";")):
+        for clause in (part for text in self._written.split(";") for part in _expand_alias(text.strip()).split(";")):
             match = re.fullmatch(r"((?:layers=[^:]*:)?(?:k|v|kv)=([a-z]+))(?::(.*))?", clause)
             words = [word for word in match[3].split(",") if word] if match and match[3] else []
-            needs = match is not None and (match[2] in CALIBRATED or any(word.startswith(WORDS_OF_BASES) for word in words))
+            needs = match is not None and (match[2] in CALIBRATED or any(word.startswith(BASIS_OPTIONS) for word in words))
             if needs:
                 named = next((word.partition("=")[2] for word in words if word.startswith("basis=")), digest)
                 if named != digest:
@@ -297,7 +304,7 @@ class Recipe:
         return ";".join(clauses)
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
-        """Return the dtypes among "bf16", "fp16" and "fp32" that the recipe stores exactly in each of ``layers`` layers."""
+        """Return the dtypes among "bf16", "fp16" and "fp32" that the recipe stores exactly in all ``layers`` layers."""
         if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
@@ -311,18 +318,18 @@ class Recipe:
         return exact is not None and dtype in HOLDS[exact]
 
     def check_length(self) -> None:
-        """Raise InvalidParameter for a recipe whose text does not fit a header."""
+        """Raise InvalidParameter if the text is too long for a file's header."""
         _check_length(self.text)
 
     def check_layers(self, layers: int) -> None:
-        """Raise OutOfBounds if a clause names a layer that a cache of ``layers`` layers does not have."""
+        """Raise OutOfBounds if a clause names a layer that does not exist in a cache of ``layers`` layers."""
         for rule in self.rules:
             for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:
                     raise OutOfBounds(f"recipe {self._written!r} names layer {item}, but the cache has only {layers} layers")
 
     def _check_order(self) -> None:
-        """Refuse a clause about some layers if a later clause covers all layers, because it would have no effect."""
+        """Refuse a clause for some layers if later clauses for all layers make it ineffective."""
         covered: set[str] = set()
         for rule in reversed(self.rules):
             if rule.items is None:
@@ -332,18 +339,18 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Yield every clause, with presets and additions expanded, and its spelling in the text."""
+        """Yield (clause, as written) pairs, with presets, additions and aliases expanded in the first."""
         for text in self._written.split(";"):
             written = text.strip()
-            for clause in self._named.get(written, _without_alias(written)).split(";"):
+            for clause in self._named.get(written, _expand_alias(written)).split(";"):
                 yield clause, written
 
 
 def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
-    """Return the text of a recipe of codecs by their sides. Raises InvalidParameter for anything but codecs."""
+    """Return the recipe text for codec objects. Raises InvalidType if one is not a codec of ``kvpack.codecs``."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
-    for items, given in layers.items():
-        sides = given if isinstance(given, Mapping) else {"kv": given}
+    for items, choice in layers.items():
+        sides = choice if isinstance(choice, Mapping) else {"kv": choice}
         clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
@@ -351,8 +358,8 @@ def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
     return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if window is None else [f"window={window}"])])
 
 
-def _without_alias(clause: str) -> str:
-    """Return a clause, with ``klt-<bits>`` and ``transform-<bits>`` expanded."""
+def _expand_alias(clause: str) -> str:
+    """Expand ``klt-<bits>`` and ``transform-<bits>``; return any other clause unchanged."""
     match = _ALIAS.fullmatch(clause)
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 
@@ -363,7 +370,7 @@ def _check_length(text: str) -> None:
 
 
 def _presets_for(dim: int, dtype: str) -> str:
-    """Return the end of a message: presets for any model that support head dim ``dim`` and ``dtype``, the first of each codec."""
+    """Return the end of an error message that lists presets for head dim ``dim`` and ``dtype``, one per codec."""
     result: dict[str, str] = {}
     for name, preset in PUBLISHED.items():
         rules = Recipe(preset.recipe).rules
@@ -371,29 +378,29 @@ def _presets_for(dim: int, dtype: str) -> str:
             with contextlib.suppress(InvalidParameter):
                 _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
                 result[rules[0].codec_id] = name
-    return f"; presets that take head dim {dim} are {', '.join(result.values())}" if result else ""
+    return f"; presets that support head dim {dim} are  {', '.join(result.values())}" if result else ""
 
 
-def recorded_text(text: str) -> str:
-    """Return the canonical text of the recipe that a file records, or the text itself if it is not a recipe."""
+def canonical_recorded_text(text: str) -> str:
+    """Return the canonical text of the recipe recorded in a file, or ``text`` itself if it is not a recipe."""
     try:
         return Recipe.recorded(text).canonical
     except InvalidParameter:
         return text
 
 
-def basis_named(recipe: Recipe) -> bytes | None:
-    """Return the SHA-256 of the basis that readers of caches with ``recipe`` need; None if they need none.
+def basis_digest(recipe: Recipe) -> bytes | None:
+    """Return the SHA-256 of the basis that caches with ``recipe`` need; None if they need none.
 
-    Raises InvalidParameter unless all clauses that need a basis name the same one.
+    Raises InvalidParameter if a clause that needs a basis does not name one, or if clauses name different ones.
     """
     if not recipe.needs_basis:
         return None
     named = {dict(rule.words).get("basis", "") for rule in recipe.rules if rule.needs_basis}
     if "" in named:
-        raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis: use kvpack.Recipe(text, basis).text, which does")
+        raise InvalidParameter(f"recipe {recipe.text!r} does not name its basis: use kvpack.Recipe(text, basis).text instead")
     if len(named) > 1:
-        raise InvalidParameter(f"recipe {recipe.text!r} names the bases {', '.join(sorted(named))}, expected one")
+        raise InvalidParameter(f"recipe {recipe.text!r} names {len(named)} bases: use the same one in all clauses")
     return bytes.fromhex(*named)
 
 
@@ -402,14 +409,14 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Parse a text, a preset's name or a recipe file; a Recipe is returned unchanged, with its basis.
+    """Parse a recipe's text, a preset's name or a recipe file; return a Recipe unchanged.
 
-    Raises MissingFile, and InvalidParameter, which names the line of a file.
+    Raises MissingFile, and InvalidParameter, which names the line if the recipe is a file.
     """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) and not hasattr(recipe, "__fspath__"):
-        raise InvalidType(f"a recipe is text, such as 'kvpack-3'; got a {type(recipe).__name__}")
+        raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(recipe).__name__}")
     named = None if recipe in PRESETS else split_path(recipe, PRESETS)
     if named is None:
         return _parsed(str(recipe), (*CODECS.values(), *SIDE_CARS.values()))
@@ -426,5 +433,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse a text. Caches with one recipe are often packed one after another, and share its codecs."""
+    """Parse ``text``, and reuse the result, because consecutive caches often have the same recipe and can share its codecs."""
     return Recipe(text)

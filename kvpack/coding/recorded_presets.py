@@ -1,4 +1,4 @@
-"""The meaning of preset names in files, stores and rows of versions that recorded names; it never changes, even if presets do."""
+"""Recipes of the preset names recorded by older versions of kvpack. They never change, even if the presets of these names do."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ RECORDED: dict[str, str] = {
     "v=group:b=2,g=32,rotation=hadamard,scales=u8",
     "boundary-1": "layers=0,-1:k=raw",
 }
-"""Recipes by the name of their preset or addition."""
+"""Recipe text by preset or addition name."""

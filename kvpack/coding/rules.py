@@ -1,4 +1,4 @@
-"""The rules of a recipe: the codec that one clause selects for sides and layers."""
+"""Rules of a recipe; each one selects the codec of some layers' keys, values or both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpack.formats.raw_positions import RawPositions
 
 from . import raw_clause
 from .bases import MAX_BITS, MIN_BITS, MIN_TRANSFORM_BITS
-from .canonical import Spelled
+from .canonical import CodecText
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,24 +28,28 @@ if TYPE_CHECKING:
     from kvpack.formats.basis import Calibrated
 
 CHECKED_DIM = 128
-"""Head dim for which clauses are checked."""
+"""Head dim for which a recipe is checked before the model's head dim is known."""
 
 _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
-"""Input dtypes of the codecs whose option ``dtype`` defaults to the dtype of their input."""
+"""Supported input dtypes of the codecs that store the input's dtype by default."""
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
-WORDS_OF_BASES = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
-"""Prefixes of options that need a basis in codecs that otherwise need none."""
+BASIS_OPTIONS = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
+"""Prefixes of the options that need a basis even if their codec does not."""
 
 CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
-"""The codecs that need a basis, and their default and fewest bits per value."""
+"""Codecs that need a basis, each with its default (as text) and its minimum bits per value."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``words`` for the codec ``codec_id`` on ``sides``, in the layers of ``items`` (None: all); ``written`` is the clause as written."""
+    """A rule that selects a codec for ``sides`` ("k", "v" or "kv") of some layers.
+
+    ``words`` are the codec's options, ``items`` the layers as (first, last) pairs (None: all layers), and ``written`` is the clause as
+    written in the recipe.
+    """
 
     sides: str
     codec_id: str
@@ -68,41 +72,41 @@ class Rule:
         calibrated: Calibrated | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """Return the rule's codec for one head dim; ``dtype`` is the dtype of the values.
+        """Return the codec for ``side``, values of head dim ``dim`` and ``dtype``.
 
-        ``calibrated`` and ``balanced`` come from a basis, if there is one.
+        ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need.
 
-        Raises InvalidParameter if the codec does not support the head dim, and InvalidType if it cannot keep the dtype.
+        Raises InvalidParameter if the codec does not support the head dim, and InvalidType if the codec cannot store ``dtype`` exactly.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:
             if dtype not in _DTYPES[self.codec_id]:
-                kept = " and ".join(_DTYPES[self.codec_id])
+                supported = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidType(
-                    f"the codec {self.codec_id} supports only {kept} values, got {dtype}: use the recipe raw, which keeps every dtype"
+                    f"the codec {self.codec_id} supports only {supported} values, but got {dtype}: use the codec raw, which supports all"
                 )
             words["dtype"] = dtype
         if calibrated is not None or balanced is not None:
             return create_codec(self.codec_id, dim, side, Options(self.codec_id, words, calibrated, balanced))
-        # The layers of a cache share it.
+        # Reuse the codec in all layers of a cache.
         request = dim, side, words.get("dtype")
         if request not in self._codecs:
             self._codecs[request] = create_codec(self.codec_id, dim, side, Options(self.codec_id, words, None))
         return self._codecs[request]
 
     def with_raw_tokens(self, words: Mapping[str, str]) -> Rule:
-        """Return the rule with the options ``words``, unless its codec is lossless or sets its own raw tokens."""
+        """Add the options ``words`` for raw tokens, unless the codec is lossless or the rule already has such options."""
         if self.codec_id in _DTYPES or not dict(self.words).keys().isdisjoint(RawPositions.words):
             return self
         return replace(self, words=(*self.words, *words.items()))
 
     @property
     def keeps_raw(self) -> bool:
-        """True if its codec keeps some tokens raw."""
-        return raw_clause.choice_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
+        """True if the rule's codec keeps some tokens raw."""
+        return raw_clause.raw_positions_of({name: value for name, value in self.words if name in RawPositions.words}) is not None
 
-    def canonical(self, side: str) -> Spelled:
-        """Return the codec of ``side`` in its canonical spelling."""
+    def canonical(self, side: str) -> CodecText:
+        """Return the canonical text of the codec for ``side``."""
         words = dict(self.words)
         if self.codec_id in CALIBRATED:
             words["bits"] = f"{self.bits:.6f}".rstrip("0").rstrip(".")
@@ -110,22 +114,22 @@ class Rule:
 
     @property
     def frame(self) -> str:
-        """Name of the basis frame for keys, or an empty string."""
+        """Value of the option ``frame``, which names the basis's frames for keys; empty if unset."""
         return dict(self.words).get(OPTION, "")
 
     @property
     def needs_basis(self) -> bool:
-        """True if its codec needs a basis, or its encoder does."""
+        """True if the rule's codec or its encoder needs a basis."""
         return self.codec_id in CALIBRATED or bool(self.frame) or self.balances_channels
 
     @property
     def balances_channels(self) -> bool:
-        """True if channels of keys are scaled by statistics of queries."""
+        """True if key channels are scaled by query statistics, which a basis provides."""
         return _BALANCED_SCALE in self.words
 
     @property
     def bits(self) -> float:
-        """Target bits per value of a calibrated codec. Raises UnknownWord."""
+        """Bits per value for a codec that needs a basis. Raises UnknownWord if the option ``bits`` is invalid."""
         default, least = CALIBRATED[self.codec_id]
         text = dict(self.words).get("bits", default)
         bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
@@ -135,17 +139,17 @@ class Rule:
 
 
 @lru_cache(maxsize=4096)
-def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> Spelled:
+def _canonical_codec(codec_id: str, words: tuple[tuple[str, str], ...], side: str) -> CodecText:
     options = Options(codec_id, dict(words), None)
     create_codec(codec_id, CHECKED_DIM, side, options)
     canonical = options.canonical()
     raw = {name: canonical[name] for name in canonical.keys() & set(RawPositions.words)}
     plain = {name: value for name, value in canonical.items() if name not in raw}
-    kept = None if codec_id in _DTYPES else raw_clause.value_of(raw)
-    return Spelled(_spelled(codec_id, canonical), _spelled(codec_id, plain), kept)
+    kept = None if codec_id in _DTYPES else raw_clause.raw_clause_value(raw)
+    return CodecText(_codec_text(codec_id, canonical), _codec_text(codec_id, plain), kept)
 
 
-def _spelled(codec_id: str, words: Mapping[str, str]) -> str:
+def _codec_text(codec_id: str, words: Mapping[str, str]) -> str:
     text = ",".join(f"{name}={value}" for name, value in words.items())
     return f"{codec_id}:{text}" if text else codec_id
 
@@ -154,8 +158,8 @@ def _position(item: int, layers: int) -> int:
     return item + layers if item < 0 else item
 
 
-def check_digest(codec_id: str, words: Mapping[str, str]) -> None:
-    """Raise UnknownWord unless the basis is a SHA-256."""
+def check_basis_option(codec_id: str, words: Mapping[str, str]) -> None:
+    """Raise UnknownWord if the option ``basis`` is set but is not a SHA-256."""
     digest = words.get("basis")
     if digest is not None and not _DIGEST.fullmatch(digest):
         raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")

@@ -1,4 +1,4 @@
-"""Check that the kernels run on the installed Triton. PyTorch brings its own Triton, so kvpack does not require a version."""
+"""Check the version of Triton. It is not a requirement of the kvpack package, because PyTorch installs its own Triton."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from kvpack.formats.errors import KvpackWarning
 
 OLDEST = (3, 6)
-"""The first release on which the kernels run: older ones launch kernels and compile inline assembly differently."""
+"""Oldest Triton version that the kernels support; older versions launch kernels and compile inline assembly differently."""
 
 
 @cache
-def installed() -> str | None:
-    """Return the version of the installed Triton, or None."""
+def installed_version() -> str | None:
+    """Return the version of the installed Triton, or None if Triton is not installed."""
     if find_spec("triton") is None:
         return None
     import triton
@@ -24,29 +24,29 @@ def installed() -> str | None:
     return version
 
 
-def supported() -> bool:
-    """Return True if the kernels run on the installed Triton: it is ``OLDEST`` or newer."""
-    return _recent(installed())
+def is_supported() -> bool:
+    """Return True if the kernels support the installed Triton version."""
+    return _is_recent(installed_version())
 
 
 @cache
-def _recent(version: str | None) -> bool:
+def _is_recent(version: str | None) -> bool:
     match = re.match(r"(\d+)\.(\d+)", version or "")
     return match is not None and (int(match[1]), int(match[2])) >= OLDEST
 
 
-def shortfall() -> str:
-    """Return the required and the installed version, for messages."""
-    version = installed()
-    return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {'none' if version is None else f'Triton {version}'} is installed"
+def requirement() -> str:
+    """Return a phrase for messages that names the required and the installed version."""
+    version = installed_version()
+    return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, but {'none' if version is None else f'Triton {version}'} is installed"
 
 
 @cache
 def warn_unsupported() -> None:
-    """Warn, once per process, that tensors on a CUDA device are processed without the kernels (KvpackWarning)."""
+    """Issue a KvpackWarning, once per process, that tensors on a CUDA device are processed by PyTorch operations."""
     warnings.warn(
-        f"tensors on a CUDA device are encoded, decoded and attended with PyTorch operations: kvpack's kernels need {shortfall()}. "
-        "PyTorch 2.10 and later bring one that is new enough; set KVPACK_KERNELS=torch to turn this warning off",
+        f"PyTorch operations encode, decode and attend tensors on CUDA devices, because kvpack's kernels need {requirement()}. "
+        "Install PyTorch 2.10 or newer, which includes a suitable Triton, or set KVPACK_KERNELS=torch to turn this warning off",
         KvpackWarning,
         stacklevel=3,
     )

@@ -58,9 +58,9 @@ def recipe_of(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Rec
     from kvpack.coding.recipes import Recipe, parse_recipe
 
     recipe = parse_recipe(arguments.recipe)
-    if arguments.basis is not None and not reads_cache and not recipe.takes_basis:
+    if arguments.basis is not None and not reads_cache and not recipe.uses_basis:
         raise InvalidParameter(f"recipe {recipe.text!r} needs no basis: leave out --basis, or name a recipe that does, such as klt-1.75")
-    return Recipe(recipe, arguments.basis) if recipe.takes_basis else recipe
+    return Recipe(recipe, arguments.basis) if recipe.uses_basis else recipe
 
 
 def run(arguments: argparse.Namespace) -> int:

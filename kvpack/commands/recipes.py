@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise InvalidParameter(f"--{name} is {value}, expected 1 to {_LIMITS[name]}")
     basis = None
     if arguments.basis is not None:
-        from kvpack.coding.basis_sources import basis_of
+        from kvpack.coding.basis_sources import load_basis
 
-        basis = basis_of(arguments.basis)
+        basis = load_basis(arguments.basis)
         requested = _shape_of(basis, requested)
     model = None if arguments.model is None else _model(arguments.model, requested, basis)
     rows = [_row(name, requested, basis, model, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
@@ -167,7 +167,7 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
     from kvpack.coding.recipes import Recipe, parse_recipe
 
     recipe = parse_recipe(name)
-    if recipe.takes_basis and basis is not None:
+    if recipe.uses_basis and basis is not None:
         recipe = Recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
     of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}

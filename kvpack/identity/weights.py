@@ -136,5 +136,5 @@ def _is_digested_on_device(value: Any) -> bool:
         and value.data_ptr() % _ALIGNMENT == 0
         and not value.is_conj()
         and not value.is_neg()
-        and dispatch.checks_digests(value.device)
+        and dispatch.supports_digests(value.device)
     )

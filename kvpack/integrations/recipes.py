@@ -27,7 +27,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
                 f"the recipe {recipe!r} needs a basis: set basis to the path of the file that kvpack calibrate made for the model"
             )
         return parsed
-    if not parsed.takes_basis:
+    if not parsed.uses_basis:
         raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
     loaded = Basis.load(basis)
     if model is not None:

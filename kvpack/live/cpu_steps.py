@@ -81,7 +81,7 @@ class CpuSteps:
         if {type(scale), type(causal), type(softcap), type(window)} - _NUMBERS or not isinstance(sink_logits, torch.Tensor | None):
             return None
         sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
-        request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.choice())
+        request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.environment_key())
         if request not in self._calls:
             check_call(q, layer.layer(), scale, causal, softcap, window, sink_logits)
             on_cpu = cpu_attention(q, self._whole)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 
-from kvpack.coding.blocks import in_this_thread
+from kvpack.coding.blocks import single_threaded
 from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
 from kvpack.runtime.modes import float32_no_grad
@@ -126,5 +126,5 @@ class HostPages:
 
 
 def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
-    with float32_no_grad(CPU), in_this_thread():
+    with float32_no_grad(CPU), single_threaded():
         return work(number, threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.coding.recipes import parse_recipe, recorded_text
+from kvpack.coding.recipes import canonical_recorded_text, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.canonical_text import weights_kind
@@ -34,7 +34,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
         raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: kvpack.pack makes one")
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
-    if recorded_text(cache.recipe) != identity.recipe:
+    if canonical_recorded_text(cache.recipe) != identity.recipe:
         raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, but the store's identity has {identity.recipe!r}")
     digested = weights_kind(cache.model.get("weights", ""))
     compared = bool(digested and identity.weights_of_kind(digested))

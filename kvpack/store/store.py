@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from kvpack.coding.recipes import basis_named, parse_recipe
+from kvpack.coding.recipes import basis_digest, parse_recipe
 from kvpack.formats.arguments import integer, shown
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import states_key
@@ -109,7 +109,7 @@ class Store:
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
         recipe = parse_recipe(identity.recipe)
-        named, given = basis_named(recipe), identity.basis
+        named, given = basis_digest(recipe), identity.basis
         self.location, self.identity, self.chunk = location, identity, chunk
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()

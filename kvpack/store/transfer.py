@@ -121,13 +121,13 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     """
     from kvpack.cache import files
     from kvpack.coding.basis_sources import find
-    from kvpack.coding.recipes import Recipe, basis_named
+    from kvpack.coding.recipes import Recipe, basis_digest
 
     # Truncating a mapped file would end the process, so the command reads a copy.
     file = container.open_file(path, copy=True)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    named = basis_named(Recipe.recorded(header.recipe))
+    named = basis_digest(Recipe.recorded(header.recipe))
     basis = find(source, named) if source is not None and named is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)

@@ -154,7 +154,7 @@ def run(
         "positions": None if turns is None else {"frames": for_frames, "rows": for_rows},
         "raw": _raw_share(report, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, report.shares.values())) / (len(report.shares) * windows) if report.shares else None,
-        "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.least_transform_bits(raw=True)],
+        "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.min_transform_bits(raw=True)],
         "without_frames": reason,
         "balanced": halves is not None,
         "widths": settings.widths,
@@ -261,7 +261,8 @@ def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
 def rate(basis: Basis, bits: float) -> dict[str, float]:
     """Return the expected size and speed of ``transform-<bits>``: bits, and products per decoded value."""
     step = basis.step(bits, raw=True)
-    coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in basis.framed()]
+    places = basis.sides_with_frames()
+    coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in places]
     return {"bits": bits, "expected_bits": basis.transform_bits(step, raw=True), "products": sum(coded) / len(coded)}
 
 

@@ -50,7 +50,7 @@ RUNGS = (
 Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
 """
 
-_RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.words_of(RAW_CLAUSE).items())
+_RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(RAW_CLAUSE).items())
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 """The widths of the search by widths."""

@@ -181,7 +181,7 @@ def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_
         return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS
     if basis is None:
         return RUNGS if quick else LADDER
-    framed = FRAMED if basis.framed() and not only_attendable else ()
+    framed = FRAMED if basis.sides_with_frames() and not only_attendable else ()
     return CALIBRATED if quick else (*LADDER, *CALIBRATED, *framed)
 
 

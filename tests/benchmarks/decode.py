@@ -41,7 +41,7 @@ def run(
     Raises InvalidParameter for a basis without frames of keys and values, and for other sizes.
     """
     found = Basis.load(basis)
-    layers = [layer for layer in range(found.layers) if {(layer, "k"), (layer, "v")} <= set(found.framed())]
+    layers = [layer for layer in range(found.layers) if {(layer, "k"), (layer, "v")} <= set(found.sides_with_frames())]
     if len(layers) < found.layers:
         raise InvalidParameter(f"{basis}: has frames of keys and values in {len(layers)} of its {found.layers} layers, expected all")
     if tokens < 1 or repeats < 1:

@@ -89,7 +89,7 @@ CALLS: dict[str, Call] = {
     "pack without a recipe": (
         lambda: kvpack.pack(PAIRS, None),
         InvalidType,
-        "a recipe is text, such as 'kvpack-3'; got a NoneType",
+        "a recipe must be text, such as 'kvpack-3', but got a NoneType",
     ),
     "pack with an unknown recipe": (lambda: kvpack.pack(PAIRS, "octopus"), InvalidParameter, "did you mean octopus-"),
     "model is a number": (lambda: kvpack.pack(PAIRS, "kivi-4", model=3), InvalidType, "model is a int, expected a transformers model"),
@@ -156,8 +156,8 @@ CALLS: dict[str, Call] = {
     "unpack to integers": (lambda: CACHE[0].unpack(torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
     "to no device": (lambda: CACHE.to("gpu"), InvalidParameter, "device is 'gpu'"),
     "to None": (lambda: CACHE.to(None), InvalidParameter, "device is None"),
-    "convert to None": (lambda: CACHE.convert(None), InvalidType, "a recipe is text"),
-    "a Recipe of None": (lambda: kvpack.Recipe(None), InvalidType, "a recipe is text, such as 'kvpack-3'; got a NoneType"),
+    "convert to None": (lambda: CACHE.convert(None), InvalidType, "a recipe must be text"),
+    "a Recipe of None": (lambda: kvpack.Recipe(None), InvalidType, "a recipe must be text, such as 'kvpack-3', but got a NoneType"),
     "a Recipe of a number": (lambda: kvpack.Recipe(3), InvalidType, "got a int"),
 }
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
-from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, recorded_text
+from kvpack.coding.recipes import PRESETS, Recipe, canonical_recorded_text, parse_recipe
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.coding.rules import CALIBRATED
 from kvpack.file.limits import MAX_STRING_BYTES
@@ -264,5 +264,5 @@ def test_names_that_were_recorded_keep_their_meaning(monkeypatch: pytest.MonkeyP
     assert recorded.codec(0, 2, "k", 64) == Recipe(RECORDED["octopus-4"]).codec(0, 2, "k", 64)
     for name in RECORDED.keys() - ADDITIONS.keys():
         assert Recipe.recorded(name) == Recipe(RECORDED[name])
-    assert recorded_text("no recipe") == "no recipe"
-    assert recorded_text("octopus-4 ") == recorded.canonical
+    assert canonical_recorded_text("no recipe") == "no recipe"
+    assert canonical_recorded_text("octopus-4 ") == recorded.canonical

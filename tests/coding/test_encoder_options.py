@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.coding.encoder_options import STEERING, steered
+from kvpack.coding.encoder_options import ENCODER_OPTIONS, with_encoder_options
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.formats import codec_from_params
@@ -37,9 +37,9 @@ def pairs(tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_the_options_that_steer() -> None:
-    assert STEERING["octahedral"] == {"rounding", "norm_rule"}
-    assert STEERING["group"] == {"centre", "norm_rule"}
-    assert STEERING["raw"] == frozenset()
+    assert ENCODER_OPTIONS["octahedral"] == {"rounding", "norm_rule"}
+    assert ENCODER_OPTIONS["group"] == {"centre", "norm_rule"}
+    assert ENCODER_OPTIONS["raw"] == frozenset()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -73,7 +73,7 @@ def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
     for layer in range(4):
         for side in "kv":
             expected: Any = parsed.codec(layer, 4, side, 128)
-            found: Any = steered(codec_from_params(expected.params()), parsed.text, layer, 4, side)
+            found: Any = with_encoder_options(codec_from_params(expected.params()), parsed.text, layer, 4, side)
             assert found == expected
             assert choice(found) == choice(expected)
             for one, other in ((found, expected), (getattr(found, "codec", found), getattr(expected, "codec", expected))):
@@ -97,10 +97,10 @@ def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
 )
 def test_other_texts_change_nothing(text: str) -> None:
     codec: Any = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
-    assert steered(codec, text, 0, 1, "k") is codec
+    assert with_encoder_options(codec, text, 0, 1, "k") is codec
 
 
 @given(st.text(alphabet="kv=:;,-0123456789scalargroupnorm_rule unbiasedlayers"))
 def test_any_text_is_survived(text: str) -> None:
     codec = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
-    assert steered(codec, f"{text};k=scalar:b=3,norm_rule=norm", 0, 1, "k") == codec
+    assert with_encoder_options(codec, f"{text};k=scalar:b=3,norm_rule=norm", 0, 1, "k") == codec

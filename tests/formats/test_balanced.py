@@ -31,7 +31,7 @@ def pairs(tokens: int, seed: int = 0, heads: int = HEADS, dim: int = DIM) -> lis
     return [tuple(torch.randn(1, heads, tokens, dim, generator=generator) for _ in "kv") for _ in range(2)]  # type: ignore[misc]
 
 
-def basis_of(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
+def load_basis(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
     return Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, dtype, balanced={0: BalancedKeys(frames, frames, torch.zeros_like(frames))}))
 
 
@@ -156,12 +156,12 @@ def test_what_the_basis_lacks() -> None:
 )
 def test_badly_conditioned_frames_do_not_encode(frames: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
-        kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, basis_of(frames.contiguous())))
+        kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, load_basis(frames.contiguous())))
 
 
 def test_the_bound_of_condition_itself_encodes() -> None:
     frames = torch.diag(torch.tensor([1.0] * (DIM - 1) + [1 / MAX_GROWTH])).expand(HEADS, -1, -1).contiguous()
-    cache = kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, basis_of(frames)))
+    cache = kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, load_basis(frames)))
     decoded = cache[0].unpack(torch.float32)[0]
     assert decoded is not None
     assert decoded.isfinite().all()

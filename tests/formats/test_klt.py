@@ -115,7 +115,7 @@ def test_heads_get_the_bits_that_they_are_worth() -> None:
     rows = random_rows(1, 32, "x").repeat(2, 1, 1)
     rows[1, 33] /= 16
     basis = Basis.of_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))
-    widths = basis.widths(2.0, own=True)[0, "k"]
+    widths = basis.widths(2.0, per_head=True)[0, "k"]
     assert sum(widths[:4]) > 2 * sum(widths[4:])
     assert [len(basis.widths(2.0)[0, "k"]), len(widths)] == [2, 8]
     codec = kvpack.Recipe("klt-2", basis).codec(0, 1, "k", 32)

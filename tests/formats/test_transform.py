@@ -60,7 +60,7 @@ def example() -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines[1].strip().split("\n"))
 
 
-def words_of(text: str) -> torch.Tensor:
+def parse_raw_clause(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint16)
 
 
@@ -73,8 +73,8 @@ def test_the_worked_example() -> None:
     frames = Frames(torch.tensor([ast.literal_eval(found["rows"])]), numpy.array([ast.literal_eval(found["scales"])]), tables, rope)
     codec = replace(Transform.from_params({name: stated[name] for name in names}), source=frames)
     first, count, others = re.fullmatch(r"([0-9a-f ]+), then (\d+) times ([0-9a-f ]+)", found["states"]).groups()  # type: ignore[union-attr]
-    streams = {name: words_of(found[name]) for name in ("positions", "tokens", "columns", "word_counts", "words")}
-    streams["states"] = words_of(first + int(count) * f" {others}")
+    streams = {name: parse_raw_clause(found[name]) for name in ("positions", "tokens", "columns", "word_counts", "words")}
+    streams["states"] = parse_raw_clause(first + int(count) * f" {others}")
     shapes = {"positions": (1, 1, 1, 2), "states": (1, 1, 1, 64), "word_counts": (1, 1, 1, 2), "words": (1, 1, 2)}
     streams = {name: stream.view(shapes.get(name, (1, 1, 1))) for name, stream in streams.items()}
     arrays = {name: stream.numpy() for name, stream in streams.items()}
@@ -143,7 +143,7 @@ def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
 
 def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
     def limited(longest: int | None) -> Basis:
-        frames = {place: basis.frames(*place) for place in basis.framed()}
+        frames = {place: basis.frames(*place) for place in basis.sides_with_frames()}
         turned = {place: one.rope and one.rope._replace(longest=longest) for place, one in frames.items()}
         made = {place: Frames(one.rows, one.scales, one.tables, turned[place]) for place, one in frames.items()}
         rows = {place: basis.rows(*place).rows[0] for place in basis.sides()}
@@ -250,9 +250,9 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
     # Tokens that are kept raw count: what is left for symbols is less.
     more = basis.transform_bits(255, raw=True) - basis.transform_bits(255)
     assert more == pytest.approx(0.003 * (16 + 64 / 80), rel=0.01)
-    text = f"kv=transform:bits={basis.least_transform_bits() + more / 2:.6f}"
+    text = f"kv=transform:bits={basis.min_transform_bits() + more / 2:.6f}"
     assert kvpack.Recipe(f"{text};raw=0", basis).codec(0, 2, "k", 32).id == "transform"
-    with pytest.raises(InvalidParameter, match=f"at least {basis.least_transform_bits(raw=True):.4g} bits"):
+    with pytest.raises(InvalidParameter, match=f"at least {basis.min_transform_bits(raw=True):.4g} bits"):
         kvpack.Recipe(f"{text};raw=1,0.6", basis).codec(0, 2, "k", 32)
     mixed = kvpack.Recipe("k=transform:bits=4;v=klt:bits=4", basis)
     assert [mixed.codec(0, 2, side, dim).id for side, dim in (("k", 32), ("v", 48))] == ["transform", "klt"]
@@ -265,7 +265,7 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
             kvpack.Recipe(text)
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)
-    least = basis.least_transform_bits()
+    least = basis.min_transform_bits()
     with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* at least {least:.4g} .* codec transform .* write transform-") as told:
         basis.step(0.05)
     accepted = float(str(told.value).split("transform-")[1].split()[0])

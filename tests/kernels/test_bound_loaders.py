@@ -7,7 +7,7 @@ import pytest
 from kvpack.coding import triton_version
 from kvpack.coding.recipes import parse_recipe
 
-pytestmark = pytest.mark.skipif(not triton_version.supported(), reason="the kernels need a newer Triton")
+pytestmark = pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 
 
 def test_a_bound_loader_is_named_by_the_source_of_its_functions() -> None:

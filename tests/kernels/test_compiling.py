@@ -54,7 +54,7 @@ def compiled(folder: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
@@ -62,7 +62,7 @@ def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: P
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize(("capability", "kernels"), [("80", {"attend_split", "unpack_tiles"}), ("89", {"attend_split"})])
 def test_kernels_fit_chips_with_less_shared_memory(capability: str, kernels: set[str], tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", "--capability", capability, "k=octahedral:b=3;v=group:b=3")

@@ -246,7 +246,7 @@ def test_what_the_kernels_lack_is_left_to_the_format(codec_id: str, dim: int, wo
     assert encoded(codec_of(codec_id, dim, "k", words), values(dim, "float32")) is None
 
 
-@pytest.mark.skipif(not triton_version.supported(), reason="the kernels need a newer Triton")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.encode.encode import has_products
 

@@ -267,7 +267,7 @@ def test_more_outliers_than_a_thread_holds() -> None:
     check(Layer(*sides), 2)
 
 
-@pytest.mark.skipif(not triton_version.supported(), reason="the kernels need a newer Triton")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 def test_patches_fit_beside_tables() -> None:
     from kvpack.kernels.tiles import loaders
     from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, in_patches

@@ -13,7 +13,7 @@ from kvpack.errors import KvpackError
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(not triton_version.supported(), reason="the kernels' Triton is not installed")
+pytestmark = pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels' Triton is not installed")
 
 
 @pytest.fixture

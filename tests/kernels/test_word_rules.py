@@ -72,7 +72,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
     random = numpy.random.default_rng(0)
     for side in sides_of(recipe):
         codec, own = side.codec, {name: stream.clone() for name, stream in side.stored_streams()[0].items()}
-        assert dispatch.checks_values(codec, torch.device(DEVICE))
+        assert dispatch.supports_value_checks(codec, torch.device(DEVICE))
         cases = [own]
         for name, stream in own.items():
             words = stream.view(torch.int32 if stream.dtype == torch.float32 else torch.int16)

@@ -29,7 +29,7 @@ from support.file_parts import Parts, changed, one_side
 from support.guard_removal import all_guards, caught_by_a_file, listed, readings
 from support.guards import LIBRARY, ROOT, guards_of
 from support.second_decoder import MODULES, decoder
-from support.vector_checks import LINES, basis_of, verify
+from support.vector_checks import LINES, load_basis, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,7 @@ def load(data: bytes, file: str) -> object:
     """The cache, or the basis, that a file is."""
     opened = container.open_bytes(bytearray(data))
     # What is refused without the basis is refused with it, but for its being missing.
-    given = [*basis_of(file), *([] if LINES[file]["error"] == "MissingBasis" else BASES)]
+    given = [*load_basis(file), *([] if LINES[file]["error"] == "MissingBasis" else BASES)]
     return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
 
 
@@ -102,7 +102,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
     """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
     lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
-    refused = {file: ((FOLDER / file).read_bytes(), basis_of(file)) for file in lines}
+    refused = {file: ((FOLDER / file).read_bytes(), load_basis(file)) for file in lines}
     tracemalloc.start()
     try:
         for name, (data, given) in refused.items():

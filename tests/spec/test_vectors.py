@@ -21,7 +21,7 @@ from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, describ
 from support.interpreter import DEVICE
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
-from support.vector_checks import DECODED, LINES, Expected, basis_of, check_values, read, unpacked, verify
+from support.vector_checks import DECODED, LINES, Expected, check_values, load_basis, read, unpacked, verify
 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
@@ -79,7 +79,7 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
         decoder.read(data, decompress if alone else lambda frame, size: bytes(size), bases(LINES[file]))
     assert refused.value.rule == rule.section
     with pytest.raises(KvpackError) as raised:
-        verify(data, basis_of(file))
+        verify(data, load_basis(file))
     assert type(raised.value).__name__ == error
 
 
@@ -136,7 +136,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     metadata = LINES[file].get("metadata", {})
     assert list(cache_of(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
     assert typed(read(file).metadata) == LINES[file].get("metadata_entries", [])
-    cache = () if header.is_basis else kvpack.load(FOLDER / file, basis=basis_of(file))
+    cache = () if header.is_basis else kvpack.load(FOLDER / file, basis=load_basis(file))
     states = {f"{n}.state.{name}": _digest(state) for n, layer in enumerate(cache) for name, state in layer.states.items()}
     if header.is_basis:
         states = {state.where: digest(bytes(opened.read_state(state))) for state in header.states}

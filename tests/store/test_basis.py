@@ -19,7 +19,7 @@ from kvpack.store.bases import StoredBasis
 from kvpack.store.encryption import Cipher
 from kvpack.store.keys import basis_keys
 from support import redis_server, s3_server, warm_python
-from support.basis_caches import BASIS, IDENTITY, RECIPE, basis_of, cache, held, save, with_basis, without_basis
+from support.basis_caches import BASIS, IDENTITY, RECIPE, cache, held, load_basis, save, with_basis, without_basis
 from support.caches import random_pairs
 from support.klt_bases import random_basis
 from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entries, open_store, prompt, same
@@ -112,7 +112,7 @@ def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path)
     with kvpack.Store(tmp_path, elsewhere, chunk=16) as store:
         assert store.load(ids) == (0, None)
     both = f"k=klt:bits=2,basis={basis.digest.hex()};v=klt:bits=2,basis={other.digest.hex()}"
-    with pytest.raises(InvalidParameter, match=r"names the bases .*, expected one"):
+    with pytest.raises(InvalidParameter, match=r"names 2 bases: use the same one"):
         kvpack.Store(tmp_path, kvpack.Identity("x", both), chunk=16)
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_basis_is_a_miss_and_written_anew(harm: str, found_by: str, tm
         flipped = bytearray(good)
         flipped[-1000] ^= 1
         bad = {"a flipped bit": bytes(flipped), "cut": good[:-64], "empty": b"", "junk": b"junk" * 99, "an entry": other}
-        path.write_bytes(bad.get(harm, bytes(basis_of("other").data)))
+        path.write_bytes(bad.get(harm, bytes(load_basis("other").data)))
     if found_by == "a getter":
         with without_basis(tmp_path) as store:
             assert store.load(IDS) == (0, None)
@@ -277,7 +277,7 @@ def test_a_pin_keeps_the_basis_too(tmp_path: Path) -> None:
 def test_collecting_removes_a_basis_that_nobody_needs(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
-        other = basis_of("other")
+        other = load_basis("other")
         stale = kvpack.Identity("x", kvpack.Recipe("klt-2", other))
         with kvpack.Store(tmp_path, stale, chunk=CHUNK) as another:
             assert another.save(IDS, _packed(other)) == 3 * CHUNK

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvpack
-from support.basis_caches import BASIS, basis_of, cache, held, save, with_basis, without_basis
+from support.basis_caches import BASIS, cache, held, load_basis, save, with_basis, without_basis
 from support.faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files
 from support.store_caches import CHUNK, entries, open_store, prompt, same
 from support.store_caches import cache as other_cache
@@ -78,7 +78,7 @@ def use_damaged(folder: Path) -> None:
         store.save(PROMPTS[1], WHOLE)
     for number in range(2):
         with contextlib.suppress(OSError):
-            _path(folder).write_bytes(basis_of("other").data)
+            _path(folder).write_bytes(load_basis("other").data)
         if number:
             with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
                 assert store.load(PROMPTS[1]) == (0, None)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
 
 
-def basis_of(seed: str = "") -> Basis:
+def load_basis(seed: str = "") -> Basis:
     """Return a basis for the caches of ``cache``."""
     return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
 
 
-BASIS = basis_of()
+BASIS = load_basis()
 RECIPE = kvpack.Recipe("klt-2", BASIS)
 IDENTITY = kvpack.Identity("x", RECIPE, tenant="tenant")
 WITHOUT_BASIS = kvpack.Identity("x", RECIPE.text, tenant="tenant")

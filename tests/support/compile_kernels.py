@@ -223,10 +223,10 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
             compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
         compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encoded(side.codec, x))
-        if dispatch.checks_values(side.codec, out.device):
+        if dispatch.supports_value_checks(side.codec, out.device):
             checked = side.codec, side.runs[0].streams, [TOKENS], "x"
             compiled.attempt(f"{recipe}: {name}'s rules", lambda checked=checked: dispatch.check_values([checked])())
-        if dispatch.checks_chunks(side.codec, out.device):
+        if dispatch.supports_chunk_checks(side.codec, out.device):
             compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
 
 

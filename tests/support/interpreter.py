@@ -17,7 +17,7 @@ from kvpack.coding import triton_version
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-OLD_INTERPRETER = INTERPRETED and triton_version.supported() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
+OLD_INTERPRETER = INTERPRETED and triton_version.is_supported() and tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
 
 needs_loaded_bounds = pytest.mark.skipif(
     OLD_INTERPRETER and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),

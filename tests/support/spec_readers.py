@@ -30,7 +30,7 @@ from fuzz.file_mutator import Vocabulary, mutated_file
 from fuzz.oracles import MAX_COMPARED_BYTES
 from fuzz.row_oracles import RowOracle
 from kvpack.coding.bases import Basis
-from kvpack.coding.basis_sources import bound
+from kvpack.coding.basis_sources import with_bases
 from kvpack.file import container
 from kvpack.file.header import layout_bytes
 from kvpack.formats.errors import KvpackError
@@ -107,7 +107,7 @@ def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
             return None
         opened.verify()
         if not opened.header.is_basis:
-            opened.header = bound(opened.header, [Basis.of_bytes(basis) for basis in bases])
+            opened.header = with_bases(opened.header, [Basis.of_bytes(basis) for basis in bases])
             opened.verify()
     except KvpackError:
         return False

@@ -11,7 +11,7 @@ import torch
 
 import kvpack
 from kvpack.coding.bases import Basis
-from kvpack.coding.basis_sources import bound
+from kvpack.coding.basis_sources import with_bases
 from kvpack.file import container
 from kvpack.formats.base import DTYPE_BYTES
 from spec.generate.vector_files import FOLDER, bases, manifest
@@ -31,7 +31,7 @@ def read(file: str) -> Any:
     return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
 
 
-def basis_of(file: str) -> list[Basis]:
+def load_basis(file: str) -> list[Basis]:
     """Return the bases that a reader of the file is given."""
     return [Basis.of_bytes(data) for data in bases(LINES[file])]
 
@@ -40,7 +40,7 @@ def verify(data: bytes, given: Sequence[Basis]) -> None:
     """Check the bytes of a file, and that the bases given to its reader fit it."""
     opened = container.open_bytes(data)
     opened.verify()
-    opened.header = bound(opened.header, given)
+    opened.header = with_bases(opened.header, given)
     if given:
         # What is coded by tables of the basis is checked with it.
         opened.verify()
@@ -53,7 +53,7 @@ def unpacked(file: str, device: str = "cpu") -> list[float]:
         return [
             value for number, layer in enumerate(opened.header.layers) for side, _ in layer.sides() for value in rows(opened, number, side)
         ]
-    layers = kvpack.load(FOLDER / file, device=device, basis=basis_of(file))
+    layers = kvpack.load(FOLDER / file, device=device, basis=load_basis(file))
     return [value for layer in layers for side in layer.sides.values() for value in side.unpack(torch.float32).flatten().tolist()]
 
 

@@ -95,8 +95,8 @@ def test_products_are_foreseen(basis: Path, bits: float) -> None:
 
 def test_frames_describe_keys_before_rope(basis: Path) -> None:
     found = Basis.load(basis)
-    assert found.framed() == [(layer, side) for layer in range(found.layers) for side in "kv"]
-    for place in found.framed():
+    assert found.sides_with_frames() == [(layer, side) for layer in range(found.layers) for side in "kv"]
+    for place in found.sides_with_frames():
         frames, rows = found.frames(*place), found.rows(*place)
         assert (frames.rope is not None) == (place[1] == "k")
         # One step is the best for all: scales follow what errors cost.
@@ -145,8 +145,8 @@ def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pyt
     sizes = ["--tokens", "32", "--score", "8", "--windows", "1"]
     assert cli.main(["calibrate", "--out", str(out), *sizes, "--scope", scope]) == 0
     found = Basis.load(out)
-    assert found.framed() == ([] if scope == "none" else list(found.sides()))
-    assert all(found.frames(*place).count == found.rows(*place).heads for place in found.framed())
+    assert found.sides_with_frames() == ([] if scope == "none" else list(found.sides()))
+    assert all(found.frames(*place).count == found.rows(*place).heads for place in found.sides_with_frames())
     assert ("products per decoded value (frames of a head)" in capsys.readouterr().out) == (scope == "head")
     with pytest.raises(InvalidParameter, match="--scope is 'model', expected one of none, head, layer"):
         calibrate.run(None, None, str(out), calibrate.Settings(tokens=32, score=8, windows=1, scope="model"))
@@ -161,7 +161,7 @@ def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeyp
     assert Basis.load(out).model["rope_same_up_to"] == "40"
     longer = calibrate.Settings(tokens=41, score=8, windows=1)
     assert "41, but RoPE uses different frequencies" in calibrate.run(None, None, out, longer)["without_frames"]
-    assert Basis.load(out).framed() == []
+    assert Basis.load(out).sides_with_frames() == []
     with pytest.raises(InvalidParameter, match=r"calibrate with --tokens 40, or without frames, --scope none"):
         calibrate.run(None, None, out, calibrate.Settings(tokens=41, score=8, windows=1, scope="head"))
 
@@ -227,8 +227,8 @@ def test_a_model_without_scaled_dot_product_attention_is_read_by_its_own(name: s
 @pytest.mark.parametrize("name", ["Bloom", "MPT"])
 def test_keys_of_models_with_biases_by_distance_are_calibrated(name: str, tmp_path: Path) -> None:
     found = Basis.load(calibrated(tmp_path, name))
-    assert found.framed() == list(found.sides())
-    assert all(found.frames(*place).rope is None for place in found.framed())
+    assert found.sides_with_frames() == list(found.sides())
+    assert all(found.frames(*place).rope is None for place in found.sides_with_frames())
 
 
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
@@ -255,7 +255,7 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_few_positions_is_read_in_short_samples(tmp_path: Path) -> None:
-    assert Basis.load(calibrated(tmp_path, "OPT")).framed() == []
+    assert Basis.load(calibrated(tmp_path, "OPT")).sides_with_frames() == []
 
 
 def test_predictions_without_a_past_are_refused(tmp_path: Path) -> None:

@@ -212,10 +212,12 @@ def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
 class Slots:
     """Pages with a fixed number of raw tokens each; ``rest`` is the codec's input, as returned by ``replaced``.
 
-    ``streams`` are ``[page, slot, ...]``, zero in unused slots; ``left_out``, ``[page, 2]``, is returned by ``tokens_of_slots``.
+    ``chosen``, bool ``[page, token]``, are the raw tokens. ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``,
+    ``[page, 2]``, is returned by ``tokens_of_slots``.
     """
 
     rest: torch.Tensor
+    chosen: torch.Tensor
     streams: dict[str, torch.Tensor]
     left_out: torch.Tensor
 
@@ -248,12 +250,11 @@ def in_slots(
         raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
     positions = _words((token + 1).masked_fill(~used, 0).flatten(), torch.zeros_like(token).flatten()).view(*token.shape, _HALVES)
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
-    rest = x
+    rest, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
     if token_group > 1:
-        chosen = torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
         places, sequence = chosen.T.nonzero().unbind(1)
         rest = replaced(x, places, sequence, chosen, token_group)
-    return Slots(rest, {POSITIONS: positions, VALUES: values}, left_out)
+    return Slots(rest, chosen, {POSITIONS: positions, VALUES: values}, left_out)
 
 
 def tokens_of_slots(

@@ -22,6 +22,7 @@ from kvpack.kernels.encode.kernel import output_of
 from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
 
 from .copy import copy
+from .norms import token_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,6 +141,15 @@ def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
     """Copy ``pages`` back to ``slots`` (the reverse of ``gather``) where ``status``, int32 ``[page]``, is 0."""
     _copy_pages(layers, slots, pages, status)
+
+
+def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
+    """Return the norms of the tokens of the pages in ``slots``: float32 ``[page and layer, kv_head, token]``."""
+    first, moves = layers.first, layers.places(slots, 0, 0)
+    if moves is not None:
+        return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _origins(moves, first))
+    each = [norms(Layers([tensor]), slots) for tensor in layers.tensors]
+    return torch.stack(each, 1).flatten(0, 1)
 
 
 def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:

@@ -300,12 +300,12 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
     return c_encode.has_large(sizes, ratio)
 
 
-def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float) -> bool:
+def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
     """Return True if ``head_norms.has_large`` is true of ``codec.error_sizes(streams)``; C reads the sizes from the streams if it can.
 
-    The result may also be True for a size that reaches ``ratio`` only after rounding.
+    ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
     """
-    if _runs_c_on(streams[next(iter(streams))].device):
+    if _runs_c_on(device):
         from kvpack.kernels.cpu import encode as c_encode
 
         has_large = c_encode.has_large_error(codec, streams, ratio)

@@ -41,10 +41,10 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch
 from .blocks import for_each_block
-from .token_errors import crowding, own_errors
+from .token_errors import EncodedRun, crowding, own_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -155,7 +155,7 @@ def encode(
         coded = room_for_norms(codec, x)
         streams = encode_all(codec, x, where, before, position, coded)
         given = cache(partial(dispatch.norms, x))
-        _report(_misfit_of(_losses(codec, x, streams, coded, None, given), where))
+        _report(_misfit_of(_losses(EncodedRun(codec, x, streams, given, coded)), where))
     return streams
 
 
@@ -223,7 +223,7 @@ def _encode_beside_raw(
                 raise
             chosen = chosen | more
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
-        losses = _losses(plain, x, streams, coded, chosen, given)
+        losses = _losses(EncodedRun(plain, x, streams, given, coded, chosen))
         kept = chosen
         if losses and raw.high_norm:
             kept = with_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
@@ -411,41 +411,42 @@ def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
     return torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
 
 
-def _losses(
-    codec: Codec,
-    x: torch.Tensor,
-    streams: Mapping[str, torch.Tensor],
-    coded: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    norms: Callable[[], torch.Tensor],
-) -> list[Loss]:
-    """Return what tokens of ``x`` lose, or cost others, in ``streams``; the arguments are those of ``token_errors.own_errors``."""
-    shared, losses = codec.summary.shared_scales, []
+def _losses(run: EncodedRun) -> list[Loss]:
+    """Return what tokens lose, or cost others, in ``run``."""
+    shared, losses = run.codec.summary.shared_scales, []
     if shared:
-        measured = norms() if coded is None else coded
+        measured = run.norms() if run.coded is None else run.coded
         if HEADS in shared:
             losses.append(Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
         if TOKENS in shared:
             losses.append(Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
     # Of most runs no scale is too large.
-    return [loss for loss in losses if loss.factors.any()] + losses_of(codec, x, streams, coded, kept, norms)
+    return [loss for loss in losses if loss.factors.any()] + losses_of(run)
 
 
-def losses_of(
-    codec: Codec,
-    x: torch.Tensor,
-    streams: Mapping[str, torch.Tensor],
-    coded: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    norms: Callable[[], torch.Tensor],
-) -> list[Loss]:
-    """Return what tokens of ``x`` lose by themselves, and what they cost others by a scale of their run, as ``own_errors``."""
+def losses_of(run: EncodedRun) -> list[Loss]:
+    """Return what tokens of ``run`` lose by themselves, and what they cost others by a scale of their run."""
     losses = []
     for kind, measure, ratios in ((_OWN, own_errors, (OWN_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
-        factors = measure(codec, x, streams, kept, coded, norms)
+        factors = measure(run)
         if factors is not None:
             losses.append(Loss(kind, factors.amax(1), *ratios, factors))
     return losses
+
+
+def excesses(run: EncodedRun) -> torch.Tensor | None:
+    """Return by how much the losses of tokens that are not raw exceed their bounds; None if none can.
+
+    Float32 ``[2, batch, token]``: ``Loss.factors`` over ``Loss.ratio``, and over ``Loss.warned``.
+    """
+    losses = losses_of(run)
+    if not losses:
+        return None
+    factors = torch.stack([loss.factors for loss in losses])
+    if run.kept is not None:
+        factors = factors.masked_fill(run.kept, 0.0)
+    bounds = torch.tensor([[loss.ratio for loss in losses], [loss.warned for loss in losses]], dtype=torch.float32, device=factors.device)
+    return (factors / bounds[:, :, None, None]).amax(1)
 
 
 def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:

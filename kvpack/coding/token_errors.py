@@ -6,6 +6,7 @@ What was stored tells cheaply which tokens may: only their pages are decoded, an
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,34 +29,37 @@ _SAMPLED, _LEAST_SAMPLES = 32, 4
 """One of this many tokens is enough to find the usual size of values, but not fewer than these of a short run."""
 
 
-def own_errors(
-    codec: Codec,
-    x: torch.Tensor,
-    streams: Streams,
-    kept: torch.Tensor | None,
-    coded: torch.Tensor | None,
-    norms: Callable[[], torch.Tensor],
-) -> torch.Tensor | None:
-    """Return the factor by which each token's own error exceeds the usual one, float32 ``[batch, kv_head, token]``; None if none may.
+@dataclass(frozen=True)
+class EncodedRun:
+    """Values of a run and their streams, whose errors are measured.
 
-    Args:
-        codec: Encoder of ``x``, without raw tokens.
-        x: Values ``[batch, kv_head, token, dim]``.
-        streams: What was stored of them.
-        kept: Tokens that are raw, bool ``[batch, token]``. They do not count.
-        coded: Norms ``[batch, kv_head, token]`` of what was encoded, for codecs that change norms and have no ``error_sizes``.
-        norms: Returns the norms of ``x`` ``[batch, kv_head, token]``.
+    ``codec`` keeps no raw tokens, ``x`` is ``[batch, kv_head, token, dim]``, and ``norms()`` returns its norms ``[batch, kv_head, token]``.
+    ``coded`` are the norms of what was encoded, for codecs that change norms and have no ``error_sizes``. ``kept``, bool
+    ``[batch, token]``, are raw tokens, which do not count.
+    """
+
+    codec: Codec
+    x: torch.Tensor
+    streams: Streams
+    norms: Callable[[], torch.Tensor]
+    coded: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+def own_errors(run: EncodedRun) -> torch.Tensor | None:
+    """Return the factor by which each token's own error exceeds the usual one, float32 ``[batch, kv_head, token]``; None if none may.
 
     The factor is that of the error, or that of its share of the token's norm if that is smaller: neither tokens that are large as a whole
     nor small ones count.
     """
+    codec, x, streams, coded, kept = run.codec, run.x, run.streams, run.coded, run.kept
     spread = codec.summary.error_spread
     if x.shape[2] < 3 or (not spread and coded is None):
         # One of two tokens is not an outlier.
         return None
     # Raw tokens were replaced by small values, and cannot hide others.
     if spread:
-        if not dispatch.has_large_error(codec, streams, spread):
+        if not dispatch.has_large_error(codec, streams, spread, x.device):
             return None
         sizes = codec.error_sizes(streams)
     else:
@@ -67,7 +71,7 @@ def own_errors(
     suspects = above_usual(_without(sizes, left_out), spread or CODED_SPREAD)
     if suspects is None:
         return None
-    given = norms()
+    given = run.norms()
     left_out = given <= 0 if left_out is None else (given <= 0) | left_out
     # Sizes that are powers of two say little about shares.
     larger = above_usual(_without(sizes / given, left_out), 1.0 if spread else CODED_SPREAD)
@@ -84,12 +88,13 @@ def own_errors(
     return result
 
 
-def crowding(codec: Codec, x: torch.Tensor, streams: Streams, kept: torch.Tensor | None, *_: object) -> torch.Tensor | None:
-    """Return the factor by which each token makes a scale of its run too large for others: float32 ``[batch, kv_head, token]``.
+def crowding(run: EncodedRun) -> torch.Tensor | None:
+    """Return the factor by which each token makes a scale of its run too large for others, float32 ``[batch, kv_head, token]``.
 
-    None: the scales fit. The arguments are those of ``own_errors``.
+    The result is None if the scales fit.
     """
-    least = codec.least_sizes(streams)
+    codec, x, kept = run.codec, run.x, run.kept
+    least = codec.least_sizes(run.streams)
     tokens = x.shape[2]
     if least is None or tokens < 3:
         return None

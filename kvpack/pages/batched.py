@@ -7,19 +7,21 @@ A job's pages form one batch: what a codec chooses for a run, it chooses for eac
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_norms
+from kvpack.coding.token_errors import EncodedRun
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import HEADS, SHARED_RATIO, norms_of, over_heads, usual
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, in_slots, put_slots
+from kvpack.formats.raw_positions import RawPositions, in_slots, put_slots, tokens_of_slots
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.modes import writing
 
@@ -53,24 +55,121 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
     ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``tokens_of_slots``.
     """
+    for first, some in _some(lane, slots, torch.float32):
+        x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
+        raw, streams = lane.raw, {}
+        if raw is None or key_norms is None:
+            encoded, lost = _encoded(lane, x, x, None)
+            left_out += _without_room(lane, x, key_norms, misfits, lost)
+        else:
+            choose = partial(in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
+            result = choose(misfits)
+            encoded, lost = _encoded(lane, x, result.rest, result.chosen)
+            count, costly = result.left_out.sum(0)
+            if lost is not None and (lost[0] > 1).any():
+                if raw.high_norm:
+                    result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
+                    encoded, _ = _encoded(lane, x, result.rest, None)
+                    count = result.left_out[:, 0].sum()
+                else:
+                    count += (lost[0] > 1).sum()
+                costly = torch.minimum(count, costly + ((lost[1] > 1) & ~result.chosen).sum())
+            left_out += torch.stack([count, costly])
+            streams = result.streams
+        with writing(rows):
+            for name, place in _streams(lane, rows[first : first + len(some)]).items():
+                place.copy_((encoded | streams)[name].view(place.shape))
+
+
+def can_lose(lane: Lane) -> bool:
+    """Return True if tokens of ``lane``, whose pages have no raw tokens, may lose precision, or cost others precision."""
+    return lane.measured or lane.watched is not None
+
+
+def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a mask of pages in which ``count_losses`` may find tokens, bool ``[page]``; the host does not wait.
+
+    The streams of ``lane``, whose pages have no raw tokens, are in ``rows``. ``norms``, and those of the layers' keys, are ``[page and
+    layer, kv_head, token]``.
+    """
+    codec, watched = lane.plain, lane.watched
+    found = []
+    if watched is not None and codec.token_group > 1:
+        found += [_above(sizes, watched.high_norm) for sizes in (over_heads(key_norms)[:, None], key_norms)]
+    if HEADS in lane.shared:
+        found.append(_above(over_heads(norms)[:, None], SHARED_RATIO))
+    if lane.measured:
+        streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
+        if spread := codec.summary.error_spread:
+            sizes = codec.error_sizes(streams)
+            found.append(_above(sizes, spread) & _above(sizes / norms, 1.0))
+        if (least := codec.least_sizes(streams)) is not None:
+            found.append(norms < least * math.sqrt(codec.dim))
+    each = torch.stack([mask.flatten(1).any(1) for mask in found]).any(0)
+    return each.view(len(rows), lane.count).any(1)
+
+
+def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Count the tokens that lose precision, or cost others precision, in pages without raw tokens whose streams are in ``rows``.
+
+    The result is int64 ``[2]``, as in ``tokens_of_slots``.
+    """
+    result = torch.zeros(2, dtype=torch.int64, device=rows.device)
+    for first, some in _some(lane, slots, torch.float32):
+        x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
+        streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
+        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_of, x))))
+        result += _without_room(lane, x, key_norms, misfits, lost)
+    return result
+
+
+def _measured(
+    lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the values of pages, ``[page and layer, kv_head, token, dim]``, the norms of their keys, and their misfits.
+
+    The norms are None if no raw tokens are chosen, and the misfits (``head_norms.misfit``) if no scales are shared.
+    """
     from kvpack.kernels.pages.lanes import gather
 
-    geometry, raw = lane.geometry, lane.raw
-    for first, chosen in _some(lane, slots, torch.float32):
-        x = _pages(lane, len(chosen), layers.first.dtype, rows.device)
-        gather(layers, chosen, x)
-        x, streams = x.to(geometry.computed_dtype), {}
-        if raw is not None:
-            k = _pages(lane, len(chosen), layers.first.dtype, rows.device, geometry.dims["k"])
-            gather(keys, chosen, k)
-            misfits = misfits_of(lane.plain, x, lane.shared, f"layers[{lane.first}].{lane.side}") if lane.shared else None
-            result = in_slots(raw, x, norms_of(k.to(geometry.computed_dtype)), lane.plain.token_group, lane.slots, misfits)
-            x, streams = result.rest, result.streams
-            left_out += result.left_out.sum(0)
-        encoded = encode_all(lane.plain, x, f"layers[{lane.first}].{lane.side}") | streams
-        with writing(rows):
-            for name, place in _streams(lane, rows[first : first + len(chosen)]).items():
-                place.copy_(encoded[name].view(place.shape))
+    geometry = lane.geometry
+    x = _pages(lane, len(slots), layers.first.dtype, device)
+    gather(layers, slots, x)
+    x, norms = x.to(geometry.computed_dtype), None
+    if lane.watched is not None:
+        k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
+        gather(keys, slots, k)
+        norms = norms_of(k.to(geometry.computed_dtype))
+    return x, norms, misfits_of(lane.plain, x, lane.shared, _where(lane)) if lane.shared else None
+
+
+def _encoded(
+    lane: Lane, x: torch.Tensor, rest: torch.Tensor, chosen: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Encode ``rest``, the values ``x`` of pages without their ``chosen`` raw tokens; return the streams, and the ``excesses``."""
+    coded = room_for_norms(lane.plain, x)
+    encoded = encode_all(lane.plain, rest, _where(lane), coded=coded)
+    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_of, x)), coded, chosen))
+
+
+def _without_room(
+    lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the counts of ``tokens_of_slots``, int64 ``[2]``, for pages ``x`` without raw tokens; ``lost`` are their ``excesses``."""
+    result = torch.zeros(2, dtype=torch.int64, device=x.device)
+    if key_norms is not None and lane.watched is not None:
+        result += tokens_of_slots(lane.watched, key_norms, lane.plain.token_group, 0, misfits)[1].sum(0)
+    return result if lost is None else result + (lost > 1).sum((1, 2))
+
+
+def _where(lane: Lane) -> str:
+    return f"layers[{lane.first}].{lane.side}"
+
+
+def _above(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0."""
+    medians = usual(sizes)
+    return (sizes > ratio * medians) & (medians > 0)
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:

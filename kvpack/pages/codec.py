@@ -40,11 +40,10 @@ class PageCodec:
     InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw tokens
     by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of
     the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode tokens together, those above ``raw_high_norm``.
-    ``raw_first`` is ignored, because a page has no position in the sequence. ``raw_tokens_left_out`` counts tokens without room, and one
-    KvpackWarning of a codec names those at whose cost others lose precision, or which means and scales do not fit. Pages of fewer than 64
-    tokens have no room, except for one token in those of the codec klt; such tokens are counted in host memory, and not on a device. A
-    recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and InvalidParameter if the basis has
-    other heads.
+    ``raw_first`` is ignored, because a page has no position in the sequence. Tokens that maps, means and scales fit badly take the rest of
+    the room. ``raw_tokens_left_out`` counts tokens without room, and one KvpackWarning of a codec reports those that cost others precision,
+    or lose it themselves. Pages of fewer than 64 tokens have no room, except for one token in those of the codec klt. A recipe of klt must
+    have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and InvalidParameter if the basis has other heads.
     """
 
     def __init__(

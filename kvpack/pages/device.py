@@ -7,7 +7,7 @@ errors the host reports, and recipes whose digits must be checked before a table
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,13 +22,17 @@ from .buffer import PageBuffer
 from .host import CPU, HostPages, Outcome, RowPlan
 
 if TYPE_CHECKING:
-    from kvpack.kernels.pages.lanes import Lane
+    from kvpack.kernels.pages.lanes import Lane, Layers
 
+    from .lanes import Lane as PageLane
     from .left_out import LeftOut
 
 Rows = Sequence[Any] | torch.Tensor
 
 _MAX_COUNT = 2**31 - 1
+
+_REFUSED, _SUSPECT = 1, 2
+"""States of a page that kernels did not encode, and of one in which tokens may lose precision or cost others precision."""
 
 
 class PageJob:
@@ -69,6 +73,16 @@ class PageJob:
         return self._outcomes
 
 
+class _Begun(NamedTuple):
+    """An encoding job whose ``status``, int32 ``[page]``, the host has not read: 0, ``_REFUSED`` or ``_SUSPECT``.
+
+    ``measured`` are the lanes in which ``batched.count_losses`` measures pages of the latter, their layers, and the layers of their keys.
+    """
+
+    status: torch.Tensor
+    measured: list[tuple[PageLane, Layers, Layers]]
+
+
 class DevicePages:
     """Encodes and decodes pages on ``device``, on its current stream."""
 
@@ -88,9 +102,10 @@ class DevicePages:
         target = rows if self._holds(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
-            status = self._begin_encoding(pages, slots, target, digests)
-            if status is None:
+            begun = self._begin_encoding(pages, slots, target, digests)
+            if begun is None:
                 return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
+            status, measured = begun
             if target is not rows and isinstance(rows, torch.Tensor):
                 with writing(rows):
                     rows[:, : self._nbytes].copy_(target, non_blocking=True)
@@ -99,10 +114,17 @@ class DevicePages:
             if not isinstance(rows, torch.Tensor):
                 for number, row in enumerate(target.to(CPU)):
                     _store(rows, number, row)
-            self._of_all.warn(found.pop())
+            costly, states = found[-1], found[:-1]
             outcomes: list[Outcome] = [None] * len(slots)
             # What a kernel does not encode is encoded, or refused by name, by the codec itself.
-            refused = [number for number, value in enumerate(found) if value]
+            refused = [number for number, state in enumerate(states) if state == _REFUSED]
+            suspects = [number for number, state in enumerate(states) if state == _SUSPECT]
+            try:
+                costly += self._count_losses(measured, slots, target, suspects)
+            except torch.OutOfMemoryError:
+                # The host counts, too, and has memory of its own.
+                refused += suspects
+            self._of_all.warn(costly)
             for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
                 outcomes[number] = outcome
             return outcomes
@@ -137,13 +159,14 @@ class DevicePages:
 
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
-    ) -> torch.Tensor | None:
-        """Return the status of every page; None if the kernels do not support the whole recipe."""
+    ) -> _Begun | None:
+        """Start encoding to ``rows``; return None if the kernels do not support the whole recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes
 
         status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+        suspects, measured = torch.zeros(len(slots), dtype=torch.bool, device=self._device), []
         job = lanes.Job(slots, rows, status)
         with writing(rows):
             rows[:, : self._front.numel()] = self._front
@@ -156,17 +179,39 @@ class DevicePages:
             for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
                 # The keys of some layers come before their values.
                 keys = given.layers if lane.side == "k" else keys
+                assert keys is not None
                 if lanes.encode(given, job):
+                    if batched.can_lose(lane):
+                        norms = lanes.norms(given.layers, slots)
+                        suspects |= batched.suspects(lane, norms, norms if lane.side == "k" else lanes.norms(keys, slots), rows)
+                        measured.append((lane, given.layers, keys))
                     continue
                 if not batched.supports(lane.codec):
                     return None
-                assert keys is not None
                 batched.encode_lane(lane, given.layers, keys, slots, rows, self.left_out)
         except (KvpackError, torch.OutOfMemoryError):
             # The host names the page, and has memory of its own.
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
-        return status
+        status.clamp_max_(_REFUSED)
+        return _Begun(torch.where((status == 0) & suspects, _SUSPECT, status), measured)
+
+    def _count_losses(
+        self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
+    ) -> int:
+        """Add the tokens that lose precision in pages of ``numbers``, or cost others precision, to ``left_out``.
+
+        Returns the number of tokens to warn of.
+        """
+        if not numbers:
+            return 0
+        chosen = [slots[number] for number in numbers]
+        with float32_no_grad(self._device):
+            streams, counts = rows[:, : self._nbytes][list(numbers)], torch.zeros_like(self.left_out)
+            for lane, layers, keys in measured:
+                counts += batched.count_losses(lane, layers, keys, chosen, streams)
+            self.left_out += counts
+        return int(counts[1])
 
     def _begin_decoding(self, rows: torch.Tensor, pages: PageBuffer, slots: Sequence[int], status: torch.Tensor) -> bool:
         if not dispatch.uses_triton(self._device):

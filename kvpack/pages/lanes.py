@@ -14,8 +14,8 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, losses_of, misfits_of, room_for_norms
-from kvpack.coding.token_errors import CODED_SPREAD, run_fits, sample_step
+from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_norms
+from kvpack.coding.token_errors import CODED_SPREAD, EncodedRun, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, has_large, norms_of
 from kvpack.formats.opaque import Opaque
@@ -75,11 +75,9 @@ class Lane:
 
     @property
     def measured(self) -> bool:
-        """True if tokens may lose precision because of maps and means, or because of a scale of their page.
-
-        No C code of pages encodes such a side.
-        """
-        return self.plain.summary.changes_norms or self.plain.summary.has_run_rows
+        """True if tokens may lose precision because of maps, means and scales of their own, or because of a scale of their page."""
+        summary = self.plain.summary
+        return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0
 
     @property
     def slots(self) -> int:
@@ -156,6 +154,27 @@ class _Layers(Mapping[str, torch.Tensor]):
         return len(self._made[0].streams)
 
 
+class _RowStreams(Mapping[str, torch.Tensor]):
+    """Streams of a lane's layers in a row, which are joined as sequences of a batch where they are asked for."""
+
+    def __init__(self, lane: Lane, row: memoryview) -> None:
+        self._lane, self._row, self._layouts = lane, row, lane.plain.row_layouts
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        lane, layout = self._lane, self._lane.layouts[name]
+        begin, end = lane.places[name]
+        data = numpy.ndarray((lane.count, end - begin), numpy.uint8, self._row, begin, (lane.stride, 1))
+        # A copy: streams of layers are apart in a row.
+        values = torch.from_numpy(numpy.ascontiguousarray(data)).view(TORCH_DTYPES[layout.dtype])
+        return values.view(lane.count, *layout.shape[1:])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+
 class _Ready:
     """A lane over the memory of one engine."""
 
@@ -185,7 +204,7 @@ class _Ready:
         # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
         rest = {number: self._rest(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
         made = self._encode(slot, row, threads, rest)
-        misfits = self._misfits(slot, made, used)
+        misfits = self._misfits(slot, row, made, used)
         if misfits is not None:
             more, lost = self._with_misfits(used, misfits)
             left_out = left_out + lost
@@ -217,22 +236,23 @@ class _Ready:
         token, left_out = tokens_of_slots(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
-    def _misfits(self, slot: int, made: Sequence[_Made], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _misfits(self, slot: int, row: memoryview, made: Sequence[_Made], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return what tokens beside the ``used`` ones lose, or cost others by a scale of the page; None if all fit.
 
-        Float32 ``[2, layer, token]``: ``Loss.factors`` over ``Loss.ratio``, and over ``Loss.warned``.
+        The result is that of ``excesses``, ``[2, layer, token]``.
         """
         lane = self._lane
-        if not made or not lane.measured:
+        if not lane.measured:
             return None
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
-        coded = None if made[0].coded is None else torch.cat([one.coded for one in made if one.coded is not None])
-        least = lane.plain.least_sizes(_Layers(made))
+        coded = None if not made or made[0].coded is None else torch.cat([one.coded for one in made if one.coded is not None])
+        streams = _Layers(made) if made else _RowStreams(lane, row)
+        least = lane.plain.least_sizes(streams)
         # What is exact takes a copy of the page.
         if least is None:
             spread = lane.plain.summary.error_spread
             if coded is None:
-                fits = not spread or not dispatch.has_large_error(lane.plain, _Layers(made), spread)
+                fits = not spread or not dispatch.has_large_error(lane.plain, streams, spread, self._tensors[0].device)
             else:
                 fits = not has_large(coded, CODED_SPREAD)
         else:
@@ -244,13 +264,7 @@ class _Ready:
         kept = torch.zeros(lane.count, tokens, dtype=torch.bool, device=x.device)
         for number, places in used.items():
             kept[number, places] = True
-        losses = losses_of(lane.plain, x, _Layers(made), coded, kept, cache(partial(dispatch.norms, x)))
-        if not losses:
-            return None
-        factors = torch.stack([loss.factors.masked_fill(kept, 0.0) for loss in losses])
-        ratios, warned = [loss.ratio for loss in losses], [loss.warned for loss in losses]
-        bounds = torch.tensor([ratios, warned], dtype=torch.float32, device=factors.device)
-        return (factors / bounds[:, :, None, None]).amax(1)
+        return excesses(EncodedRun(lane.plain, x, streams, cache(partial(dispatch.norms, x)), coded, kept))
 
     def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
         """Return ``used`` tokens of layers and the worst of the ``misfits`` for which there are slots, and counts of others, ``[2]``."""

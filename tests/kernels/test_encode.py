@@ -399,3 +399,26 @@ def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pyte
     assert len(found["torch"]) == len(found["triton"]) > 1
     for one, other in zip(found["torch"], found["triton"], strict=True):
         assert all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("live", [False, True], ids=["pack", "live"])
+def test_a_token_that_its_groups_fit_badly_is_raw_or_named(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in windows of tokens that a live cache encodes."""
+    if INTERPRETED:
+        monkeypatch.setenv("KVPACK_KERNELS", "triton")
+    k, v = (x.to(DEVICE) for x in torch.randn(2, 1, 2, 256, 128, generator=torch.Generator().manual_seed(0)))
+    v[0, 1, 77, 9] = 40
+
+    def encode(recipe: str) -> kvpack.Cache:
+        if not live:
+            return kvpack.pack([(k, v)], recipe)
+        cache = kvpack.LiveCache(recipe, layers=1)
+        cache.update(0, k, v)
+        return cache.freeze(packed=True)
+
+    with pytest.warns(kvpack.KvpackWarning, match=r"layers\[0\].v: in 1 of .* token 77 .*, head 1 has .* times the usual error"):
+        encode("int-3;raw=0")
+    _, decoded = encode("int-3")[0].unpack(torch.float32)
+    assert decoded is not None
+    assert torch.equal(decoded[0, :, 77], v[0, :, 77].to(torch.bfloat16).float())

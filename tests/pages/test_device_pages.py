@@ -115,6 +115,55 @@ def test_tokens_that_cost_others_and_have_no_room_are_warned_of_once() -> None:
     assert codec.raw_tokens_left_out == 4
 
 
+LOSSES = [
+    (32, "int-3", "v", 40.0),
+    (32, "fp8", "v", 3e5),
+    (32, "oscar-2", "k", 100.0),
+    (32, "k=octahedral:b=3,mean=32;v=raw", "k", 60.0),
+    (64, "int-3", "v", 20.0),
+    (64, "kvpack-3", "k", 60.0),
+]
+"""Tokens of a page, a recipe, a side and a value that costs its token, or the others of the page, precision."""
+
+
+@pytest.mark.parametrize(("tokens", "recipe", "side", "value"), LOSSES)
+def test_tokens_that_lose_precision_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
+    """With room in a page the token is raw; without, it is counted, and a warning is issued."""
+    geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=128, dim_v=128, dtype="fp32")
+    pages, made = on_device(geometry, 3)
+    made[0] += 3
+    codec = PageCodec(recipe, geometry)
+    rows = torch.zeros(3, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [0, 1, 2], rows) == [None] * 3
+    assert codec.raw_tokens_left_out == 0
+    x = made["kv".index(side)]
+    given = x[1, 1, 1, 9].clone()
+    x[1, 1, 1, 9, 5] = value
+    on_host = PageCodec(recipe, geometry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_host(on_host, made, [2, 1])
+    if tokens == 64:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert codec.encode_into(pages, [2, 1], rows[:2]) == [None, None]
+        assert codec.raw_tokens_left_out == on_host.raw_tokens_left_out == 0
+        target, found = on_device(geometry, 2, seed=3)
+        assert codec.decode_into(rows[:2], target, [0, 1]) == [None, None]
+        found = found["kv".index(side)]
+        assert torch.equal(found[1, 1, :, 9], x[1, 1, :, 9].to(torch.bfloat16).float())
+        return
+    with pytest.warns(KvpackWarning, match=f"in pages of {tokens} tokens, 1 tokens that differ") as caught:
+        assert codec.encode_into(pages, [2, 1], rows[:2]) == [None, None]
+    assert len(caught) == 1
+    assert codec.raw_tokens_left_out == on_host.raw_tokens_left_out == 1
+    x[1, 1, 1, 9] = given
+    codec.encode_into(pages, [0, 1], rows[:2])
+    assert codec.raw_tokens_left_out == 1
+
+
 CASES = (
     [(WIDE, recipe) for recipe in EXACT]
     + [(SMALL, recipe) for recipe in CLOSE + TOGETHER + BY_HOST]

@@ -144,7 +144,13 @@ def test_a_token_that_costs_others_and_has_no_room_is_warned_of_once(recipe: str
         codec.encode_into(pages, [1], torch.empty(1, codec.nbytes, dtype=torch.uint8))
 
 
-FIT_BADLY = [("fp8", "v", 1e6), ("nvfp4", "v", 1e6), ("kvpack-2", "k", 40.0), ("k=scalar:b=3,mean=32;v=raw;raw=0,0.6,4", "k", 40.0)]
+FIT_BADLY = [
+    ("fp8", "v", 1e6),
+    ("nvfp4", "v", 1e6),
+    ("int-3", "v", 40.0),
+    ("kvpack-2", "k", 40.0),
+    ("k=scalar:b=3,mean=32;v=raw;raw=0,0.6,4", "k", 40.0),
+]
 
 
 @pytest.mark.parametrize(("recipe", "side", "value"), FIT_BADLY)

@@ -13,11 +13,10 @@ import time
 from typing import TYPE_CHECKING
 
 from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, lock_now
-from kvpack.formats.arguments import shown
-from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.locks import Lock
 
 from .backend import NoLease
+from .options import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +35,7 @@ class Leases:
     """The leases held by one store, of ``seconds`` each. Safe to use from any thread, and empty in a forked child."""
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-            raise InvalidParameter(f"lease is {shown(seconds)}, expected seconds above 0, or None not to wait")
+        check_seconds("lease", seconds, ", or None not to wait")
         self._backend, self._counters, self._seconds = backend, counters, seconds
         self._held: dict[bytes, tuple[Lease, int, float]] = {}
         self._pid = os.getpid()

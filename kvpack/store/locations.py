@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MEMORY = "memory://"
 _FILE = "file://"
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SECRETS = re.compile(r"//[^/@]*@")
 _OF_TIERS = {"write_back"}
 """Options that only a list of tiers supports."""

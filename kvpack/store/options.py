@@ -13,6 +13,8 @@ from .backend import MAX_ENTRY_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MAX_SECONDS = 10**9
+"""The longest wait, 31 years: more than some systems count."""
 _LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 
@@ -36,10 +38,12 @@ class LocationOptions:
     """The settings of obstore by name, for an object store."""
 
     def given(self) -> dict[str, Any]:
-        """Return the options of the location that are not None. Raises InvalidParameter for an invalid count."""
+        """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
         given = {field.name: value for field in fields(LocationOptions) if (value := getattr(self, field.name)) is not None}
         for name, least in _LEAST.items():
             check_count(name, given.get(name, least), least)
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout)
         return given
 
 
@@ -101,3 +105,9 @@ def check_count(name: str, value: Any, least: int) -> None:
     """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
     if type(value) is not int or value < least:
         raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {least}")
+
+
+def check_seconds(name: str, value: Any, instead: str = "") -> None:
+    """Raise InvalidParameter unless ``value`` is a number of seconds to wait; ``instead`` names what else is valid."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+        raise InvalidParameter(f"{name} is {shown(value)}, expected seconds above 0, at most {MAX_SECONDS:,}{instead}")

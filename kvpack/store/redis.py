@@ -25,6 +25,7 @@ from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, NoLease, OneTier, Stored
 from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
+from .expiry import MAX_TTL
 from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
 from .keys import KEY_BYTES
 from .redis_answers import data, data_list, integer, scanned, score, stored, taken
@@ -79,7 +80,7 @@ class Redis(OneTier):
         ttl: int | None = None,
         timeout: float = 1.0,
     ) -> None:
-        self._counters, self._max_bytes, self._ttl = counters, max_bytes, ttl
+        self._counters, self._max_bytes, self._ttl = counters, max_bytes, None if ttl is None else min(ttl, MAX_TTL)
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = Count(self._client, counters)

@@ -11,10 +11,12 @@ import time
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackage
 
 from .breaker import Breaker, Guard
+from .options import check_seconds
 from .redis_answers import integer, integers, member_list, numbers, page, progress, sizes_and_uses
 from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PIN, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
 
@@ -47,6 +49,16 @@ _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
 """The end of the message of Python for an option that a class of connections does not have."""
+_FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
+"""URL options that would change the form of replies."""
+_URL_OPTIONS = {
+    *("client_name", "db", "health_check_interval", "lib_name", "lib_version", "max_connections", "password", "retry_on_timeout"),
+    *("socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs"),
+    *("ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_password", "username"),
+}
+"""Options that text can give: redis-py accepts others, whose values are Python objects, and fails later."""
+_DATABASE = re.compile(r"/?[0-9]*")
+"""The path of a URL: redis-py takes any other as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
 """Beginning of the message of a server that lacks a command."""
 _CALLER = 8
@@ -58,8 +70,6 @@ _ANSWER_TYPES = b"+-:$*"
 _MAX_LINE_BYTES = 2**16
 """Maximum number of bytes of an answer's first line: a status, an error, a number or a size."""
 _SHOWN_BYTES = 40
-_FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""URL options that would change the form of replies."""
 
 
 class Client:
@@ -81,6 +91,7 @@ class Client:
         self.breaker = Breaker()
         # A server that is not Redis makes the client raise anything.
         self._guard = Guard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
+        _check_url(url)
         try:
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0), protocol=2
@@ -96,6 +107,8 @@ class Client:
             ) from None
         except (ValueError, redis.RedisError) as error:
             raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            check_seconds(f"{name} of the location", pool.connection_kwargs[name])
         for name, needed in _FIXED_OPTIONS.items():
             if (given := pool.connection_kwargs.get(name, needed)) != needed:
                 raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
@@ -190,6 +203,22 @@ class Client:
                 "saved tokens may not be found. Set the policy to noeviction, and give the store max_bytes"
             )
             warnings.warn(text, KvpackWarning, stacklevel=_CALLER)
+
+
+def _check_url(url: str) -> None:
+    """Raise InvalidParameter for an option whose value text cannot give, and for a path that names no database or socket."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+    for name in parse_qs(parts.query):
+        if name not in _URL_OPTIONS and name not in _FIXED_OPTIONS:
+            raise InvalidParameter(f"the location sets {name!r:.60}, which is no option of such a connection: leave it out of the URL")
+    if parts.scheme == "unix":
+        if not parts.path:
+            raise InvalidParameter("the location names no socket, expected unix:///path/of/socket")
+    elif not _DATABASE.fullmatch(parts.path):
+        raise InvalidParameter(f"the path of the location is {parts.path!r:.60}, expected the number of a database, such as /0")
 
 
 def _check_not_refused(answers: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -206,11 +207,37 @@ def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) 
         ("no_such_option=1", "^the location sets 'no_such_option', which is no option of such a connection: leave it out of the URL$"),
         ("ssl_cert_reqs=none", "sets 'ssl_cert_reqs', which is no option of such a connection"),
         ("socket_timeout=abc", "not the URL of a Redis server"),
+        ("socket_timeout=0", "socket_timeout of the location is 0.0, expected seconds above 0"),
+        ("socket_connect_timeout=-1", "socket_connect_timeout of the location is -1.0"),
+        # redis-py expects Python objects as their values.
+        ("retry=3", "sets 'retry', which is no option of such a connection"),
+        ("maint_notifications_config=1", "sets 'maint_notifications_config'"),
+        ("socket_read_size=0", "sets 'socket_read_size'"),
     ],
 )
 def test_options_of_a_url_that_change_answers_are_refused(query: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(f"redis://127.0.0.1:1/0?{query}", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("redis://127.0.0.1:1/abc", "the path of the location is '/abc', expected the number of a database, such as /0"),
+        ("redis://127.0.0.1:1/0/x", "the path of the location is '/0/x'"),
+        ("unix://?db=1", "names no socket, expected unix:///path/of/socket"),
+        ("redis://[::1", "is not the URL of a Redis server"),
+        ("REDIS://127.0.0.1:1", "has the scheme 'REDIS://', expected one of redis://"),
+    ],
+)
+def test_urls_that_name_no_database_are_refused(location: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=re.escape(message)):
+        kvpack.Store(location, IDENTITY)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/7", "/0?client_name=worker&socket_timeout=2&max_connections=4", "?db=3"])
+def test_urls_of_databases_are_taken(end: str) -> None:
+    kvpack.Store(f"redis://127.0.0.1:1{end}", IDENTITY).close()
 
 
 def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:

@@ -237,3 +237,12 @@ def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:
         kvpack.Store(server.url, IDENTITY, chunk=CHUNK, timeout=5).load(IDS)
         assert left() == [-1, -1, -1]
         assert store.counters()["faults"] == {}
+
+
+def test_seconds_beyond_what_a_server_counts_do_not_expire(tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    with redis_server.running(tmp_path) as server:
+        store = open_store(server.url, ttl=2**63)
+        save(store, IDS)
+        assert store.load(IDS)[0] == 3 * CHUNK
+        assert store.counters()["faults"] == {}

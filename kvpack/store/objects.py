@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.front import front_bytes
@@ -29,13 +30,24 @@ _CLIENT_SETTINGS = {
 """Settings that obstore accepts separately from those of the store."""
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
+_NO_OBJECT = f"0/0/{bytes(32).hex()}"
+"""The name of an entry whose key is no digest."""
+_CODE = re.compile(r"<Code>(\w+)</Code>|(redirect without LOCATION)")
+_REFUSALS = {
+    **dict.fromkeys(("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"), "the name of the bucket, and that it exists"),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed"), "the access key and its secret"),
+    **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
+    **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
+}
+"""What to check after an answer of S3, Google Cloud Storage or Azure that does not depend on the object, by its code."""
 
 
 class Objects:
     """The objects at ``location``, a URL or an object of ``obstore.store``; objects above ``max_bytes`` are never fetched.
 
     Methods raise one of ``errors``; among these, ``refusals`` are the answers of a working server. The constructor raises InvalidParameter
-    for an invalid URL or invalid ``storage_options``, and MissingPackage without the package obstore.
+    for an invalid URL or invalid ``storage_options``, and if the service has no such bucket or refuses the access key, and MissingPackage
+    without the package obstore.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -55,6 +67,17 @@ class Objects:
             raise InvalidParameter("storage_options is for URLs only: set the options of an obstore object when you create it")
         self._store = _opened(location, timeout, storage_options) if isinstance(location, str) else location
         self._pid = os.getpid()
+        self._check_not_refused()
+
+    def _check_not_refused(self) -> None:
+        """Raise InvalidParameter for an answer that no later request changes. A service that does not answer now may do so later."""
+        try:
+            # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
+            self._obstore.get(self._store, _NO_OBJECT, options={"range": (0, 1)})
+        except (*self.errors, ValueError) as error:
+            code = _CODE.search(str(error))
+            if code is not None and (what := _REFUSALS.get(code[1] or code[2])):
+                raise InvalidParameter(f"the object store refuses the location with {code[1] or code[2]}: check {what}") from None
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, or None."""

@@ -329,6 +329,40 @@ def test_a_server_that_lies_is_a_miss(server: Server) -> None:
             assert (counts["damaged_entries"] > 0 or counts["faults"] != {}) == (lie != "the truth"), lie
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (404, "NoSuchBucket", "refuses the location with NoSuchBucket: check the name of the bucket"),
+        (403, "InvalidAccessKeyId", "check the access key"),
+        (403, "SignatureDoesNotMatch", "check the access key"),
+        (400, "ExpiredToken", "check the session token"),
+        (301, "PermanentRedirect", "check the region"),
+        # An object that is not there, and one of a user who may not list the bucket.
+        (404, "NoSuchKey", None),
+        (403, "AccessDenied", None),
+        (503, "SlowDown", None),
+    ],
+)
+def test_what_no_request_changes_is_told_at_opening(status: int, code: str, message: str | None) -> None:
+    with lying() as (liar, options):
+        liar.body = f"<Error><Code>{code}</Code></Error>".encode()
+        liar.length, liar.status = len(liar.body), status
+        for open_at in (
+            lambda: kvpack.Store("s3://bucket/prefix", IDENTITY, chunk=CHUNK, storage_options=options),
+            lambda: kvpack.Store([kvpack.Tier("s3://bucket/prefix", storage_options=options)], IDENTITY, chunk=CHUNK),
+        ):
+            if message is None:
+                assert open_at().load(prompt(1)) == (0, None)
+            else:
+                with pytest.raises(InvalidParameter, match=message):
+                    open_at()
+
+
+def test_a_bucket_that_is_not_there_is_told_at_opening(server: Server) -> None:
+    with pytest.raises(InvalidParameter, match="NoSuchBucket"):
+        kvpack.Store("s3://another/some/prefix", IDENTITY, chunk=CHUNK, storage_options=server.options)
+
+
 def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
     with lying() as (liar, options):
         liar.status = 403

@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvpack.coding.recipes import canonical_recorded_text
 from kvpack.identity.identity import Identity, states_key
 
 if TYPE_CHECKING:
@@ -31,17 +32,22 @@ class Choice:
     def keys(self, catalog: Catalog) -> set[bytes]:
         """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is only by age, pages of engines."""
         chains = None if self.tenant is None else _tenant_keys(catalog, self.tenant)
-        chosen = {key for key, entry in catalog.entries.items() if (chains is None or key in chains) and self._matches(entry)}
+        # Older entries may name a preset.
+        recipes = {entry.recipe for entry in catalog.entries.values()}
+        recipes = {recipe for recipe in recipes if self.recipe in (None, canonical_recorded_text(recipe))}
+        chosen = {
+            key
+            for key, entry in catalog.entries.items()
+            if (chains is None or key in chains) and entry.recipe in recipes and self._matches(entry)
+        }
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
         if self.model is self.recipe is self.tenant is None and self.used_before_ns is not None:
             chosen |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
         return chosen
 
     def _matches(self, entry: Entry) -> bool:
-        return (
-            self.model in (None, entry.model.get("name", ""))
-            and self.recipe in (None, entry.recipe)
-            and (self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns)
+        return self.model in (None, entry.model.get("name", "")) and (
+            self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns
         )
 
 
@@ -66,13 +72,13 @@ def roots_of(identity: Identity) -> tuple[bytes, bytes]:
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
     """Remove entries, in any order of descent, and return how many there were; pinned ones only if ``pinned``."""
-    kept = backend.pinned()
+    pins = backend.pins()
     going = set(keys)
     if pinned:
-        for key in going & kept:
+        for key in going & {pin.key for pin in pins}:
             backend.unpin([key])
     else:
-        going -= kept
+        going.difference_update(*(pin.chain for pin in pins))
     count = len(backend.delete(sorted(going)))
     counters.add("deleted_entries", count)
     return count

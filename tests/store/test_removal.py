@@ -12,6 +12,10 @@ import pytest
 
 import kvpack
 from kvpack.cli import main
+from kvpack.coding.recipes import Recipe
+from kvpack.store.directory import Directory
+from kvpack.store.entries import to_pieces
+from kvpack.store.keys import token_bytes
 from support.store_caches import CHUNK, IDENTITY, KEYS, cache, entries, open_store, prompt, save
 
 if TYPE_CHECKING:
@@ -111,3 +115,30 @@ def test_encrypted_entries_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 encrypted entries could not be looked at: give --key-file" in capsys.readouterr().out
     assert open_store(tmp_path / "store", encryption={"k": bytes(32)}).clear() == 0
     assert store.clear() == 2
+
+
+def test_a_recipe_that_an_older_entry_names_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, ids = open_store(tmp_path / "store"), prompt(1)
+    (key,) = store.keys(ids)
+    chunk = dataclasses.replace(cache(len(ids))[:, :CHUNK], model=IDENTITY.header_model, recipe="kivi-2")
+    assert store._backend.put([key], to_pieces(chunk, key, IDENTITY.root, token_bytes(ids[:CHUNK])), time.time_ns())
+    for recipe, count in (("kivi-4", 0), (Recipe.recorded("kivi-2").canonical, 1)):
+        capsys.readouterr()
+        assert main(["store", "rm", str(tmp_path / "store"), "--recipe", recipe, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["removed"] == count
+
+
+def test_pins_are_undone_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each pinned entry, which may be a request."""
+    store = open_store(tmp_path / "store")
+    save(store, prompt(9))
+    for chunks in (3, 9):
+        store.pin(prompt(chunks))
+    undone: list[bytes] = []
+    real = Directory.unpin
+    monkeypatch.setattr(Directory, "unpin", lambda self, keys, owner=None: (undone.append(keys[-1]), real(self, keys, owner))[1])
+    keys = store.keys(prompt(9))
+    assert store.clear() == 9
+    assert set(undone) == {keys[2], keys[8]}
+    assert len(undone) == 2
+    assert store._backend.pins() == []

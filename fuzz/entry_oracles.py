@@ -14,7 +14,7 @@ from fuzz.file_mutator import mutated_file, repaired, taken_apart
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.store.entries import FEATURE, Reader, to_pieces
-from kvpack.store.keys import KEY_BYTES, chained
+from kvpack.store.keys import KEY_BYTES, chunk_links
 
 if TYPE_CHECKING:
     import random
@@ -37,7 +37,7 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
     ids = b"".join(number.to_bytes(4, "little") for number in range(chunks * CHUNK))
     return [
         b"".join(to_pieces(cache[:, number * CHUNK : (number + 1) * CHUNK], key, parent, part, inputs))
-        for number, (key, parent, part, inputs) in enumerate(chained(bytes(KEY_BYTES), ids, CHUNK, [b"", *[b"image"] * (chunks - 1)]))
+        for number, (key, parent, part, inputs) in enumerate(chunk_links(bytes(KEY_BYTES), ids, CHUNK, [b"", *[b"image"] * (chunks - 1)]))
     ]
 
 

@@ -30,11 +30,11 @@ from kvpack.store import Store
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
-from kvpack.store.entry_kind import PLAIN
+from kvpack.store.entry_kind import UNENCRYPTED
 from kvpack.store.eviction import Evictor
 from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
-from kvpack.store.keys import ID_BYTES, KEY_BYTES, chained, token_bytes
+from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
 from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions
 
@@ -121,7 +121,7 @@ class _Scale:
 
     def fill(self, entries: int, progress: Progress | None) -> int:
         """Put the entries missing from ``entries``, and return their number."""
-        backend = open_backend(self._location, Counters(), PLAIN, LocationOptions())
+        backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
         like = [_Like(self._named(number)) for number in range(CHUNKS)]
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
@@ -139,14 +139,14 @@ class _Scale:
 
     def _entries(self, like: Sequence[_Like], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield the keys and the pieces of the entries of one prefix."""
-        links = chained(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
+        links = chunk_links(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, like[at].pieces(key, parent, ids)
 
     def _write_files(self, like: Sequence[_Like], numbers: range, progress: Progress | None) -> int:
         """Write the entries of prefixes to a folder that nobody else uses, uncounted, and return their number."""
         folder = Folder(self._location, Counters(), durable=False)
-        folder.make_folders(*folder.leaves)
+        folder.make_folders(*folder.entry_folders)
         context = multiprocessing.get_context("fork")
         results = context.Queue()
 
@@ -247,7 +247,7 @@ class _Scale:
 
     def _budget(self) -> int:
         """Return the size of the location, or the larger budget in effect there, because a smaller one would evict nothing."""
-        with closing(open_backend(self._location, Counters(), PLAIN, LocationOptions())) as backend:
+        with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:

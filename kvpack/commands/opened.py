@@ -20,24 +20,27 @@ if TYPE_CHECKING:
     import argparse
 
     from kvpack.coding.bases import Basis
-    from kvpack.store.catalog import Entry
+    from kvpack.store.catalog import ChunkEntry
 
 SYSTEM_REFUSED = 3
 
 
 class Opened:
-    """The store named by ``arguments``; with ``looking`` nothing in it is changed. Raises the errors of opening it and reading its keys."""
+    """The store named by ``arguments``; with ``skip_sweep``, opening changes nothing in it.
 
-    def __init__(self, arguments: argparse.Namespace, *, looking: bool = True, **options: Any) -> None:
+    Raises the errors of opening the store and reading its keys.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, *, skip_sweep: bool = True, **options: Any) -> None:
         self.arguments = arguments
         self.keys = read_key_file(arguments.key_file) if getattr(arguments, "key_file", None) else None
         self.cipher = None if self.keys is None else Cipher(self.keys, arguments.tenant)
         self.max_entry_bytes: int = getattr(arguments, "max_entry_bytes", None) or MAX_ENTRY_BYTES
         self.faults: list[tuple[str, BaseException]] = []
-        self.counters = Counters(tell=lambda operation, error: self.faults.append((operation, error)))
+        self.counters = Counters(report=lambda operation, error: self.faults.append((operation, error)))
         form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
         given = LocationOptions(trusted_group=getattr(arguments, "trusted_group", None), **options)
-        self.backend = open_existing(arguments.store, self.counters, form, given, looking=looking)
+        self.backend = open_existing(arguments.store, self.counters, form, given, skip_sweep=skip_sweep)
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class Opened:
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
-    def basis(self, entry: Entry) -> Basis | None:
+    def basis(self, entry: ChunkEntry) -> Basis | None:
         """Return the basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not have it.
 
         Raises DigestMismatch, and the errors of decryption and ``Basis``. Nothing in the store is changed.

@@ -176,7 +176,7 @@ def _bases(catalog: Catalog) -> list[dict[str, Any]]:
             "model": dict(basis.model),
             "bytes": basis.stored.size,
             "used": basis.stored.used_ns / 1e9,
-            "entries": catalog.needing(basis.digest),
+            "entries": catalog.count_dependents(basis.digest),
         }
         for key, basis in catalog.bases.items()
     ]
@@ -263,7 +263,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     """Remove the entries that match all conditions, except pinned ones."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
-    from kvpack.store.removal import Choice, remove
+    from kvpack.store.removal import EntryFilter, remove
 
     from .opened import Opened
 
@@ -274,7 +274,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
     store = Opened(arguments)
     catalog = store.catalog()
-    chosen = Choice(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
+    chosen = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
     if store.silent(catalog.count):
         return store.exit_code()
     pinned = len(chosen & store.backend.pinned())
@@ -294,12 +294,12 @@ def run_rm(arguments: argparse.Namespace) -> int:
 def run_unpin(arguments: argparse.Namespace) -> int:
     """Unpin the one prefix that a key names; return 2 if none or several match."""
     from kvpack.formats.errors import InvalidParameter
-    from kvpack.store.holds import checked_owner
+    from kvpack.store.holds import validate_owner
 
     from .opened import Opened
 
     store = Opened(arguments)
-    digits, owner = arguments.key.lower(), checked_owner(arguments.owner)
+    digits, owner = arguments.key.lower(), validate_owner(arguments.owner)
     keys = {pin.key for pin in store.backend.pins() if pin.key.hex().startswith(digits)}
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
         keys = {bytes.fromhex(digits)}
@@ -362,7 +362,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
     from .opened import Opened
 
-    store = Opened(arguments, looking=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
+    store = Opened(arguments, skip_sweep=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
     reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
     if isinstance(store.backend, Directory) and arguments.max_bytes is not None:
         store.backend.forget_budgets()

@@ -34,7 +34,7 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredEntry:
     """One entry of a listing: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
 
     key: bytes
@@ -43,7 +43,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundEntry:
     """An entry from a backend: its bytes, not yet checked, and the number of the tier that they came from (0: the fastest)."""
 
     data: Data
@@ -94,16 +94,16 @@ class Backend(Protocol):
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """Return the bytes of the entries of ``keys``, up to the first missing one."""
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not be a chain.
 
         A server sends at most one byte more than ``max_bytes`` of an entry, so that the size check refuses it.
         """
 
-    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
+    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
         """Return the entries like ``get``, with their tiers. The first of ``keys`` must come from a tier slower than ``beyond``."""
 
-    def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+    def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
         """Record the use of a chain whose last entries were found and checked, and copy them to faster tiers."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -134,10 +134,10 @@ class Backend(Protocol):
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries, last first, and return the keys that existed."""
 
-    def discard(self, key: bytes, found: Found) -> None:
-        """Remove an entry with damaged bytes ``found`` from the tier that it came from."""
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
+        """Remove an entry with damaged bytes ``entry`` from the tier that it came from."""
 
-    def list(self) -> Iterator[Stored]:
+    def list(self) -> Iterator[StoredEntry]:
         """Yield every entry, in any order."""
 
     def size(self) -> tuple[int, int]:
@@ -176,15 +176,15 @@ class OneTier:
         """The backend itself."""
         return [self]
 
-    def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
+    def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
         """Implement ``Backend.find`` for a backend without a slower tier."""
-        return [Found(data, 0) for data in self.get(keys)] if beyond < 0 else []
+        return [FoundEntry(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
     def present_each(self: Backend, keys: Sequence[bytes]) -> list[bool]:
         """Implement ``Backend.present_each`` one key at a time."""
         return [self.present([key]) == 1 for key in keys]
 
-    def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
+    def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         """Implement ``Backend.find_each`` one key at a time."""
         result = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in result]
@@ -195,9 +195,9 @@ class OneTier:
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Implement ``Backend.put_all`` one entry at a time."""
-        stored = takewhile(bool, (self.put(chain[: place + 1], pieces, now_ns) for place, pieces in entries.items()))
+        stored = takewhile(bool, (self.put(chain[: position + 1], pieces, now_ns) for position, pieces in entries.items()))
         count = sum(stored)
-        return [number < count for number in range(len(entries))]
+        return [index < count for index in range(len(entries))]
 
     def pinned(self: Backend) -> set[bytes]:
         """Implement ``Backend.pinned`` with the pins in effect."""
@@ -207,6 +207,6 @@ class OneTier:
         """Implement ``Backend.take_lease`` for a backend that others cannot reach."""
         return NoLease()
 
-    def accept(self: Backend, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+    def accept(self: Backend, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
         """Implement ``Backend.accept`` for a backend without a faster tier."""
         self.touch(keys, now_ns)

@@ -29,12 +29,12 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
     Raises DigestMismatch, and the errors of decryption and of ``Basis``.
     """
-    clear = decrypted_entry(key, data, cipher)
+    decrypted = decrypted_entry(key, data, cipher)
     # Compared with what the recipe names, not with the entry's key alone.
-    result = check_basis(key, clear, cipher)
+    result = check_basis(key, decrypted, cipher)
     if result != digest:
         raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {result.hex()}, expected {digest.hex()}")
-    return Basis.of_bytes(bytes(clear), where=f"entry {key.hex()}")
+    return Basis.of_bytes(bytes(decrypted), where=f"entry {key.hex()}")
 
 
 class StoredBasis:
@@ -52,15 +52,15 @@ class StoredBasis:
         cipher: Cipher | None,
         counters: Counters,
         max_entry_bytes: int,
-        given: Basis | None = None,
+        basis: Basis | None = None,
         digests: Sequence[str] = (),
     ) -> None:
-        if given is not None:
-            given.check_model(model, digests)
+        if basis is not None:
+            basis.check_model(model, digests)
         self.keys: Sequence[bytes] = basis_keys(digest, cipher)
         self._digest, self._model, self._digests, self._backend, self._cipher = digest, model, digests, backend, cipher
         self._counters, self._max_entry_bytes = counters, max_entry_bytes
-        self._basis = given
+        self._basis = basis
         self._whole: set[int] = set()
 
     def present(self) -> bool:
@@ -70,7 +70,7 @@ class StoredBasis:
     def get(self) -> Basis | None:
         """Return the basis, read from the store at most once; None if it is neither given nor stored."""
         if self._basis is None:
-            self._basis = next((result for key in self.keys if (result := self._found(key)) is not None), None)
+            self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
 
     def missing(self, operation: str) -> None:
@@ -89,12 +89,12 @@ class StoredBasis:
             self.missing("save")
             return False
         # In every tier at once: a chunk must not reach a tier before its basis.
-        return True in [self._put_in(number, backend, basis, now_ns) for number, backend in enumerate(self._backend.parts)]
+        return True in [self._put_in(tier, backend, basis, now_ns) for tier, backend in enumerate(self._backend.parts)]
 
-    def _put_in(self, number: int, backend: Backend, basis: Basis, now_ns: int) -> bool:
+    def _put_in(self, tier: int, backend: Backend, basis: Basis, now_ns: int) -> bool:
         key = self.keys[0]
-        if backend.present([key]) and (number in self._whole or self._reads(key, backend)):
-            self._whole.add(number)
+        if backend.present([key]) and (tier in self._whole or self._is_intact(key, backend)):
+            self._whole.add(tier)
             return True
         # Once it was removed as damaged; one that others may be able to read stays.
         if backend.present([key]):
@@ -107,10 +107,10 @@ class StoredBasis:
             return False
         if not backend.put([key], pieces, now_ns):
             return False
-        self._whole.add(number)
+        self._whole.add(tier)
         return True
 
-    def _reads(self, key: bytes, backend: Backend) -> bool:
+    def _is_intact(self, key: bytes, backend: Backend) -> bool:
         """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
         for basis in backend.find([key]):
             try:
@@ -121,7 +121,7 @@ class StoredBasis:
             return True
         return False
 
-    def _found(self, key: bytes) -> Basis | None:
+    def _read_stored(self, key: bytes) -> Basis | None:
         beyond = -1
         while entries := self._backend.find([key], beyond=beyond):
             try:

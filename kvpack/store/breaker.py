@@ -20,53 +20,57 @@ REST_SECONDS = 5.0
 """The length of a pause; after it, one request tries again."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Count consecutive failures. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
-        self._closed_until = 0.0
+        self._failure_count = 0
+        self._paused_until = 0.0
         self._lock = Lock()
 
     def allows(self) -> bool:
         """Return True if a request may be sent now. After a pause one caller may send one; the others wait for its result."""
         with self._lock:
-            if self._in_a_row < FAILURES:
+            if self._failure_count < FAILURES:
                 return True
             now = time.monotonic()
-            if now < self._closed_until:
+            if now < self._paused_until:
                 return False
-            self._closed_until = now + REST_SECONDS
+            self._paused_until = now + REST_SECONDS
             return True
 
     def succeeded(self) -> None:
         """Record that the server answered."""
         with self._lock:
-            self._in_a_row = 0
+            self._failure_count = 0
 
     def failed(self) -> None:
         """Record that the server did not answer in time."""
         with self._lock:
-            self._in_a_row += 1
-            self._closed_until = time.monotonic() + REST_SECONDS
+            self._failure_count += 1
+            self._paused_until = time.monotonic() + REST_SECONDS
 
 
-class Guard:
+class RequestGuard:
     """Sends requests to a server. ``errors`` are counted as faults, and so is every request during a pause.
 
     ``refusals`` are errors that a working server returns; they cause no pause.
     """
 
     def __init__(
-        self, breaker: Breaker, counters: Counters, errors: tuple[type[BaseException], ...], refusals: tuple[type[BaseException], ...]
+        self,
+        breaker: CircuitBreaker,
+        counters: Counters,
+        errors: tuple[type[BaseException], ...],
+        refusals: tuple[type[BaseException], ...],
     ) -> None:
         self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
 
-    def ask(self, operation: str, ask: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the server's answer, or ``otherwise`` after a fault."""
+    def ask(self, operation: str, ask: Callable[[], Result], default: Result) -> Result:
+        """Return the server's answer, or ``default`` after a fault."""
         if not self._breaker.allows():
             self._counters.fault(operation, Resting("the server did not answer, and requests to it are paused for a while"))
-            return otherwise
+            return default
         try:
             answer = ask()
         except BaseException as error:
@@ -77,7 +81,7 @@ class Guard:
             else:
                 self._breaker.failed()
             self._counters.fault(operation, error)
-            return otherwise
+            return default
         self._breaker.succeeded()
         return answer
 

@@ -11,10 +11,10 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, 
 
 from .backend import MAX_ENTRY_BYTES
 from .encryption import decrypted_entry
-from .entries import Named, check_entry, open_entry
+from .entries import ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
-from .state_entries import NamedStates, is_states
+from .state_entries import StatesFields, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.file import container
     from kvpack.file.atomic import Progress
 
-    from .backend import Backend, Data, Stored
+    from .backend import Backend, Data, StoredEntry
     from .encryption import Cipher
 
 
@@ -33,25 +33,25 @@ _BYTES_AT_ONCE = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Entry:
+class ChunkEntry:
     """One entry: its listing, its header, and the position of its first token."""
 
-    stored: Stored
-    named: Named
+    stored: StoredEntry
+    fields: ChunkFields
     model: Mapping[str, str]
     recipe: str
     start: int
 
     @property
     def tokens(self) -> int:
-        return len(self.named.ids) // ID_BYTES
+        return len(self.fields.ids) // ID_BYTES
 
 
 @dataclass(frozen=True)
 class StatesEntry:
     """States in a store: their listing, the key of the chunk that they follow, the recipe, and the position after the chunk."""
 
-    stored: Stored
+    stored: StoredEntry
     chunk: bytes
     recipe: str
     position: int
@@ -61,7 +61,7 @@ class StatesEntry:
 class BasisEntry:
     """A basis in a store: its listing, its SHA-256, and its model."""
 
-    stored: Stored
+    stored: StoredEntry
     digest: bytes
     model: Mapping[str, str]
 
@@ -70,7 +70,7 @@ class BasisEntry:
 class Prefix:
     """A stored prefix: the entries of its chain, first chunk first. It is ``whole`` unless ancestors are missing."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ChunkEntry, ...]
 
     @property
     def key(self) -> bytes:
@@ -97,9 +97,9 @@ class Catalog:
     The other fields are pages of engines, bases, and states by the keys of the chunks that they follow.
     """
 
-    entries: Mapping[bytes, Entry]
+    entries: Mapping[bytes, ChunkEntry]
     unreadable: Mapping[bytes, KvpackError]
-    pages: Mapping[bytes, Stored] = field(default_factory=dict)
+    pages: Mapping[bytes, StoredEntry] = field(default_factory=dict)
     bases: Mapping[bytes, BasisEntry] = field(default_factory=dict)
     states: Mapping[bytes, StatesEntry] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Catalog:
         """Number of entries listed, readable or not."""
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
-    def needing(self, digest: bytes) -> int:
+    def count_dependents(self, digest: bytes) -> int:
         """Return the number of entries whose recipe names the basis with SHA-256 ``digest``."""
         recipes = (entry.recipe for entries in (self.entries, self.states) for entry in entries.values())
         return sum(digest.hex() in recipe for recipe in recipes)
@@ -120,18 +120,18 @@ class Catalog:
 
     def prefixes(self) -> list[Prefix]:
         """Return one prefix for every entry that no other entry continues, most recently used first."""
-        parents = {entry.named.parent for entry in self.entries.values()}
+        parents = {entry.fields.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
 
     def prefix(self, key: bytes) -> Prefix:
         """Return the chain that ends with the entry ``key``."""
-        chain: list[Entry] = []
+        chain: list[ChunkEntry] = []
         entry = self.entries.get(key)
         while entry is not None:
             chain.insert(0, entry)
             # Positions must decrease along a chain, so a corrupt chain cannot loop forever.
-            parent = self.entries.get(entry.named.parent)
+            parent = self.entries.get(entry.fields.parent)
             entry = parent if parent is not None and parent.start < entry.start else None
         return Prefix(tuple(chain))
 
@@ -163,21 +163,21 @@ def read_catalog(
     cipher: Cipher | None = None,
     *,
     max_entry_bytes: int = MAX_ENTRY_BYTES,
-    listed: Sequence[Stored] | None = None,
+    listed: Sequence[StoredEntry] | None = None,
 ) -> Catalog:
     """Read the header of every entry of up to ``max_entry_bytes``, or of the ``listed`` ones; ``progress`` counts entries.
 
     With ``cipher``, only entries that it decrypts are readable; unencrypted entries are not.
     """
-    entries: dict[bytes, Entry] = {}
+    entries: dict[bytes, ChunkEntry] = {}
     unreadable: dict[bytes, KvpackError] = {}
-    pages: dict[bytes, Stored] = {}
+    pages: dict[bytes, StoredEntry] = {}
     bases: dict[bytes, BasisEntry] = {}
     states: dict[bytes, StatesEntry] = {}
     listed = list(backend.list()) if listed is None else listed
-    for number, (stored, front) in enumerate(fronts_of(backend, listed, max_entry_bytes)):
+    for index, (stored, front) in enumerate(read_fronts(backend, listed, max_entry_bytes)):
         try:
-            data = _clear(stored, front, cipher, max_entry_bytes)
+            data = _decrypt(stored, front, cipher, max_entry_bytes)
             if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
                 continue
@@ -188,25 +188,25 @@ def read_catalog(
                     continue
                 header = file.header
                 if is_states(file):
-                    named_states = NamedStates.of(file)
+                    named_states = StatesFields.of(file)
                     _check_key(file, named_states.key, stored)
                     states[named_states.chunk] = StatesEntry(stored, named_states.chunk, header.recipe, header.start)
                     continue
-                named = check_entry(file, None, None, None, max_entry_bytes)
-                _check_key(file, named.key, stored)
-                entries[stored.key] = Entry(stored, named, dict(header.model), header.recipe, header.start)
-        except _Gone:
+                fields = check_entry(file, None, None, None, max_entry_bytes)
+                _check_key(file, fields.key, stored)
+                entries[stored.key] = ChunkEntry(stored, fields, dict(header.model), header.recipe, header.start)
+        except _EntryGone:
             continue
         except KvpackError as error:
             unreadable[stored.key] = error
         except MemoryError:
-            unreadable[stored.key] = _without_memory(stored)
+            unreadable[stored.key] = _out_of_memory(stored)
         if progress:
-            progress(number + 1, len(listed))
+            progress(index + 1, len(listed))
     return Catalog(entries, unreadable, pages, bases, states)
 
 
-def restored_times(catalog: Catalog) -> dict[bytes, int]:
+def corrected_times(catalog: Catalog) -> dict[bytes, int]:
     """Return corrected last-use times by key, so that no entry was used before one that needs it; only changed ones are listed.
 
     A chunk is needed by the chunks and states that follow it, a basis by the entries whose recipes name it.
@@ -217,24 +217,24 @@ def restored_times(catalog: Catalog) -> dict[bytes, int]:
         if chunk in used:
             used[chunk] = max(used[chunk], states.stored.used_ns + 1)
     for key, entry in sorted(catalog.entries.items(), key=lambda item: -item[1].start):
-        parent = entry.named.parent
+        parent = entry.fields.parent
         if parent in used:
             used[parent] = max(used[parent], used[key] + 1)
     for key, basis in catalog.bases.items():
         listed[key] = basis.stored.used_ns
-        needing = [used[user] + 1 for user, entry in catalog.entries.items() if basis.digest.hex() in entry.recipe]
-        used[key] = max([basis.stored.used_ns, *needing])
+        dependents_used = [used[user] + 1 for user, entry in catalog.entries.items() if basis.digest.hex() in entry.recipe]
+        used[key] = max([basis.stored.used_ns, *dependents_used])
     return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
 
 
-def _check_key(file: container.File, named: bytes, stored: Stored) -> None:
-    if named != stored.key:
-        raise InvalidHeader(f"{file.where}: its header names the key {named.hex()}")
+def _check_key(file: container.File, fields: bytes, stored: StoredEntry) -> None:
+    if fields != stored.key:
+        raise InvalidHeader(f"{file.where}: its header names the key {fields.hex()}")
 
 
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
-) -> Iterator[tuple[Stored, KvpackError | None]]:
+) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
     """Yield (entry, its error or None) for every entry.
 
     This checks every byte, the rules of its codecs, and its key against its parent, its ids and its other inputs. An encrypted entry that
@@ -242,9 +242,9 @@ def verify(
     NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
     """
     listed = list(backend.list())
-    for number, (stored, entry) in enumerate(_contents(backend, listed, max_entry_bytes)):
+    for index, (stored, entry) in enumerate(_read_contents(backend, listed, max_entry_bytes)):
         try:
-            data = _clear(stored, entry, cipher, max_entry_bytes)
+            data = _decrypt(stored, entry, cipher, max_entry_bytes)
             if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
                 check_page(stored.key, data)
                 yield stored, None
@@ -253,72 +253,76 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 elif is_states(file):
-                    _check_key(file, NamedStates.of(file).key, stored)
+                    _check_key(file, StatesFields.of(file).key, stored)
                 else:
-                    named = check_entry(file, None, None, None, max_entry_bytes)
-                    key = chunk_key(named.parent, named.ids, named.inputs)
-                    if not named.key == key == stored.key:
+                    fields = check_entry(file, None, None, None, max_entry_bytes)
+                    key = chunk_key(fields.parent, fields.ids, fields.inputs)
+                    if not fields.key == key == stored.key:
                         raise InvalidHeader(
-                            f"{file.where}: names the key {named.key.hex()}, but its parent, ids and inputs give {key.hex()}"
+                            f"{file.where}: names the key {fields.key.hex()}, but its parent, ids and inputs give {key.hex()}"
                         )
                 file.verify()
-        except _Gone:
+        except _EntryGone:
             continue
         except KvpackError as error:
             yield stored, error
         except MemoryError:
-            yield stored, _without_memory(stored)
+            yield stored, _out_of_memory(stored)
         else:
             yield stored, None
         if progress:
-            progress(number + 1, len(listed))
+            progress(index + 1, len(listed))
 
 
-def rows_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> Iterator[bytes]:
+def row_keys(
+    backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
+) -> Iterator[bytes]:
     """Yield the keys of all rows of ``namespace``, according to their frames; unreadable entries are skipped."""
-    for stored, front in fronts_of(backend, list(backend.list()), max_entry_bytes):
-        with suppress(_Gone, KvpackError, MemoryError):
-            data = _clear(stored, front, cipher, max_entry_bytes)
+    for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
+        with suppress(_EntryGone, KvpackError, MemoryError):
+            data = _decrypt(stored, front, cipher, max_entry_bytes)
             if namespace_of(bytes(memoryview(data)[:KEY_AT])) == namespace:
                 yield stored.key
 
 
-def descriptions_of(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
+def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
     """Return the descriptions of all rows of ``namespace``, one for each page shape; unreadable entries are skipped."""
     result: set[bytes] = set()
-    for stored, front in fronts_of(backend, list(backend.list()), MAX_ENTRY_BYTES):
-        with suppress(_Gone, KvpackError, MemoryError):
-            row, where = memoryview(_clear(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
+    for stored, front in read_fronts(backend, list(backend.list()), MAX_ENTRY_BYTES):
+        with suppress(_EntryGone, KvpackError, MemoryError):
+            row, where = memoryview(_decrypt(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
             if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
                 result.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
     return result
 
 
-def fronts_of(backend: Backend, listed: Iterable[Stored], max_entry_bytes: int) -> Iterator[tuple[Stored, Data | None]]:
+def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int) -> Iterator[tuple[StoredEntry, Data | None]]:
     """Yield the ``listed`` entries and their fronts (``Backend.peek``), which are requested from a server many at a time.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
-    return _contents(backend, listed, max_entry_bytes, front=True)
+    return _read_contents(backend, listed, max_entry_bytes, front=True)
 
 
-def _contents(
-    backend: Backend, listed: Iterable[Stored], max_entry_bytes: int, *, front: bool = False
-) -> Iterator[tuple[Stored, Data | None]]:
+def _read_contents(
+    backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
+) -> Iterator[tuple[StoredEntry, Data | None]]:
     """Yield the ``listed`` entries and their bytes, or only their fronts; bytes are released before more are requested."""
-    waiting: list[Stored] = []
+    batch: list[StoredEntry] = []
     size = 0
     for stored in listed:
-        own = stored.size if 0 < stored.size <= max_entry_bytes else 0
-        if waiting and (len(waiting) == _ENTRIES_AT_ONCE or size + own > _BYTES_AT_ONCE):
-            yield from _peeked(backend, waiting, max_entry_bytes, front)
-            waiting, size = [], 0
-        waiting.append(stored)
-        size += own
-    yield from _peeked(backend, waiting, max_entry_bytes, front)
+        entry_bytes = stored.size if 0 < stored.size <= max_entry_bytes else 0
+        if batch and (len(batch) == _ENTRIES_AT_ONCE or size + entry_bytes > _BYTES_AT_ONCE):
+            yield from _peek_all(backend, batch, max_entry_bytes, front)
+            batch, size = [], 0
+        batch.append(stored)
+        size += entry_bytes
+    yield from _peek_all(backend, batch, max_entry_bytes, front)
 
 
-def _peeked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, front: bool) -> Iterator[tuple[Stored, Data | None]]:
+def _peek_all(
+    backend: Backend, listed: Sequence[StoredEntry], max_entry_bytes: int, front: bool
+) -> Iterator[tuple[StoredEntry, Data | None]]:
     # Checked before any byte is fetched or mapped: others may have written the entries.
     keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
     result = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))
@@ -326,24 +330,24 @@ def _peeked(backend: Backend, listed: Sequence[Stored], max_entry_bytes: int, fr
         yield stored, result.pop(stored.key, None)
 
 
-class _Gone(Exception):
+class _EntryGone(Exception):
     """A listed entry is missing, or the backend failed to return it and has counted the fault."""
 
 
-def _read(backend: Backend, stored: Stored, cipher: Cipher | None, max_entry_bytes: int) -> Data:
+def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
     """Return a decrypted entry."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
-    within = 0 < stored.size <= max_entry_bytes
-    return _clear(stored, backend.peek(stored.key) if within else None, cipher, max_entry_bytes)
+    fits = 0 < stored.size <= max_entry_bytes
+    return _decrypt(stored, backend.peek(stored.key) if fits else None, cipher, max_entry_bytes)
 
 
-def _clear(stored: Stored, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
+def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
     """Return the bytes ``data`` of an entry, or its front, decrypted."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
-        raise _Gone
+        raise _EntryGone
     return decrypted_entry(stored.key, b"" if data is None else data, cipher)
 
 
-def _without_memory(stored: Stored) -> KvpackError:
+def _out_of_memory(stored: StoredEntry) -> KvpackError:
     return MissingFile(f"entry {stored.key.hex()}: could not be read: too little memory for its {stored.size} bytes")

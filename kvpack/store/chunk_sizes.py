@@ -34,17 +34,17 @@ class OtherChunks:
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
-        self._left = TRIES
+        self._tries_left = TRIES
 
     def look(self, ids: bytes, inputs: bytes) -> None:
         """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
         sizes = [size for size in SIZES if size != self._chunk and size * ID_BYTES <= len(ids)]
-        if not self._left or not sizes:
+        if not self._tries_left or not sizes:
             return
-        self._left -= 1
+        self._tries_left -= 1
         result = stored_sizes(self._backend, self._root, ids, inputs, sizes)
         if result:
-            self._left = 0
+            self._tries_left = 0
             self._counters.add("other_chunks")
             log.warning(
                 "%s: nothing is stored for these tokens in chunks of %d, but entries in chunks of %d exist: open the store with chunk=%d",

@@ -62,15 +62,15 @@ MAX_RECENT = 4096
 class Counters:
     """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
 
-    Counters of a tier also add their faults to ``whole``, the counters of the store. ``tell(operation, error)`` is called for the first
+    Counters of a tier also add their faults to ``parent``, the counters of the store. ``report(operation, error)`` is called for the first
     fault of each kind (default: log a warning).
     """
 
-    def __init__(self, whole: Counters | None = None, tell: Callable[[str, BaseException], None] | None = None) -> None:
-        self._whole, self._tell = whole, tell or _warn
+    def __init__(self, parent: Counters | None = None, report: Callable[[str, BaseException], None] | None = None) -> None:
+        self._parent, self._report = parent, report or _warn
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str, str]] = Counter()
-        self._latencies: dict[str, Latency] = {}
+        self._latencies: dict[str, LatencyHistogram] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=MAX_RECENT)
         self._lock = Lock()
 
@@ -82,25 +82,25 @@ class Counters:
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
         """Add the wall-clock time of a ``with`` block to the histogram of ``operation``."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             with self._lock:
-                self._latencies.setdefault(operation, Latency()).add(seconds)
+                self._latencies.setdefault(operation, LatencyHistogram()).add(seconds)
                 self._recent.append((operation, seconds))
 
     def fault(self, operation: str, error: BaseException) -> None:
         """Count a fault, and report the first of its kind."""
-        if self._whole is not None:
-            self._whole.fault(operation, error)
+        if self._parent is not None:
+            self._parent.fault(operation, error)
         reason = fault_reason(error)
         with self._lock:
             self._faults[operation, reason] += 1
             first = self._faults[operation, reason] == 1
-        if first and self._whole is None:
-            self._tell(operation, error)
+        if first and self._parent is None:
+            self._report(operation, error)
 
     @property
     def fault_count(self) -> int:
@@ -141,8 +141,8 @@ class Counters:
             lines += [f"# HELP kvpack_store_{name}_total {NAMES[name]}", f"# TYPE kvpack_store_{name}_total counter"]
             lines.append(f"kvpack_store_{name}_total {value}")
         lines += [f"# HELP kvpack_store_faults_total {NAMES['faults']}", "# TYPE kvpack_store_faults_total counter"]
-        for both, count in faults.items():
-            operation, _, reason = both.partition(" ")
+        for label, count in faults.items():
+            operation, _, reason = label.partition(" ")
             lines.append(f'kvpack_store_faults_total{{operation="{operation}",reason="{reason}"}} {count}')
         latencies = self.histogram("kvpack_store_seconds", {})
         lines += ["# HELP kvpack_store_seconds Seconds of a call, by operation.", "# TYPE kvpack_store_seconds histogram", *latencies]
@@ -159,19 +159,19 @@ def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for name, meaning in [*NAMES.items(), ("entries", "Entries in the tier."), ("bytes", "Bytes of those entries.")]:
         gauge = name not in NAMES
-        shown = f"kvpack_store_tier_{name}" + ("" if gauge else "_total")
-        lines += [f"# HELP {shown} {meaning}", f"# TYPE {shown} {'gauge' if gauge else 'counter'}"]
-        for number, tier in enumerate(tiers):
+        metric = f"kvpack_store_tier_{name}" + ("" if gauge else "_total")
+        lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} {'gauge' if gauge else 'counter'}"]
+        for tier_number, tier in enumerate(tiers):
             if name != "faults":
-                lines.append(f'{shown}{{tier="{number}"}} {tier[name]}')
+                lines.append(f'{metric}{{tier="{tier_number}"}} {tier[name]}')
                 continue
-            for both, count in tier[name].items():
-                operation, _, reason = both.partition(" ")
-                lines.append(f'{shown}{{tier="{number}",operation="{operation}",reason="{reason}"}} {count}')
+            for label, count in tier[name].items():
+                operation, _, reason = label.partition(" ")
+                lines.append(f'{metric}{{tier="{tier_number}",operation="{operation}",reason="{reason}"}} {count}')
     return lines
 
 
-class Latency:
+class LatencyHistogram:
     """A histogram of seconds: the number of times that were at most each of ``SECONDS``."""
 
     def __init__(self) -> None:
@@ -184,12 +184,12 @@ class Latency:
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
         """Return the histogram ``name`` in Prometheus' text format."""
-        given = labels_text(labels)
-        result, below = [], 0
+        own_labels = labels_text(labels)
+        result, cumulative = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
-            below += count
-            result.append(f'{name}_bucket{{{given},le="{bound}"}} {below}')
-        return [*result, f"{name}_sum{{{given}}} {self._sum}", f"{name}_count{{{given}}} {below}"]
+            cumulative += count
+            result.append(f'{name}_bucket{{{own_labels},le="{bound}"}} {cumulative}')
+        return [*result, f"{name}_sum{{{own_labels}}} {self._sum}", f"{name}_count{{{own_labels}}} {cumulative}"]
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
@@ -209,10 +209,12 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
             raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, beginning with no digit")
     if not labels:
         return text
-    given, lines = labels_text(labels), []
+    own_labels, lines = labels_text(labels), []
     for line in text.splitlines():
-        name, rest = _SAMPLE.fullmatch(line).groups() if not line.startswith("#") else ("", "")  # type: ignore[union-attr]
-        lines.append(line if not name else f"{name}{{{given},{rest[1:]}" if rest.startswith("{") else f"{name}{{{given}}}{rest}")
+        name, sample = _SAMPLE.fullmatch(line).groups() if not line.startswith("#") else ("", "")  # type: ignore[union-attr]
+        lines.append(
+            line if not name else f"{name}{{{own_labels},{sample[1:]}" if sample.startswith("{") else f"{name}{{{own_labels}}}{sample}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -226,9 +228,9 @@ def _warn(operation: str, error: BaseException) -> None:
 
 def fault_reason(error: BaseException) -> str:
     """Return the system's name for an error, such as ENOSPC, or the name of its class."""
-    known: BaseException | None = error
-    while known is not None:
-        if isinstance(known, OSError) and known.errno is not None:
-            return errno.errorcode.get(known.errno, str(known.errno))
-        known = known.__cause__ or known.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return errno.errorcode.get(cause.errno, str(cause.errno))
+        cause = cause.__cause__ or cause.__context__
     return type(error).__name__

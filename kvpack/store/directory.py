@@ -19,16 +19,16 @@ from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import map_file, may_map
 
-from .abouts import about_pieces
-from .backend import NoLease, OneTier, Stored
-from .catalog import read_catalog, restored_times
-from .disk_usage import Usage
-from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
+from .abouts import entry_text
+from .backend import NoLease, OneTier, StoredEntry
+from .catalog import corrected_times, read_catalog
+from .disk_usage import DiskUsage
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .entry_probe import kind_of
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
 from .folder import ENTRY_FOLDERS, Folder
-from .index import ENTRIES, Index
+from .index import MIN_ENTRIES, Index
 from .leases import take_file_lease
 from .pins import Pins
 from .reading import read_beginning, read_whole
@@ -37,9 +37,9 @@ from .trust import NotAnEntry, Trust, Untrusted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, Found, Hold, Lease, Pin
+    from .backend import Data, FoundEntry, Hold, Lease, Pin
     from .counters import Counters
-    from .disk_usage import Count
+    from .disk_usage import UsageCount
     from .entry_kind import Form
 
 
@@ -54,7 +54,7 @@ class Directory(OneTier):
     """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
 
     No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` is the
-    number of seconds after which an entry expires unless it is put or used again. With ``looking``, opening sweeps nothing. This user's
+    number of seconds after which an entry expires unless it is put or used again. With ``skip_sweep``, opening sweeps nothing. This user's
     files are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises InvalidParameter if
     untrusted users may write to the folder, or if the path cannot be a folder.
     """
@@ -63,25 +63,25 @@ class Directory(OneTier):
         self,
         root: str | os.PathLike[str],
         counters: Counters,
-        form: Form = PLAIN,
+        form: Form = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         min_free: int = 0,
         durable: bool = False,
         ttl: int | None = None,
         trusted_group: int | str | None = None,
-        looking: bool = False,
+        skip_sweep: bool = False,
     ) -> None:
         self._folder = Folder(root, counters, durable=durable, trusted_group=trusted_group)
         self._counters, self._form = counters, form
         self._pins = Pins(self._folder, counters)
-        self._sizes = Sizes(self._folder)
-        self._usage = Usage(os.path.join(self._folder.root, "usage"), self.trust.own)
+        self._sizes = FolderSizes(self._folder)
+        self._usage = DiskUsage(os.path.join(self._folder.root, "usage"), self.trust.assign_owner)
         self._index = Index(self._folder)
-        self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free, self._restore)
+        self._evictor = Evictor(self._folder, self._index, self._pins, self._usage, counters, max_bytes, min_free, self._restore_times)
         self._ttl = ttl
         self._expiry = Expiry(self._folder, self._pins, counters, self.delete, ttl)
-        if not looking and self.trust.may_write:
+        if not skip_sweep and self.trust.may_write:
             self._evictor.sweep()
             self._expiry.step()
 
@@ -95,18 +95,18 @@ class Directory(OneTier):
         return self.trust.private
 
     def present(self, keys: Sequence[bytes]) -> int:
-        for number, key in enumerate(keys):
+        for index, key in enumerate(keys):
             try:
-                with self.trust.opened(self._folder.path(key)) as (descriptor, status):
+                with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
                     kind = self._form.kind(read_beginning(descriptor, FRONT_BYTES), status.st_size)
-                    expired = self._expired(key, status)
+                    expired = self._is_expired(key, status)
             except FileNotFoundError:
-                return number
+                return index
             except OSError as error:
                 self._counters.fault("match", error)
-                return number
+                return index
             if kind is not Kind.READABLE or expired:
-                return number
+                return index
         return len(keys)
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
@@ -124,7 +124,7 @@ class Directory(OneTier):
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:
-            return self._read(key, lazily=True)
+            return self._read(key, lazy=True)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, MemoryError, KvpackError) as error:
@@ -137,8 +137,8 @@ class Directory(OneTier):
         reservation = Reservation(self._evictor, size, chain, path)
 
         def begin(descriptor: int) -> None:
-            self.trust.own(descriptor)
-            reservation.take(descriptor)
+            self.trust.assign_owner(descriptor)
+            reservation.acquire(descriptor)
             # Only now: they count, too.
             self._folder.make_folders(os.path.dirname(path))
 
@@ -146,7 +146,7 @@ class Directory(OneTier):
             os.utime(descriptor, ns=file_times(used, self._ttl))
 
         def rename(unfinished: str, path: str) -> None:
-            self._index.add(key, size, used, about_pieces(pieces), lambda: os.replace(unfinished, path))
+            self._index.add(key, size, used, entry_text(pieces), lambda: os.replace(unfinished, path))
 
         try:
             if not self.trust.may_write:
@@ -154,19 +154,19 @@ class Directory(OneTier):
                     f"{self._folder.root} belongs to user {self.trust.owner}: only that user can store entries, others can read them"
                 )
             kind = self._kind(key)
-            if kind is Kind.READABLE and self._renewed(path, used):
+            if kind is Kind.READABLE and self._renew(path, used):
                 return True
             if kind is Kind.FOREIGN:
                 raise NoRoom
             self._folder.make_folders()
-            self._clear(path)
+            self._remove_junk(path)
             try:
                 unfinished, durable = self._folder.unfinished_folder, self._folder.durable
                 write_file(path, pieces, durable=durable, unfinished=unfinished, begin=begin, complete=complete, rename=rename)
             except BaseException:
                 if not os.path.lexists(path):
                     with contextlib.suppress(OSError):
-                        reservation.give_back()
+                        reservation.release()
                 raise
         except NoRoom:
             self._counters.add("refused_chunks")
@@ -187,13 +187,13 @@ class Directory(OneTier):
         for depth, key in enumerate(chain):
             path, used = self._folder.path(key), now_ns - depth
             try:
-                noted = os.stat(path, follow_symlinks=False).st_mtime_ns
-                if noted < used or noted > now_ns + FUTURE_NS:
+                recorded_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
+                if recorded_ns < used or recorded_ns > now_ns + FUTURE_NS:
                     os.utime(path, ns=file_times(used, self._ttl), follow_symlinks=False)
             except FileNotFoundError:
                 continue
             except PermissionError as error:
-                if self.trust.trusted is None:
+                if self.trust.trusted_group is None:
                     self._counters.fault("touch", error)
                     return
                 denied = True
@@ -217,29 +217,29 @@ class Directory(OneTier):
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # A count from now on may no longer include the removed entries.
-        counted = self._counted()
+        counted = self._read_usage()
         removed = self._index.remove(list(reversed(keys)), lambda key: self._folder.remove(self._folder.path(key)))
         if removed:
             try:
-                self._usage.give_back(sum(map(self._folder.cost, removed.values())), counted)
+                self._usage.release(sum(map(self._folder.cost, removed.values())), counted)
             except OSError as error:
                 self._counters.fault("count", error)
         return {*removed}
 
-    def discard(self, key: bytes, found: Found) -> None:
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
         # Another process may have replaced it by a good entry.
-        if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(found.data):
+        if self.trust.may_write and (data := self.peek(key)) is not None and memoryview(data) == memoryview(entry.data):
             self.delete([key])
 
-    def list(self) -> Iterator[Stored]:
+    def list(self) -> Iterator[StoredEntry]:
         for key, status in self._folder.scan():
-            yield Stored(key, status.st_size, status.st_mtime_ns)
+            yield StoredEntry(key, status.st_size, status.st_mtime_ns)
 
     def size(self) -> tuple[int, int]:
         if self._index.refresh() and (totals := self._index.totals()) is not None:
             return totals.entries, totals.size
         entries, size = self._sizes.total()
-        if entries >= ENTRIES and self.trust.may_write:
+        if entries >= MIN_ENTRIES and self.trust.may_write:
             self._index.build()
         return entries, size
 
@@ -248,17 +248,17 @@ class Directory(OneTier):
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
-    def undescribed(self, also: str | None = None) -> Sequence[Stored]:
+    def undescribed(self, also: str | None = None) -> Sequence[StoredEntry]:
         """Return the entries that the index does not describe, and those that it describes as the kind ``also``."""
         result = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
-        return [Stored(entry.key, entry.size, self._used(entry)) for entry in result]
+        return [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in result]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, by key."""
-        for at in range(0, len(texts), _DESCRIBED_AT_ONCE):
-            self._index.describe(texts[at : at + _DESCRIBED_AT_ONCE])
+        for start in range(0, len(texts), _DESCRIBED_AT_ONCE):
+            self._index.describe(texts[start : start + _DESCRIBED_AT_ONCE])
 
-    def _used(self, stored: Stored) -> int:
+    def _last_used_ns(self, stored: StoredEntry) -> int:
         try:
             return os.stat(self._folder.path(stored.key), follow_symlinks=False).st_mtime_ns
         except OSError:
@@ -266,7 +266,7 @@ class Directory(OneTier):
 
     def largest_budget(self) -> int:
         """Return the largest budget in effect, at least the disk space of the folder; 0 if it has not been counted yet."""
-        count = self._counted()
+        count = self._read_usage()
         return 0 if count is None else count.largest(count.total)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
@@ -278,7 +278,7 @@ class Directory(OneTier):
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
         try:
-            return self._pins.all()
+            return self._pins.active()
         except OSError as error:
             self._counters.fault("pinned", error)
             return ()
@@ -302,27 +302,27 @@ class Directory(OneTier):
 
     def collect(self) -> None:
         if self.trust.may_write:
-            self._expiry.all()
+            self._expiry.run_all()
         self._evictor.collect()
 
     def close(self) -> None:
         """Release the index; the next call opens it again."""
         self._index.close()
 
-    def _restore(self) -> None:
+    def _restore_times(self) -> None:
         """Correct last-use times that a copy of the folder may have changed, so that ancestors are used no earlier than descendants."""
-        for key, used in restored_times(read_catalog(self)).items():
+        for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
-    def _expired(self, key: bytes, status: os.stat_result) -> bool:
+    def _is_expired(self, key: bytes, status: os.stat_result) -> bool:
         """Return True if an entry has expired and is not pinned. Raises OSError."""
         if not has_expired(status):
             return False
         pinned = self._pins.keys()
         return key not in pinned
 
-    def _renewed(self, path: str, used_ns: int) -> bool:
+    def _renew(self, path: str, used_ns: int) -> bool:
         """Renew an entry that has expired but was not removed yet; return False if it is gone. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
@@ -331,13 +331,13 @@ class Directory(OneTier):
             return False
         return True
 
-    def _read(self, key: bytes, *, lazily: bool = False) -> Data:
+    def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, mapped if no other user can change them.
 
-        ``lazily`` reads only a part, also of an expired entry. Raises OSError, LimitExceeded, and the errors of mapping.
+        ``lazy`` reads only a part, also of an expired entry. Raises OSError, LimitExceeded, and the errors of mapping.
         """
-        with self.trust.opened(self._folder.path(key)) as (descriptor, status):
-            if not lazily and self._expired(key, status):
+        with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
+            if not lazy and self._is_expired(key, status):
                 raise FileNotFoundError(errno.ENOENT, "the entry has expired")
             size = status.st_size
             if not size:
@@ -346,7 +346,7 @@ class Directory(OneTier):
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
             if not self.private:
                 return read_whole(descriptor, size)
-            if lazily:
+            if lazy:
                 return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
@@ -356,14 +356,14 @@ class Directory(OneTier):
         Raises OSError and the errors of reading.
         """
         try:
-            data = self._read(key, lazily=True)
+            data = self._read(key, lazy=True)
         except FileNotFoundError:
             return None
         except (Untrusted, NotAnEntry, LimitExceeded):
             return Kind.JUNK
         return kind_of(key, data, self._form)
 
-    def _clear(self, path: str) -> None:
+    def _remove_junk(self, path: str) -> None:
         """Remove a file that has an entry's name but is not an entry. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -375,7 +375,7 @@ class Directory(OneTier):
         else:
             self.delete([bytes.fromhex(os.path.basename(path))])
 
-    def _counted(self) -> Count | None:
+    def _read_usage(self) -> UsageCount | None:
         try:
             return self._usage.read()
         except OSError as error:
@@ -383,7 +383,7 @@ class Directory(OneTier):
             return None
 
 
-class _Listed(NamedTuple):
+class _FolderTotals(NamedTuple):
     """A folder's modification time before it was listed, its entries and their bytes."""
 
     changed_ns: int
@@ -391,24 +391,24 @@ class _Listed(NamedTuple):
     size: int
 
 
-class Sizes:
+class FolderSizes:
     """Counts the entries of ``folder``. Creating or removing an entry changes its folder; entries are never rewritten."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._listed: dict[str, _Listed] = {}
+        self._listed: dict[str, _FolderTotals] = {}
 
     def total(self) -> tuple[int, int]:
         """Return the number of entries and their total bytes."""
-        listed = [self._of(folder) for folder in ENTRY_FOLDERS]
+        listed = [self._folder_totals(folder) for folder in ENTRY_FOLDERS]
         return sum(part.entries for part in listed), sum(part.size for part in listed)
 
-    def _of(self, folder: str) -> _Listed:
+    def _folder_totals(self, folder: str) -> _FolderTotals:
         now, path = time.time_ns(), os.path.join(self._folder.root, folder)
         try:
             changed = os.stat(path).st_mtime_ns
         except FileNotFoundError:
-            return _Listed(now, 0, 0)
+            return _FolderTotals(now, 0, 0)
         except OSError:
             # Listing it counts the fault.
             changed = now
@@ -416,7 +416,7 @@ class Sizes:
         if known is not None and known.changed_ns == changed:
             return known
         sizes = [status.st_size for _, status in self._folder.entries(folder)]
-        result = _Listed(changed, len(sizes), sum(sizes))
+        result = _FolderTotals(changed, len(sizes), sum(sizes))
         if changed < now - SETTLED_NS:
             self._listed[path] = result
         return result

@@ -38,87 +38,91 @@ LIMIT_SECONDS = 7 * 86_400
 """Seconds that a budget stays in effect after the last put of its writer."""
 
 
-class Count(NamedTuple):
-    """``total`` bytes; ``taken`` is the sum of all bytes ever reserved; ``generation`` changes with every count of the folder.
+class UsageCount(NamedTuple):
+    """``total`` bytes; ``reserved`` is the sum of all bytes ever reserved; ``generation`` changes with every count of the folder.
 
-    ``limit`` is the largest budget of the current writers, in effect up to ``until`` in seconds since 1970. ``runs`` are the boots of
+    ``limit`` is the largest budget of the current writers, in effect up to ``until`` in seconds since 1970. ``boots`` are the boots of
     machines that have counted the folder, or started with it empty. ``node`` is the inode of the folder, which a copy does not share; 0 on
     a network.
     """
 
     generation: bytes
     total: int
-    taken: int
+    reserved: int
     limit: int = 0
     until: int = 0
     node: int = 0
-    runs: tuple[bytes, ...] = ()
+    boots: tuple[bytes, ...] = ()
 
     def largest(self, budget: int) -> int:
         """Return the larger of ``budget`` and the budget in effect."""
         return max(budget, self.limit) if time.time() < self.until else budget
 
-    def with_budget(self, budget: int | None) -> Count:
+    def with_budget(self, budget: int | None) -> UsageCount:
         """Return the count after a put within ``budget``."""
         if budget is None or self.largest(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
 
-class Usage:
+class DiskUsage:
     """The count in the file ``path``. Methods raise OSError, or BlockingIOError if the lock could not be acquired in time.
 
-    ``own`` is called with the descriptor of a newly created file.
+    ``assign_owner`` is called with the descriptor of a newly created file.
     """
 
-    def __init__(self, path: str, own: Callable[[int], None]) -> None:
-        self._path, self._own = path, own
+    def __init__(self, path: str, assign_owner: Callable[[int], None]) -> None:
+        self._path, self._assign_owner = path, assign_owner
         self._local: bool | None = None
 
-    def read(self) -> Count | None:
+    def read(self) -> UsageCount | None:
         """Return the count, or None if it is missing or invalid."""
-        with self._opened() as descriptor:
+        with self._open() as descriptor:
             return None if descriptor is None else _read(descriptor, self._node())
 
-    def take(self, size: int, fits: Callable[[int], bool], taken: Callable[[], None], budget: int | None = None) -> Count | None:
-        """Add ``size`` and call ``taken`` while nobody else can count; return the new count, or None if it does not pass ``fits``.
+    def reserve(
+        self, size: int, fits: Callable[[int], bool], on_reserve: Callable[[], None], budget: int | None = None
+    ) -> UsageCount | None:
+        """Add ``size`` and call ``on_reserve`` while nobody else can count; return the new count, or None if it does not pass ``fits``.
 
         ``budget`` is the writer's budget.
         """
-        with self._opened(locked=True) as descriptor:
+        with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or not fits(count.total + size):
                 return None
-            # A later count of the folder sees the file that ``taken`` made at length ``size``, or the bytes added here.
-            taken()
-            return _write(descriptor, count._replace(total=count.total + size, taken=count.taken + size).with_budget(budget))
+            # A later count of the folder sees the file that ``on_reserve`` made at length ``size``, or the bytes added here.
+            on_reserve()
+            return _write(descriptor, count._replace(total=count.total + size, reserved=count.reserved + size).with_budget(budget))
 
-    def give_back(self, size: int, counted: Count | None) -> None:
+    def release(self, size: int, counted: UsageCount | None) -> None:
         """Subtract ``size`` bytes, removed since they were ``counted``; a later count does not include them."""
-        with self._opened(locked=True) as descriptor:
+        with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
                 return
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
-    def replace(self, total: int, before: Count | None) -> None:
+    def replace(self, total: int, before: UsageCount | None) -> None:
         """Replace the count by ``total``, counted since the count was ``before``, plus the bytes reserved since then."""
-        with self._opened(locked=True, make=True) as descriptor:
+        with self._open(locked=True, create=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor, self._node())
-            late = 0 if count is None or before is None else max(0, count.taken - before.taken)
+            reserved_since = 0 if count is None or before is None else max(0, count.reserved - before.reserved)
             # One that this run of the machine may not trust still tells the budget and the other machines.
-            known = count or _read(descriptor, self._node(), any_run=True) or Count(b"", 0, 0)
-            runs = (run_of_machine(), *(run for run in known.runs if run != run_of_machine()))[:_MAX_RUNS]
-            taken = known.taken if count else 0
-            replacement = known._replace(generation=os.urandom(8), total=total + late, taken=taken, node=self._node(), runs=runs)
+            previous = count or _read(descriptor, self._node(), any_boot=True) or UsageCount(b"", 0, 0)
+            boots = (boot_id(), *(boot for boot in previous.boots if boot != boot_id()))[:_MAX_RUNS]
+            reserved = previous.reserved if count else 0
+            replacement = previous._replace(
+                generation=os.urandom(8), total=total + reserved_since, reserved=reserved, node=self._node(), boots=boots
+            )
             _write(descriptor, replacement)
 
-    def copied(self) -> bool:
+    def is_copy(self) -> bool:
         """Return True if the folder may be a copy of another, so that the times of its entries are copying times."""
-        with self._opened() as descriptor:
-            known = None if descriptor is None else _read(descriptor, 0, any_run=True)
-        return known is None or known.node not in (0, self._node())
+        with self._open() as descriptor:
+            previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
+        return previous is None or previous.node not in (0, self._node())
 
     def _node(self) -> int:
         """Return the inode of the folder; 0 on a network, where machines may see different ones. Raises OSError."""
@@ -129,32 +133,32 @@ class Usage:
 
     def forget_budgets(self) -> None:
         """Ignore all budgets until their owners put the next entry."""
-        with self._opened(locked=True) as descriptor:
+        with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
                 _write(descriptor, count._replace(limit=0, until=0))
 
     @contextlib.contextmanager
-    def _opened(self, *, locked: bool = False, make: bool = False) -> Iterator[int | None]:
+    def _open(self, *, locked: bool = False, create: bool = False) -> Iterator[int | None]:
         flags = os.O_RDWR if locked else os.O_RDONLY
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         try:
             try:
                 descriptor = os.open(self._path, flags, 0o600)
             except PermissionError:
-                if not make:
+                if not create:
                     raise
                 # Created by another user, such as an administrator who ran kvpack once.
                 os.unlink(self._path)
                 descriptor = os.open(self._path, flags, 0o600)
         except (FileNotFoundError, PermissionError):
-            if make:
+            if create:
                 raise
             yield None
             return
         try:
-            if make:
-                self._own(descriptor)
+            if create:
+                self._assign_owner(descriptor)
             if locked:
                 _wait_for_lock(descriptor)
             yield descriptor
@@ -170,25 +174,25 @@ def _wait_for_lock(descriptor: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _read(descriptor: int, here: int, *, any_run: bool = False) -> Count | None:
-    """Return the count in an open file; None if it belongs to an inode other than ``here`` or does not include this boot.
+def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
+    """Return the count in an open file; None if it belongs to an inode other than ``node`` or does not include this boot.
 
-    With ``any_run``, counts from other boots are also returned.
+    With ``any_boot``, counts from other boots are also returned.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
     if not _FIELDS.size <= len(body) <= _MAX_BYTES - _SUM_BYTES or data[len(body) :] != xxhash.xxh3_64_digest(body):
         return None
-    magic, generation, total, taken, limit, until, node = _FIELDS.unpack(body[: _FIELDS.size])
-    runs = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))
-    if magic != _MAGIC or not (any_run or (run_of_machine() in runs and node in (0, here))):
+    magic, generation, total, reserved, limit, until, folder_node = _FIELDS.unpack(body[: _FIELDS.size])
+    boots = tuple(body[at : at + _ID_BYTES] for at in range(_FIELDS.size, len(body), _ID_BYTES))
+    if magic != _MAGIC or not (any_boot or (boot_id() in boots and folder_node in (0, node))):
         return None
-    return Count(generation, total, taken, limit, until, node, runs)
+    return UsageCount(generation, total, reserved, limit, until, folder_node, boots)
 
 
-def _write(descriptor: int, count: Count) -> Count:
-    *fields, runs = count
-    data = _FIELDS.pack(_MAGIC, *fields) + b"".join(runs)
+def _write(descriptor: int, count: UsageCount) -> UsageCount:
+    *fields, boots = count
+    data = _FIELDS.pack(_MAGIC, *fields) + b"".join(boots)
     data += xxhash.xxh3_64_digest(data)
     done = 0
     while done < len(data):
@@ -199,7 +203,7 @@ def _write(descriptor: int, count: Count) -> Count:
 
 
 @functools.cache
-def run_of_machine() -> bytes:
+def boot_id() -> bytes:
     """Return an id of the current boot: after a power loss a count may be older than the files that it counts."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:

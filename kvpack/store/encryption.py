@@ -42,13 +42,14 @@ def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
         return cipher.decrypt(key, data)
     if encrypted_version(memoryview(data)[:FRONT_BYTES]) is None:
         return data
-    name, _ = _checked_head(f"entry {key.hex()}", memoryview(data))
+    name, _ = _check_head(f"entry {key.hex()}", memoryview(data))
     raise Undecryptable(
-        f"entry {key.hex()}: is encrypted with the key {shown(name)}, but no keys were given: pass encryption= (in commands, --key-file)"
+        f"entry {key.hex()}: is encrypted with the key {format_key_id(name)}, but no keys were given: pass encryption= (in commands, "
+        "--key-file)"
     )
 
 
-def shown(name: bytes) -> str:
+def format_key_id(name: bytes) -> str:
     """Format the id of a key for messages; its bytes may come from anyone."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
@@ -66,7 +67,7 @@ class Cipher:
         if not isinstance(keys, Mapping) or not keys:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
             raise InvalidParameter(f"encryption is {kind}, expected at least one key with its id")
-        self._invalid = InvalidTag
+        self._invalid_tag = InvalidTag
         # Not AESGCM: out of memory, its own allocation panics, which no "except Exception" catches.
         self._engine: Any = lambda key, nonce, tag=None: Engine(algorithms.AES(key), modes.GCM(nonce, tag))
         self._keys: dict[bytes, bytes] = {}
@@ -74,7 +75,7 @@ class Cipher:
             if not isinstance(key, bytes) or len(key) not in KEY_SIZES:
                 found = f"has {len(key)} bytes" if isinstance(key, bytes) else f"is of type {type(key).__name__}"
                 raise InvalidParameter(f"the encryption key {name!r} {found}, expected 16, 24 or 32 bytes")
-            self._keys[_id_bytes(name)] = key
+            self._keys[_encode_id(name)] = key
         self.tenant = tenant.encode("utf-8", "surrogatepass")
 
     @property
@@ -96,7 +97,7 @@ class Cipher:
         nonce = os.urandom(NONCE_BYTES)
         head = MAGIC + bytes([len(name)]) + name
         encryptor = self._engine(secret, nonce).encryptor()
-        encryptor.authenticate_additional_data(self._associated(head, key))
+        encryptor.authenticate_additional_data(self._associated_data(head, key))
         sealed = bytearray(size + _SPARE_BYTES)
         with memoryview(sealed) as view:
             at = 0
@@ -118,31 +119,31 @@ class Cipher:
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"
-        name, end = _checked_head(where, view)
+        name, end = _check_head(where, view)
         secret = self._keys.get(name)
         if secret is None:
-            at_hand = ", ".join(map(shown, self._keys))
-            raise Undecryptable(f"{where}: is encrypted with the key {shown(name)}, but the given keys are {at_hand}")
+            available = ", ".join(map(format_key_id, self._keys))
+            raise Undecryptable(f"{where}: is encrypted with the key {format_key_id(name)}, but the given keys are {available}")
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
         decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()
-        decryptor.authenticate_additional_data(self._associated(bytes(view[:end]), key))
+        decryptor.authenticate_additional_data(self._associated_data(bytes(view[:end]), key))
         plain = bytearray(len(sealed) + _SPARE_BYTES)
         decryptor.update_into(sealed, plain)
         try:
             decryptor.finalize()
-        except self._invalid:
+        except self._invalid_tag:
             raise Undecryptable(
-                f"{where}: its tag does not match: it was encrypted with another key of the id {shown(name)}, or as another entry"
+                f"{where}: its tag does not match: it was encrypted with another key of the id {format_key_id(name)}, or as another entry"
             ) from None
         del plain[len(sealed) :]
         return plain
 
-    def _associated(self, head: bytes, key: bytes) -> bytes:
+    def _associated_data(self, head: bytes, key: bytes) -> bytes:
         return b"".join(map(length_prefixed, (head, key, self.tenant)))
 
 
-def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
+def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     """Check the digest, which covers every byte, and return the id of an encrypted entry's key and where its nonce begins."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
@@ -159,7 +160,7 @@ def _checked_head(where: str, view: memoryview) -> tuple[bytes, int]:
     return name, len(MAGIC) + 1 + len(name)
 
 
-def _id_bytes(name: Any) -> bytes:
+def _encode_id(name: Any) -> bytes:
     """Return an id in the form that entries use. Raises InvalidParameter."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")

@@ -35,18 +35,18 @@ OLD_FEATURES = ("prefix-store",)
 """Features of older entries, whose keys cover less of the identity; stores no longer look for such keys."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
-Shape = tuple[tuple[tuple[str, int, int], ...], ...]
+SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
 """For each layer its sides, each with its heads and head dim."""
 
-_COST, _FREE_BYTES = 4, 2**26
+_MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
 """Memory bound of an entry: this multiple of its bytes, plus a constant (kvpack/file/footprint.py)."""
 
 _THREADS = 4
-_TEMPLATES = 32
+_MAX_TEMPLATES = 32
 
 
 @dataclass(frozen=True)
-class Named:
+class ChunkFields:
     """The fields of an entry's header that describe its chunk."""
 
     key: bytes
@@ -56,7 +56,7 @@ class Named:
     ids: bytes
 
     @classmethod
-    def of(cls, feature: bytes, where: str) -> Named:
+    def of(cls, feature: bytes, where: str) -> ChunkFields:
         """Parse the feature. Raises InvalidHeader, naming ``where``, if it is truncated."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
@@ -94,7 +94,7 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 
 
 @dataclass
-class Reader:
+class EntryReader:
     """Reads the entries of one identity: their headers must name ``model`` and ``recipe``.
 
     Entries of more than ``max_bytes``, packed or as values of a layer, are refused, and so are those of another ``shape``, once that is
@@ -107,7 +107,7 @@ class Reader:
     check_values: bool
     basis: Basis | None = None
     max_bytes: int = MAX_ENTRY_BYTES
-    shape: Shape | None = None
+    shape: SideShapes | None = None
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
@@ -117,37 +117,37 @@ class Reader:
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
-            yield from (self._one(view, key, number) for number, (view, key) in enumerate(zip(views, keys, strict=False), first))
+            yield from (self._read_one(view, key, index) for index, (view, key) in enumerate(zip(views, keys, strict=False), first))
             return
         # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
         digests = in_parallel(lambda at: self._payload_digest(views[at], first + at), range(len(views)), _THREADS)
         with contextlib.closing(digests):
-            for number, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False), first):
-                yield self._one(view, key, number, digest)
+            for index, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False), first):
+                yield self._read_one(view, key, index, digest)
 
-    def _payload_digest(self, view: memoryview, number: int) -> tuple[int, bytes] | None:
+    def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
         """Return the payload's offset and digest for an entry that matches a template."""
-        template = self._template(view, number)
+        template = self._template(view, index)
         return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
-    def _template(self, view: memoryview, number: int) -> EntryTemplate | None:
-        return self._templates.get((len(view), _start_bytes(number * self.chunk)))
+    def _template(self, view: memoryview, index: int) -> EntryTemplate | None:
+        return self._templates.get((len(view), _start_bytes(index * self.chunk)))
 
-    def _one(self, view: memoryview, key: bytes, number: int, hashed: tuple[int, bytes] | None = None) -> Cache:
-        start = number * self.chunk
+    def _read_one(self, view: memoryview, key: bytes, index: int, payload_digest_at: tuple[int, bytes] | None = None) -> Cache:
+        start = index * self.chunk
         where = f"entry {key.hex()}"
-        template = None if self.check_values else self._template(view, number)
+        template = None if self.check_values else self._template(view, index)
         feature = template.feature(view, start) if template is not None else None
         if template is None or feature is None:
-            return self._parsed(view, key, start, where)
-        named = Named.of(feature, where)
+            return self._parse(view, key, start, where)
+        named = ChunkFields.of(feature, where)
         self._check_key(named, key, where)
         # An entry read since it was hashed may match another template of the same size.
-        begin, digest = hashed or (None, b"")
+        begin, digest = payload_digest_at or (None, b"")
         check_payload(named.payload, digest if begin == template.payload else xxhash.xxh3_128_digest(view[template.payload :]), where)
         return template.cache(view, start)
 
-    def _parsed(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
+    def _parse(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:
         from kvpack.cache import files
 
         from .entry_template import EntryTemplate
@@ -163,15 +163,15 @@ class Reader:
         if file.header.states:
             raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
         if any(layer.skipped for layer in cache if layer.sides):
-            held = [cache.positions(number) for number in range(len(cache))]
+            held = [cache.positions(index) for index in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
-        if not self.check_values and len(self._templates) < _TEMPLATES:
+        if not self.check_values and len(self._templates) < _MAX_TEMPLATES:
             template = EntryTemplate.of(file, FEATURE, cache)
             if template is not None:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache
 
-    def learn(self, cache: Cache) -> None:
+    def set_shape(self, cache: Cache) -> None:
         """Record the shape of ``cache``, which the model produced; entries of another shape are refused from now on."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
@@ -185,13 +185,16 @@ class Reader:
         shape = shape_of(file)
         if shape != self.shape:
             numbers = range(min(len(shape), len(self.shape)))
-            at = next((number for number in numbers if shape[number] != self.shape[number]), len(numbers))
-            held = [f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)]
+            at = next((index for index in numbers if shape[index] != self.shape[index]), len(numbers))
+            descriptions = [
+                f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
+            ]
             raise InvalidHeader(
-                f"{file.where}: has another shape than the store's entries (heads and head dims of sides): {held[0]}; expected {held[1]}"
+                f"{file.where}: has another shape than the store's entries (heads and head dims of sides): {descriptions[0]}; "
+                f"expected {descriptions[1]}"
             )
 
-    def _check_key(self, named: Named, key: bytes, where: str) -> None:
+    def _check_key(self, named: ChunkFields, key: bytes, where: str) -> None:
         if named.key != key:
             raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}")
 
@@ -202,10 +205,10 @@ def open_entry(data: Data, key: bytes) -> container.File:
     Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that costs far more than its bytes. Others may have
     written it: an 8 MiB header takes 400 MB once parsed.
     """
-    return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_COST * len(data) + _FREE_BYTES)
+    return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
 
 
-def shape_of(file: container.File) -> Shape:
+def shape_of(file: container.File) -> SideShapes:
     """Return the sides of every layer with their heads and head dims."""
     codecs = file.header.codecs
     return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)
@@ -217,7 +220,7 @@ def check_entry(
     model: Mapping[str, str] | None,
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
-) -> Named:
+) -> ChunkFields:
     """Check the header of a file, and return the chunk that it names; no tensor is read."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
@@ -225,7 +228,7 @@ def check_entry(
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where}: is not an entry of a store: its header has no feature {FEATURE!r}")
     check_header(file, start, model, recipe)
-    named = Named.of(header.ignorable[FEATURE], file.where)
+    named = ChunkFields.of(header.ignorable[FEATURE], file.where)
     _check_chunk(file, len(named.ids) // ID_BYTES, max_bytes)
     return named
 
@@ -239,29 +242,29 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
     for tensor in header.tensors:
         if tensor.filter != "none":
             raise InvalidHeader(f"{file.where}: the tensor {tensor.name} has the filter {tensor.filter}, expected none in an entry")
-    for number, layer in enumerate(header.layers):
+    for index, layer in enumerate(header.layers):
         values = 0
         for name, side in layer.sides():
             if (side.batch, sum(side.runs), side.tail) != (1, tokens, 0):
                 raise InvalidHeader(
-                    f"{file.where}: layers[{number}].{name} holds {side.batch} sequences of {sum(side.runs)} tokens and a raw tail of "
+                    f"{file.where}: layers[{index}].{name} holds {side.batch} sequences of {sum(side.runs)} tokens and a raw tail of "
                     f"{side.tail}, expected one of {tokens} without"
                 )
             values += side.heads * header.codecs[side.codec].dim * tokens
         if 2 * values > max_bytes:
-            raise LimitExceeded(f"{file.where}: layer {number}, decoded, has {2 * values} bytes, but max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"{file.where}: layer {index}, decoded, has {2 * values} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
     """Raise InvalidHeader unless the header of an entry has this start, model and recipe (None: any)."""
     header = file.header
-    for what, found, expected in (
+    for what, actual, expected in (
         ("start", header.start, start),
         ("model", dict(header.model), None if model is None else dict(model)),
         ("recipe", header.recipe, recipe),
     ):
-        if expected is not None and found != expected:
-            raise InvalidHeader(f"{file.where}: the entry's {what} is {found!r}, expected {expected!r}")
+        if expected is not None and actual != expected:
+            raise InvalidHeader(f"{file.where}: the entry's {what} is {actual!r}, expected {expected!r}")
 
 
 def is_old(file: container.File) -> bool:
@@ -270,18 +273,18 @@ def is_old(file: container.File) -> bool:
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 
 
-def check_decoded(cache: Cache, key: bytes, max_bytes: int) -> None:
+def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
     """Raise LimitExceeded for a chunk with a layer that a reader with the same limit would refuse."""
-    for number, layer in enumerate(cache):
+    for index, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
-            raise LimitExceeded(f"the chunk of {key.hex()}: layer {number}, decoded, has {size} bytes, but max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"the chunk of {key.hex()}: layer {index}, decoded, has {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
-def check_payload(named: bytes, digest: bytes, where: str) -> None:
+def check_payload(expected: bytes, digest: bytes, where: str) -> None:
     """Raise DigestMismatch unless the payload digest of an entry is the one in its header."""
-    if named != digest:
-        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {named.hex()}")
+    if expected != digest:
+        raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
 
 
 def _start_bytes(start: int) -> int:

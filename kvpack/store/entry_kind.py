@@ -59,7 +59,7 @@ class Form:
         return Kind.READABLE if self.key_ids is not None and name in self.key_ids else Kind.FOREIGN
 
 
-PLAIN = Form()
+UNENCRYPTED = Form()
 """Entries that are not encrypted."""
 
 

@@ -13,7 +13,7 @@ from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, Kind
 from .faults import is_damage
 from .keys import check_basis, check_page
-from .state_entries import NamedStates, is_states
+from .state_entries import StatesFields, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from .encryption import Cipher
     from .entry_kind import Form
 
-_MAX_KNOWN = 65_536
+_MAX_KEYS = 65_536
 
 
-def check_front(key: bytes, data: Data, cipher: Cipher | None, more: Callable[[container.File], None] | None = None) -> None:
+def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
     """Raise the errors of reading unless the front of ``data``, decrypted with ``cipher`` if given, belongs to the entry ``key``.
 
-    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``more`` adds checks for the file of a chunk.
+    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``extra_check`` adds checks for the file of a chunk.
     """
-    clear = decrypted_entry(key, data, cipher)
-    if begins_row(bytes(memoryview(clear)[:FRONT_BYTES])):
-        check_page(key, clear)
+    decrypted = decrypted_entry(key, data, cipher)
+    if begins_row(bytes(memoryview(decrypted)[:FRONT_BYTES])):
+        check_page(key, decrypted)
         return
-    with open_entry(clear, key) as file:
+    with open_entry(decrypted, key) as file:
         if file.header.is_basis:
-            check_basis(key, clear, cipher)
+            check_basis(key, decrypted, cipher)
             return
-        holds_states = is_states(file)
-        named_key = NamedStates.of(file).key if holds_states else check_entry(file, None, None, None).key
+        has_states = is_states(file)
+        named_key = StatesFields.of(file).key if has_states else check_entry(file, None, None, None).key
         if named_key != key:
             raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}")
-        if more is not None and not holds_states:
-            more(file)
+        if extra_check is not None and not has_states:
+            extra_check(file)
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:
@@ -61,7 +61,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
     return kind
 
 
-class Known:
+class KeySet:
     """Keys of entries that were already examined and need no second look."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Known:
 
     def add(self, keys: Sequence[bytes]) -> None:
         """Remember ``keys``; beyond a limit the oldest ones are forgotten."""
-        if len(self._keys) > _MAX_KNOWN:
+        if len(self._keys) > _MAX_KEYS:
             self._keys = set()
         self._keys.update(keys)
 

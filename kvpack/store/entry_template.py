@@ -32,26 +32,28 @@ if TYPE_CHECKING:
     from kvpack.file.container import File
     from kvpack.file.header import Header, SideEntry
 
-Stream = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Name, dtype, shape, strides and first element (of the file as an array of that dtype)."""
 
 
-_RAW = {POSITIONS, VALUES}
+_RAW_STREAMS = {POSITIONS, VALUES}
 """The streams with a row per entry that entries which match may have: as many rows, at other tokens. Most chunks have none."""
 
 
 @dataclass(frozen=True)
-class SidePlan:
+class SideTemplate:
     """The part of a side that all entries matching a template share."""
 
     entry: SideEntry
-    streams: tuple[Stream, ...]
-    like: Side
+    streams: tuple[StreamView, ...]
+    template: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
         """Return the side of an entry; ``arrays`` contains all of its bytes by dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
-        return Side(self.like.codec, (PackedRun(self.like.codec, self.entry.runs[0], streams),), self.like.tail, self.like.window)
+        return Side(
+            self.template.codec, (PackedRun(self.template.codec, self.entry.runs[0], streams),), self.template.tail, self.template.window
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class EntryTemplate:
     payload: int
     recipe: str
     model: Mapping[str, str]
-    plans: tuple[tuple[SidePlan | None, SidePlan | None], ...]
+    plans: tuple[tuple[SideTemplate | None, SideTemplate | None], ...]
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
@@ -76,27 +78,27 @@ class EntryTemplate:
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None
         plans = []
-        for number, layer in enumerate(header.layers):
+        for index, layer in enumerate(header.layers):
             sides = dict(layer.sides())
-            if any(len(entry.runs) != 1 or entry.tail or not dict(entry.entries).keys() <= _RAW for entry in sides.values()):
+            if any(len(entry.runs) != 1 or entry.tail or not dict(entry.entries).keys() <= _RAW_STREAMS for entry in sides.values()):
                 return None
-            plans.append(tuple(_plan(file, number, name, sides[name], cache) if name in sides else None for name in ("k", "v")))
+            plans.append(tuple(_side_template(file, index, name, sides[name], cache) if name in sides else None for name in ("k", "v")))
         packed = pack_header(header)
-        digests = tuple(dataclasses.replace(tensor, digest=_flipped(tensor.digest)) for tensor in header.tensors)
-        without_digests = _differing(packed, pack_header(dataclasses.replace(header, tensors=digests)))
-        named = header.ignorable[feature]
-        other = {**header.ignorable, feature: _flipped(named)}
-        feature_at = int(_differing(packed, pack_header(dataclasses.replace(header, ignorable=other))).nonzero()[0])
+        digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
+        without_digests = _differing_bytes(packed, pack_header(dataclasses.replace(header, tensors=digests)))
+        feature_bytes = header.ignorable[feature]
+        other = {**header.ignorable, feature: _invert_bits(feature_bytes)}
+        feature_at = int(_differing_bytes(packed, pack_header(dataclasses.replace(header, ignorable=other))).nonzero()[0])
         start_place = _start_place(header, packed)
         fixed = ~without_digests
-        fixed[start_place] = fixed[feature_at : feature_at + len(named)] = False
+        fixed[start_place] = fixed[feature_at : feature_at + len(feature_bytes)] = False
         return cls(
             size=file.size,
             text=file.front.text,
-            header=_array(packed)[fixed],
+            header=_byte_tensor(packed)[fixed],
             fixed=fixed,
             start_place=start_place,
-            feature_place=slice(feature_at, feature_at + len(named)),
+            feature_place=slice(feature_at, feature_at + len(feature_bytes)),
             payload=len(file.front.text) + min((place.begin for place in file.front.places.values()), default=len(packed)),
             recipe=header.recipe,
             model=MappingProxyType(dict(header.model)),
@@ -116,7 +118,7 @@ class EntryTemplate:
         text[DIGEST_PLACE] = self.text[DIGEST_PLACE]
         if text != self.text or header[self.start_place] != msgpack.packb(start):
             return None
-        if any(data[header_end : self.payload]) or not torch.equal(_array(header)[self.fixed], self.header):
+        if any(data[header_end : self.payload]) or not torch.equal(_byte_tensor(header)[self.fixed], self.header):
             return None
         return header[self.feature_place]
 
@@ -129,30 +131,30 @@ class EntryTemplate:
         return Cache(layers, self.recipe, self.model, start)
 
 
-def _plan(file: File, number: int, name: str, entry: SideEntry, cache: Cache) -> SidePlan:
+def _side_template(file: File, index: int, name: str, entry: SideEntry, cache: Cache) -> SideTemplate:
     streams = []
     for stream, layout in file.header.streams[entry].items():
-        place = file.front.places[f"{number}.{name}.{stream}"]
+        place = file.front.places[f"{index}.{name}.{stream}"]
         first = (len(file.front.text) + place.begin) // DTYPE_BYTES[layout.dtype]
         streams.append((stream, TORCH_DTYPES[layout.dtype], layout.shape, layout.strides, first))
-    return SidePlan(entry, tuple(streams), cache[number].sides[name])
+    return SideTemplate(entry, tuple(streams), cache[index].sides[name])
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
     """Return the position of the start in the header, found by encoding another start of the same length."""
     other = header.start ^ 1
-    last = int(_differing(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
+    last = int(_differing_bytes(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
     length = len(msgpack.packb(header.start))
     return slice(last - length + 1, last + 1)
 
 
-def _flipped(data: bytes) -> bytes:
+def _invert_bits(data: bytes) -> bytes:
     return bytes(byte ^ 0xFF for byte in data)
 
 
-def _array(data: bytes) -> torch.Tensor:
+def _byte_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _differing(one: bytes, other: bytes) -> torch.Tensor:
-    return _array(one) != _array(other)
+def _differing_bytes(first: bytes, other: bytes) -> torch.Tensor:
+    return _byte_tensor(first) != _byte_tensor(other)

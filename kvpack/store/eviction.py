@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.file.atomic import lock_now, sweep
 from kvpack.formats.errors import KvpackError
 
-from .index import ENTRIES, key_of
+from .index import MIN_ENTRIES, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from .counters import Counters
-    from .disk_usage import Count, Usage
+    from .disk_usage import DiskUsage, UsageCount
     from .folder import Folder
-    from .index import Index, Row
+    from .index import Index, IndexRow
     from .pins import Pins
 
 
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
 """How long a waiting writer sleeps at first, and at most: it takes the CPU from the one that makes room."""
 
-_LOW_PART, _LOW_ENTRIES = 128, 256
+_LOW_FRACTION, _LOW_ENTRIES = 128, 256
 """Where there is an index, a writer makes room while 1/128 of the budget, or room for this many entries of its own size, is left."""
 _FUTILE_SECONDS = 1.0
 """Seconds before a round that found nothing to remove is repeated while room is left."""
@@ -44,20 +44,20 @@ STALE_SECONDS = 3600
 FUTURE_NS = 3600 * 10**9
 """Nanoseconds into the future after which a last use must come from a wrong clock; such entries are evicted first, in order."""
 
-_BEYOND = 64
+_EXTRA_FRACTION = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
-_MAX_BEYOND = 256
+_MAX_EXTRA = 256
 """Maximum number of additional entries that an eviction removes if it need not list the folder."""
-_MAX_AT_ONCE = 384
+_MAX_PER_ROUND = 384
 """Maximum number of entries per round, so that a round takes about ten milliseconds."""
-_PAGE = 64
+_PAGE_ENTRIES = 64
 """Entries that are removed before others may change the index."""
 _LIST_SECONDS = 0.01
 """Seconds after which a round lists no other folder that has changed without the index."""
 _ROWS_READ = 256
 """Rows of the index that are read at once."""
-_FIRST, _LAST = -(2**63), 2**63 - 1
-_LOST = 32
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
+_LOST_FRACTION = 32
 """If more than this share of a budget is counted but missing, the usage of dead writers is counted again."""
 
 
@@ -65,7 +65,7 @@ class NoRoom(Exception):
     """The entry does not fit: stored entries may not be removed, or not in time."""
 
 
-class Round(NamedTuple):
+class RoundResult(NamedTuple):
     """The result of a round: whether room is still ``missing``, and unfinished files that may become removable entries."""
 
     missing: bool
@@ -76,18 +76,18 @@ class Reservation:
     """The bytes of one entry, reserved before they are written; the entries of ``chain`` are not evicted."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
-        self._evictor, self._size, self._kept = evictor, size, set(chain)
-        self._cost, self._folders = evictor.folder.cost(size), evictor.folder.to_make(path)
-        self._counted: Count | None = None
+        self._evictor, self._size, self._protected = evictor, size, set(chain)
+        self._cost, self._folders = evictor.folder.cost(size), evictor.folder.missing_folder_bytes(path)
+        self._counted: UsageCount | None = None
 
-    def take(self, descriptor: int) -> None:
+    def acquire(self, descriptor: int) -> None:
         """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom and OSError."""
         cost = self._cost + self._folders
-        self._counted = self._evictor.reserve(cost, self._kept, lambda: os.ftruncate(descriptor, self._size))
+        self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Return the reserved bytes of an entry whose unfinished file is gone. Raises OSError."""
-        self._evictor.usage.give_back(self._cost, self._counted)
+        self._evictor.usage.release(self._cost, self._counted)
 
 
 class Evictor:
@@ -101,7 +101,7 @@ class Evictor:
         folder: Folder,
         index: Index,
         pins: Pins,
-        usage: Usage,
+        usage: DiskUsage,
         counters: Counters,
         max_bytes: int | None,
         min_free: int,
@@ -111,8 +111,8 @@ class Evictor:
         self._max_bytes, self._min_free, self._restore = max_bytes, min_free, restore
         self._futile_until = 0.0
 
-    def reserve(self, size: int, kept: set[bytes], taken: Callable[[], None]) -> Count:
-        """Reserve ``size`` bytes once they fit, without removing any of ``kept``; ``taken`` makes the bytes visible to counts.
+    def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
+        """Reserve ``size`` bytes once they fit, without removing any of ``protected``; ``on_reserve`` makes the bytes visible to counts.
 
         Raises NoRoom and OSError.
         """
@@ -120,13 +120,13 @@ class Evictor:
             raise NoRoom
         deadline, wait = time.monotonic() + WAIT_SECONDS, _POLL_SECONDS
         while True:
-            count = self.usage.take(size, lambda total: self._fits(total, size), taken, self._max_bytes)
+            count = self.usage.reserve(size, lambda total: self._fits(total, size), on_reserve, self._max_bytes)
             if count is not None:
-                self._keep_room(size, kept, count)
+                self._keep_room(size, protected, count)
                 return count
             if time.monotonic() > deadline or self._exceeds_larger_budget(size):
                 raise NoRoom
-            result = self._try_round(size, kept)
+            result = self._try_round(size, protected)
             if result is not None and result.missing and not result.unfinished:
                 raise NoRoom
             if result is None or result.missing:
@@ -134,22 +134,22 @@ class Evictor:
                 time.sleep(wait)
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
-    def _keep_room(self, size: int, kept: set[bytes], count: Count) -> None:
+    def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
         """Evict ahead of need, unless another process is evicting; other processes continue with the remaining room.
 
         ``count`` includes the ``size`` bytes just reserved. Only an index makes a round cheap enough to start early.
         """
         if self._max_bytes is None:
             return
-        low = min(self._max_bytes // _LOW_PART, _LOW_ENTRIES * size)
+        low = min(self._max_bytes // _LOW_FRACTION, _LOW_ENTRIES * size)
         # Small budgets are filled to the last byte.
         if low < size or count.total + low <= count.largest(self._max_bytes):
             return
-        if time.monotonic() < self._futile_until or not self._index.there:
+        if time.monotonic() < self._futile_until or not self._index.exists:
             return
-        # The bytes are taken, so a fault must not reach the writer.
+        # The bytes are reserved already, so a fault must not reach the writer.
         with contextlib.suppress(OSError, KvpackError):
-            result = self._try_round(low, kept)
+            result = self._try_round(low, protected)
             if result is not None and result.missing:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
@@ -163,7 +163,7 @@ class Evictor:
         try:
             if os.path.isdir(self.folder.root):
                 self.folder.make_folders()
-                self._try_round(0, set(), anew=True)
+                self._try_round(0, set(), recount=True)
         except (OSError, KvpackError) as error:
             self._counters.fault("collect", error)
 
@@ -178,34 +178,38 @@ class Evictor:
         disk = os.statvfs(self.folder.root)
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
-    def _try_round(self, size: int, kept: set[bytes], *, anew: bool = False) -> Round | None:
+    def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> RoundResult | None:
         """Sweep, count, and evict until ``size`` more bytes fit; return None if another process is evicting.
 
-        With an index, the count is trusted unless ``again`` asks for a new one or it does not match the folder.
+        With an index, the count is trusted unless ``recount`` asks for a new one or it does not match the folder.
         """
-        with self._locked() as locked:
+        with self._try_lock() as locked:
             if not locked:
                 return None
             self.sweep()
             self._pins.sweep()
-            before = self.usage.read()
-            budget = self._max_bytes if before is None or self._max_bytes is None else before.largest(self._max_bytes)
-            if before is not None and not anew and (result := self._evict_indexed(size, kept, budget, before)) is not None:
+            usage_before = self.usage.read()
+            budget = self._max_bytes if usage_before is None or self._max_bytes is None else usage_before.largest(self._max_bytes)
+            if (
+                usage_before is not None
+                and not recount
+                and (result := self._evict_indexed(size, protected, budget, usage_before)) is not None
+            ):
                 return result
-            if before is None and self.usage.copied():
+            if usage_before is None and self.usage.is_copy():
                 self._restore()
-            result, total, entries = self._evict(size, kept, budget)
-            self.usage.replace(total, before)
-            if entries >= ENTRIES:
+            result, total, entries = self._evict(size, protected, budget)
+            self.usage.replace(total, usage_before)
+            if entries >= MIN_ENTRIES:
                 self._index.build()
         return result
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def _try_lock(self) -> Iterator[bool]:
         """Try to acquire an advisory lock, which ends with its process; only evictors use it."""
         descriptor = self._open_lock()
         try:
-            self.folder.trust.own(descriptor)
+            self.folder.trust.assign_owner(descriptor)
             yield lock_now(descriptor) is not False
         finally:
             os.close(descriptor)
@@ -220,62 +224,62 @@ class Evictor:
             os.unlink(path)
             return os.open(path, flags, 0o600)
 
-    def _evict(self, size: int, kept: set[bytes], budget: int | None) -> tuple[Round, int, int]:
-        """Evict until ``size`` more bytes fit into ``budget``, except ``kept``; also return the remaining bytes and entries."""
+    def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[RoundResult, int, int]:
+        """Evict until ``size`` more bytes fit into ``budget``, except ``protected``; also return the remaining bytes and entries."""
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
-        pending, cost = self._pending(), self.folder.cost
+        pending, cost = self._pending_bytes(), self.folder.cost
         latest = time.time_ns() + FUTURE_NS
         entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self.folder.scan()]
         total = sum(pending) + sum(cost(size) for *_, size, _ in entries) + self.folder.overhead()
-        excess = self._excess(total, size, budget)
+        excess = self._excess_bytes(total, size, budget)
         if excess <= 0:
-            return Round(False, len(pending)), total, len(entries)
+            return RoundResult(False, len(pending)), total, len(entries)
         order = ((key, size) for *_, size, key in sorted(entries))
-        freed = self._remove(order, excess, kept, len(entries) // _BEYOND)
-        return Round(freed < excess, len(pending)), total - freed, len(entries)
+        freed = self._remove(order, excess, protected, len(entries) // _EXTRA_FRACTION)
+        return RoundResult(freed < excess, len(pending)), total - freed, len(entries)
 
-    def _evict_indexed(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
-        """Evict like ``_evict``, with the index and the count ``before``; return None if they do not match the folder.
+    def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
+        """Evict like ``_evict``, with the index and the count ``usage_before``; return None if they do not match the folder.
 
         Rows that do not match the folder yet are a hint that is nearly always good enough. Folders that have changed without the index
         are listed once there is room, because others wait for it.
         """
-        if not self._index.there:
+        if not self._index.exists:
             return None
-        result = self._evict_rows(size, kept, budget, before)
+        result = self._evict_rows(size, protected, budget, usage_before)
         if (result is None or result.missing) and not self._index.matches() and self._index.refresh():
-            result = self._evict_rows(size, kept, budget, before)
+            result = self._evict_rows(size, protected, budget, usage_before)
         elif result is not None and self._index.refresh(_LIST_SECONDS):
             self._index.check_next()
         return result
 
-    def _evict_rows(self, size: int, kept: set[bytes], budget: int | None, before: Count) -> Round | None:
+    def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
         """Evict entries of which there are rows; return None if these account for much less than the count."""
-        pending, overhead, totals = self._pending(), self.folder.overhead(), self._index.totals()
+        pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
         used = sum(pending) + overhead + totals.cost
-        if before.total - used > max(budget or 0, used) // _LOST:
+        if usage_before.total - used > max(budget or 0, used) // _LOST_FRACTION:
             return None
-        known = self._index.exchange_note("overhead", overhead)
-        grown = max(0, overhead - (known or overhead))
-        if grown:
-            self.usage.give_back(-grown, before)
-        excess = self._excess(max(before.total + grown, used), size, budget)
+        old_overhead = self._index.exchange_note("overhead", overhead)
+        growth = max(0, overhead - (old_overhead or overhead))
+        if growth:
+            self.usage.release(-growth, usage_before)
+        excess = self._excess_bytes(max(usage_before.total + growth, used), size, budget)
         if excess <= 0:
-            return Round(False, len(pending))
+            return RoundResult(False, len(pending))
         latest = time.time_ns() + FUTURE_NS
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
-            freed = self._remove(order, excess, kept, min(totals.entries // _BEYOND, _MAX_BEYOND), _MAX_AT_ONCE, before)
+            freed = self._remove(order, excess, protected, min(totals.entries // _EXTRA_FRACTION, _MAX_EXTRA), _MAX_PER_ROUND, usage_before)
         # Where more is to go, others have their turn first.
-        return Round(not freed, len(pending))
+        return RoundResult(not freed, len(pending))
 
-    def _pending(self) -> list[int]:
+    def _pending_bytes(self) -> list[int]:
         """Return the disk space that each unfinished file will need."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
-    def _excess(self, total: int, size: int, budget: int | None) -> int:
+    def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
         excess = self._missing_on_disk(size)
         return excess if budget is None else max(excess, total + size - budget)
 
@@ -283,42 +287,42 @@ class Evictor:
         self,
         order: Iterator[tuple[bytes, int]],
         excess: int,
-        kept: set[bytes],
-        beyond: int,
-        most: int | None = None,
-        before: Count | None = None,
+        protected: set[bytes],
+        extra: int,
+        max_entries: int | None = None,
+        usage_before: UsageCount | None = None,
     ) -> int:
-        """Remove entries, by key and size, in ``order``, until ``excess`` bytes are freed, plus ``beyond`` entries; return the bytes.
+        """Remove entries in ``order`` until ``excess`` bytes are freed, then up to ``extra`` more; return the number of bytes freed.
 
-        Entries of ``kept`` and pinned ones stay; at most ``most`` are removed. Each page is subtracted from the count ``before`` at once,
-        so that others need not wait for the end.
+        ``order`` yields keys and sizes. Pinned and ``protected`` entries stay, and at most ``max_entries`` are removed. The bytes of each
+        page are subtracted from the count ``usage_before`` right away, so that other writers need not wait for the end of the round.
         """
-        kept = kept | self._pins.keys()
-        going = islice(((key, size) for key, size in order if key not in kept), most)
+        protected = protected | self._pins.keys()
+        removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
         freed = 0
-        while freed < excess and (page := self._page(going, excess - freed)):
-            freed += self._freed(page, before)
-        while freed >= excess and beyond > 0 and (page := [key for key, _ in islice(going, min(beyond, _PAGE))]):
-            freed += self._freed(page, before)
-            beyond -= len(page)
+        while freed < excess and (page := self._next_page(removable, excess - freed)):
+            freed += self._remove_page(page, usage_before)
+        while freed >= excess and extra > 0 and (page := [key for key, _ in islice(removable, min(extra, _PAGE_ENTRIES))]):
+            freed += self._remove_page(page, usage_before)
+            extra -= len(page)
         return freed
 
-    def _page(self, going: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
+    def _next_page(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
         """Return the next keys: enough entries to free the ``missing`` bytes, or one page."""
         page: list[bytes] = []
-        while missing > 0 and len(page) < _PAGE and (batch := next(going, None)) is not None:
+        while missing > 0 and len(page) < _PAGE_ENTRIES and (batch := next(removable, None)) is not None:
             page.append(batch[0])
             missing -= self.folder.cost(batch[1])
         return page
 
-    def _freed(self, keys: list[bytes], before: Count | None) -> int:
-        """Remove entries, subtract their disk space from the count ``before``, if given, and return it."""
+    def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
+        """Remove entries, subtract their disk space from the count ``usage_before``, if given, and return it."""
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
         freed = sum(map(self.folder.cost, removed.values()))
-        if before is not None:
-            self.usage.give_back(freed, before)
+        if usage_before is not None:
+            self.usage.release(freed, usage_before)
         return freed
 
     def sweep(self) -> None:
@@ -333,7 +337,7 @@ class Evictor:
                 continue
             except OSError as error:
                 # Another user's that is not the group's yet has only just been made.
-                if self.folder.trust.trusted is None or not isinstance(error, PermissionError):
+                if self.folder.trust.trusted_group is None or not isinstance(error, PermissionError):
                     self._counters.fault("sweep", error)
 
 
@@ -342,21 +346,21 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
 
     A use only makes a time later, so an entry whose file still has the time of its row precedes all that follow. Later times are recorded.
     """
-    latest_ns = min(latest_ns, _LAST)
+    latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []
     uses: list[tuple[int, int]] = []
     try:
-        for number, rest, size, noted in _rows(index, latest_ns):
-            place = (noted <= latest_ns, noted, number)
-            while heap and heap[0][:3] < place:
+        for number, key_rest, size, recorded in _rows(index, latest_ns):
+            sort_key = (recorded <= latest_ns, recorded, number)
+            while heap and heap[0][:3] < sort_key:
                 yield heapq.heappop(heap)[3]
-            key = key_of(number, rest)
+            key = key_of(number, key_rest)
             try:
                 used = os.stat(folder.path(key), follow_symlinks=False).st_mtime_ns
             except OSError:
                 # It is gone: whoever removes it corrects the row.
-                used = noted
-            if used == noted:
+                used = recorded
+            if used == recorded:
                 yield key, size
                 continue
             uses.append((used, number))
@@ -368,8 +372,8 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
             index.note_uses(uses)
 
 
-def _rows(index: Index, latest_ns: int) -> Iterator[Row]:
-    for after, before in (((latest_ns, _LAST), _LAST), ((_FIRST, _FIRST), latest_ns)):
+def _rows(index: Index, latest_ns: int) -> Iterator[IndexRow]:
+    for after, before in (((latest_ns, _MAX_INT64), _MAX_INT64), ((_MIN_INT64, _MIN_INT64), latest_ns)):
         while rows := index.oldest(_ROWS_READ, after, before):
             yield from rows
             after = rows[-1][3], rows[-1][0]

@@ -24,7 +24,7 @@ MAX_TTL = 10**9
 """The longest ``ttl`` in seconds, 31 years: times after it are beyond what some file systems keep."""
 _STEP_SECONDS = 0.005
 """Seconds that one put searches for expired entries."""
-_SHARE = 64
+_TIME_SHARE = 64
 """A store spends at most this fraction (one in ...) of its time on searches for expired entries."""
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
@@ -41,9 +41,9 @@ def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
 
 def has_expired(status: os.stat_result) -> bool:
     """Return True if an entry has an end that has passed."""
-    lasts = status.st_atime_ns - status.st_mtime_ns
+    lifetime = status.st_atime_ns - status.st_mtime_ns
     # A file system that keeps whole seconds only tells nothing of ends.
-    return lasts > 0 and lasts % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
+    return lifetime > 0 and lifetime % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
 
 
 class Expiry:
@@ -68,21 +68,21 @@ class Expiry:
         if self._next == 0:
             self._begun = now
         while self._next < len(ENTRY_FOLDERS) and time.monotonic() < now + _STEP_SECONDS:
-            self._look(self._next)
+            self._remove_expired_in(self._next)
             self._next += 1
         ended = time.monotonic()
-        self._due = ended + _SHARE * (ended - now)
+        self._due = ended + _TIME_SHARE * (ended - now)
         if self._next == len(ENTRY_FOLDERS):
             self._next = 0
             self._due = max(self._due, self._begun + pass_seconds(self._ttl))
 
-    def all(self) -> None:
+    def run_all(self) -> None:
         """Search all folders, even for a store without ``ttl``."""
-        for number in range(len(ENTRY_FOLDERS)):
-            self._look(number)
+        for folder_index in range(len(ENTRY_FOLDERS)):
+            self._remove_expired_in(folder_index)
 
-    def _look(self, number: int) -> None:
-        expired = [key for key, status in self._folder.entries_of(number) if has_expired(status)]
+    def _remove_expired_in(self, folder_index: int) -> None:
+        expired = [key for key, status in self._folder.entries_of(folder_index) if has_expired(status)]
         if not expired:
             return
         try:

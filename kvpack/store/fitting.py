@@ -36,40 +36,40 @@ def check_cache(cache: Any, identity: Identity) -> None:
         raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
     if canonical_recorded_text(cache.recipe) != identity.recipe:
         raise InvalidParameter(f"the cache is packed with {cache.recipe!r}, but the store's identity has {identity.recipe!r}")
-    digested = weights_kind(cache.model.get("weights", ""))
-    compared = bool(digested and identity.weights_of_kind(digested))
+    digest_kind = weights_kind(cache.model.get("weights", ""))
+    same_weights_kind = bool(digest_kind and identity.weights_of_kind(digest_kind))
     for name, value in cache.model.items():
-        if name == "name" and compared:
+        if name == "name" and same_weights_kind:
             # The same weights may be in another folder.
             continue
         other = model.get(name, value)
-        if name == "weights" and digested:
+        if name == "weights" and digest_kind:
             # A digest of one kind tells nothing of one of another, or of a revision.
-            other = identity.weights_of_kind(digested) or value
+            other = identity.weights_of_kind(digest_kind) or value
         if other != value:
             raise InvalidParameter(f"the cache's model has {name} {value!r}, but the store's identity has {other!r}")
-    for number, layer in enumerate(cache):
+    for index, layer in enumerate(cache):
         for name, side in layer.sides.items():
             if side.batch != 1:
-                raise InvalidParameter(f"layers[{number}].{name} holds {side.batch} sequences, but a prefix has one")
+                raise InvalidParameter(f"layers[{index}].{name} holds {side.batch} sequences, but a prefix has one")
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
-                f"layers[{number}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
+                f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
                 "make it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
             )
         if layer.sides and layer.seen != cache.tokens:
             raise InvalidParameter(
-                f"layers[{number}] ends at token {layer.seen}, but the cache at {cache.tokens}: a prefix needs all tokens in every layer"
+                f"layers[{index}] ends at token {layer.seen}, but the cache at {cache.tokens}: a prefix needs all tokens in every layer"
             )
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
     """Raise InvalidParameter unless ``ids`` are the cache's own, or one per token for a cache without ids."""
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
-    both = min(len(ids), len(known))
-    if known[:both] != ids[:both]:
-        stored, given = (memoryview(data)[:both].cast("I").tolist() for data in (known, ids))
-        token = next(number for number, pair in enumerate(zip(stored, given, strict=True)) if pair[0] != pair[1])
+    shared_bytes = min(len(ids), len(known))
+    if known[:shared_bytes] != ids[:shared_bytes]:
+        stored, given = (memoryview(data)[:shared_bytes].cast("I").tolist() for data in (known, ids))
+        token = next(index for index, pair in enumerate(zip(stored, given, strict=True)) if pair[0] != pair[1])
         raise InvalidParameter(
             f"token {token} of the cache was computed from the id {stored[token]}, but token_ids has {given[token]} there: pass the ids "
             "that the cache was computed from"
@@ -115,17 +115,17 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
-        number = start // chunk
-        if number < len(digests) and not digests[number]:
+        index = start // chunk
+        if index < len(digests) and not digests[index]:
             raise InvalidParameter(
                 f"{text}: token ids do not determine the cache's keys and values. Give inputs=, for each chunk of {chunk} tokens a digest "
-                f"of what else it was computed from (b'' for none), with one for chunk {number}"
+                f"of what else it was computed from (b'' for none), with one for chunk {index}"
             )
 
 
 def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
     """Return the inputs of a loaded cache of the token ``ids``; storing it again needs the same ``digests``."""
-    starts = [number * chunk for number in range(len(ids) // ID_BYTES // chunk) if digests[number]]
+    starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from .counters import Counters
 
 
-BLOCK = 4096
+MIN_BLOCK = 4096
 """The block of nearly every file system, and the least that a file of a byte is counted as."""
-_LARGEST_BLOCK = 65_536
+_MAX_BLOCK = 65_536
 """Network mounts call their requests' size a block."""
 
 
@@ -41,12 +41,12 @@ def block_bytes(path: str) -> int:
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     try:
-        return min(max(os.statvfs(path).f_frsize, BLOCK), _LARGEST_BLOCK) if is_on_one_host(path) else BLOCK
+        return min(max(os.statvfs(path).f_frsize, MIN_BLOCK), _MAX_BLOCK) if is_on_one_host(path) else MIN_BLOCK
     except OSError:
-        return BLOCK
+        return MIN_BLOCK
 
 
-def taken_by(*paths: str) -> int:
+def allocated_bytes(*paths: str) -> int:
     """Return the disk space of these files and folders; missing ones count as 0."""
     total = 0
     for path in paths:
@@ -59,9 +59,9 @@ def taken_by(*paths: str) -> int:
 
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
-INDEX = ("index.db", "index.db-shm", "index.db-wal")
+INDEX_FILES = ("index.db", "index.db-shm", "index.db-wal")
 """The files of the index (index.py)."""
-BESIDE = ("usage", "lock", *INDEX)
+OTHER_FILES = ("usage", "lock", *INDEX_FILES)
 """Files of the store that are not entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
@@ -89,25 +89,27 @@ class Folder:
 
     def overhead(self) -> int:
         """Return the disk space of the folders, and of files other than entries."""
-        firsts = [f"{self.root}/{first:x}" for first in range(16)]
-        extra = [f"{self.root}/{name}" for name in BESIDE]
-        return taken_by(self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *firsts, *self.leaves, *extra)
+        top_folders = [f"{self.root}/{first:x}" for first in range(16)]
+        extra = [f"{self.root}/{name}" for name in OTHER_FILES]
+        return allocated_bytes(
+            self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *top_folders, *self.entry_folders, *extra
+        )
 
     @cached_property
-    def leaves(self) -> list[str]:
+    def entry_folders(self) -> list[str]:
         """Return the folders that contain entries."""
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
-    def to_make(self, path: str) -> int:
+    def missing_folder_bytes(self, path: str) -> int:
         """Return the bytes of the missing folders that an entry at ``path`` needs."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
             return 0
-        above = self.root
-        while not os.path.isdir(above):
-            above = os.path.dirname(above)
-        return missing * min(taken_by(above), self.block)
+        parent = self.root
+        while not os.path.isdir(parent):
+            parent = os.path.dirname(parent)
+        return missing * min(allocated_bytes(parent), self.block)
 
     def path(self, key: bytes) -> str:
         """Return the path of the entry ``key``."""
@@ -141,14 +143,14 @@ class Folder:
         """Yield ``entries`` of the folder for keys whose first byte is ``folder``."""
         return self.entries(ENTRY_FOLDERS[folder])
 
-    def names(self, folder: int) -> list[bytes]:
+    def keys_in(self, folder: int) -> list[bytes]:
         """Return the keys of the entries in such a folder. Raises OSError."""
         try:
-            with os.scandir(self.leaves[folder]) as listing:
-                names = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]
+            with os.scandir(self.entry_folders[folder]) as listing:
+                keys_in = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]
+        return [bytes.fromhex(name) for name in keys_in if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == folder]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield (path, status) of every unfinished file."""

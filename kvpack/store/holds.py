@@ -28,16 +28,16 @@ _HEAD = struct.Struct("<8sQH")
 _DIGEST_BYTES = 8
 
 
-def hold_of(owner: Any, seconds: Any) -> Hold:
+def make_hold(owner: Any, seconds: Any) -> Hold:
     """Create a hold for ``seconds`` seconds by ``owner`` (None: this process). Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
-    name = checked_owner(owner)
+    name = validate_owner(owner)
     if name is None:
         name = f"{socket.gethostname()[: MAX_OWNER // 2]}:{os.getpid()}"
     return Hold(name, min(int(time.time()) + seconds, 2**63 - 1))
 
 
-def checked_owner(owner: Any) -> str | None:
+def validate_owner(owner: Any) -> str | None:
     """Return the name of an owner. Raises InvalidParameter for an invalid name."""
     if owner is None:
         return None
@@ -57,7 +57,7 @@ def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
 
 
-def read_hold(name: str, data: bytes) -> Pin:
+def parse_hold(name: str, data: bytes) -> Pin:
     """Parse the pin in ``data``, in effect or not. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
@@ -68,7 +68,7 @@ def read_hold(name: str, data: bytes) -> Pin:
     return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
 
 
-def endless_pin(data: bytes) -> Pin | None:
+def parse_old_pin(data: bytes) -> Pin | None:
     """Parse a pin of an earlier version, which consists of keys only; None without a key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
@@ -79,6 +79,6 @@ def split_keys(data: bytes) -> tuple[bytes, ...]:
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
 
 
-def in_effect(pin: Pin) -> bool:
+def is_active(pin: Pin) -> bool:
     """Return True if a pin has not ended."""
     return pin.until is None or pin.until > time.time()

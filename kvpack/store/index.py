@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.file.atomic import is_on_one_host
 from kvpack.runtime.locks import Lock
 
-from .backend import Stored
-from .disk_usage import run_of_machine
-from .folder import INDEX
+from .backend import StoredEntry
+from .disk_usage import boot_id
+from .folder import INDEX_FILES
 from .trust import OTHERS_WRITE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .folder import Folder
 
-ENTRIES = 4096
+MIN_ENTRIES = 4096
 """A folder of fewer entries has no index: it is listed as fast."""
 _VERSION = 1
 WAIT_SECONDS = 0.05
@@ -35,11 +35,11 @@ _POLL_SECONDS = 0.001
 """SQLite's own waiting grows to many times what a transaction takes."""
 _MAX_MISSED = 1024
 """The most changes that wait to be indexed; the folders of others are listed again."""
-_ATTEMPTS = 2
+_MAX_LISTINGS = 2
 """How often a folder that others change is listed before they have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
-_FIRST_BYTES = 8
+_NUMBER_BYTES = 8
 """The bytes of a key that are its row's number, so that the rows of a folder, which its first byte names, are together."""
 _SCHEMA = """
 CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
@@ -49,11 +49,11 @@ CREATE TABLE abouts (about INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 """
 
-Row = tuple[int, bytes, int, int]
+IndexRow = tuple[int, bytes, int, int]
 """Number, the rest of the key, bytes, last use: as old as it was when it was noted."""
 
 
-class Totals(NamedTuple):
+class IndexTotals(NamedTuple):
     """Number of entries, their bytes, and their disk space."""
 
     entries: int
@@ -61,14 +61,14 @@ class Totals(NamedTuple):
     cost: int
 
 
-class Listing(NamedTuple):
+class FolderListing(NamedTuple):
     """The contents of a folder: its inode and change time, and for each entry number the rest of the key, bytes and last use."""
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
 
 
-class Missed(NamedTuple):
+class MissedChange(NamedTuple):
     """A change of the entry ``key`` that the index has missed: its description, and the states of its folder before and after."""
 
     key: bytes
@@ -81,14 +81,14 @@ class Index:
     """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
-        self._folder, self._path = folder, os.path.join(folder.root, INDEX[0])
+        self._folder, self._path = folder, os.path.join(folder.root, INDEX_FILES[0])
         self._lock = Lock()
         self._connection: sqlite3.Connection | None = None
         self._node = self._pid = 0
         self._inherited: list[sqlite3.Connection] = []
         # The numbers of texts, as far as they were committed.
-        self._known: dict[str, int] = {}
-        self._missed: list[Missed] = []
+        self._text_ids: dict[str, int] = {}
+        self._missed_changes: list[MissedChange] = []
 
     def build(self) -> None:
         """Create the index unless there is one; folders of other users and network folders get none."""
@@ -100,30 +100,30 @@ class Index:
             with contextlib.suppress(FileExistsError):
                 # As private as the entries, and so are the files that SQLite puts next to it.
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            with self._guarded(), self._transaction(new=True) as connection:
+            with self._guard(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
                     for statement in filter(str.strip, _SCHEMA.split(";")):
                         connection.execute(statement)
                     connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
-                    self._set_note(connection, "run", _run())
+                    self._set_note(connection, "run", _boot_number())
                     connection.execute(f"PRAGMA user_version = {_VERSION}")
         self.refresh()
 
     @property
-    def there(self) -> bool:
+    def exists(self) -> bool:
         """True if there is an index to query."""
         result = False
-        with self._guarded():
-            result = self._opened() is not None
+        with self._guard():
+            result = self._open() is not None
         return result
 
     def close(self) -> None:
         """Release the connection; the next call opens another."""
-        if self._missed:
-            with self._guarded(), self._transaction():
+        if self._missed_changes:
+            with self._guard(), self._transaction():
                 pass
         with self._lock:
-            self._forget()
+            self._disconnect()
 
     def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
         """Call ``rename``, which gives an entry its name, and index the entry with its descriptive text, if known.
@@ -138,33 +138,33 @@ class Index:
                 done = True
                 rename()
 
-        with self._guarded(), self._transaction() as connection:
+        with self._guard(), self._transaction() as connection:
             if connection is not None:
-                number = None if about is None else self._known.get(about) or self._about(connection, about)
-                with self._changing(connection, key[0]):
+                number = None if about is None else self._text_ids.get(about) or self._about(connection, about)
+                with self._update_folder(connection, key[0]):
                     once()
                     self._replace(connection, key, size, used_ns, number)
         if done and about is not None and number is not None:
-            self._known[about] = number
+            self._text_ids[about] = number
         if not done:
-            with self._missing(key, about):
+            with self._record_missed(key, about):
                 once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
         """Call ``unlink``, which returns the size of a removed entry, for each of ``keys``, and remove those entries from the index."""
         removed: dict[bytes, int] = {}
         done = 0
-        with self._guarded(), self._transaction() as connection:
+        with self._guard(), self._transaction() as connection:
             for key in keys if connection is not None else ():
                 assert connection is not None
-                with self._changing(connection, key[0]):
+                with self._update_folder(connection, key[0]):
                     done += 1
                     size = unlink(key)
                     if size is not None:
                         removed[key] = size
                     self._drop(connection, key)
         for key in keys[done:]:
-            with self._missing(key):
+            with self._record_missed(key):
                 size = unlink(key)
             if size is not None:
                 removed[key] = size
@@ -173,8 +173,8 @@ class Index:
     def matches(self) -> bool:
         """Return True if there is an index, and no folder has changed since it was indexed."""
         result = False
-        with self._guarded():
-            result = self._stale() == []
+        with self._guard():
+            result = self._stale_folders() == []
         return result
 
     def refresh(self, seconds: float | None = None) -> bool:
@@ -182,61 +182,61 @@ class Index:
 
         Within ``seconds``, a folder that others change meanwhile is left for later; without a limit, they wait.
         """
-        known = False
-        with self._guarded(), contextlib.suppress(OSError):
-            if self._missed:
+        current = False
+        with self._guard(), contextlib.suppress(OSError):
+            if self._missed_changes:
                 with self._transaction():
                     pass
-            stale = self._stale()
+            stale = self._stale_folders()
             # If the time is short, each has its turn.
             first = time.monotonic_ns() % (len(stale or ()) or 1)
             deadline = time.monotonic() + (seconds or 0)
             for folder in (*(stale or ())[first:], *(stale or ())[:first]):
-                if (seconds is not None and time.monotonic() >= deadline) or not self._list(folder, certain=seconds is None):
+                if (seconds is not None and time.monotonic() >= deadline) or not self._refresh_folder(folder, wait=seconds is None):
                     return False
-            known = stale is not None
-        return known
+            current = stale is not None
+        return current
 
     def check_next(self) -> None:
         """Compare the names of one folder, a different one at each call, with its rows: two changes at one moment leave the same time."""
-        with self._guarded(), contextlib.suppress(OSError):
+        with self._guard(), contextlib.suppress(OSError):
             with self._transaction() as connection:
                 if connection is None:
                     return
                 folder = self._note(connection, "next") % 256
                 self._set_note(connection, "next", folder + 1)
-            state, names = self._state(folder), {_number(key) for key in self._folder.names(folder)}
+            state, names = self._folder_state(folder), {_number(key) for key in self._folder.keys_in(folder)}
             rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
             # What changes meanwhile is in order, or is found when it is this folder's turn again.
-            if rows != names and state == self._state(folder):
-                self._list(folder, certain=False)
+            if rows != names and state == self._folder_state(folder):
+                self._refresh_folder(folder, wait=False)
 
-    def totals(self) -> Totals | None:
+    def totals(self) -> IndexTotals | None:
         """Return the totals of the folder according to the index."""
-        with self._guarded():
-            connection = self._opened()
+        with self._guard():
+            connection = self._open()
             if connection is not None:
-                return Totals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
+                return IndexTotals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
         return None
 
-    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[Row]:
+    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[IndexRow]:
         """Return ``count`` rows whose last use and number follow ``after``, least recently used first, up to the time ``before``."""
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
-        with self._guarded():
-            connection = self._opened()
+        with self._guard():
+            connection = self._open()
             if connection is not None:
                 return connection.execute(query, (*after, before, count)).fetchall()
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
         """Record when rows, by number, were last used: (time, number)."""
-        with self._guarded(), self._transaction() as connection:
+        with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
         """Store a number and return the previous one."""
-        with self._guarded(), self._transaction() as connection:
+        with self._guard(), self._transaction() as connection:
             if connection is not None:
                 old = self._note(connection, name)
                 self._set_note(connection, name, value)
@@ -246,34 +246,37 @@ class Index:
     def abouts(self) -> list[tuple[str | None, int, int]] | None:
         """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without one."""
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
-        with self._guarded():
-            connection = self._opened()
+        with self._guard():
+            connection = self._open()
             if connection is not None:
                 return connection.execute(query).fetchall()
         return None
 
-    def undescribed(self, also: str = "") -> list[Stored]:
-        """Return the entries without a description, and those whose text is like ``also``."""
+    def undescribed(self, also_like: str = "") -> list[StoredEntry]:
+        """Return the entries without a description, and those whose text is like ``also_like``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
         )  # fmt: skip
-        with self._guarded():
-            connection = self._opened()
+        with self._guard():
+            connection = self._open()
             if connection is not None:
-                return [Stored(key_of(number, rest), size, used) for number, rest, size, used in connection.execute(query, (also,))]
+                return [
+                    StoredEntry(key_of(number, key_rest), size, used)
+                    for number, key_rest, size, used in connection.execute(query, (also_like,))
+                ]
         return []
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, by key; an entry never changes."""
-        with self._guarded(), self._transaction() as connection:
+        with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
-            known = {text: self._about(connection, text) for text in {text for _, text in texts}}
-            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(known[text], _number(key)) for key, text in texts])
+            current = {text: self._about(connection, text) for text in {text for _, text in texts}}
+            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(current[text], _number(key)) for key, text in texts])
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guard(self) -> Iterator[None]:
         """Enter one thread at a time; a fault of SQLite ends the block, and a corrupt index is removed."""
         with self._lock:
             try:
@@ -285,25 +288,25 @@ class Index:
                 self._discard()
 
     def _discard(self) -> None:
-        self._forget()
+        self._disconnect()
         # The log first: with another index it would be taken for that one's.
-        for name in reversed(INDEX):
+        for name in reversed(INDEX_FILES):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._folder.root, name))
 
-    def _opened(self, *, new: bool = False) -> sqlite3.Connection | None:
+    def _open(self, *, new: bool = False) -> sqlite3.Connection | None:
         """Return the connection to the file that currently has the index's name. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
                 return self._connection
-            self._forget()
+            self._disconnect()
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
             # The folder is asked, not the file: closing any descriptor of the file would end SQLite's locks on it.
             if not self._folder.trust.private or not is_own or not is_on_one_host(self._folder.root):
                 return None
         except OSError:
-            self._forget()
+            self._disconnect()
             return None
         connection = sqlite3.connect(self._path, timeout=_POLL_SECONDS, isolation_level=None, check_same_thread=False)
         self._connection, self._node, self._pid = connection, status.st_ino, os.getpid()
@@ -313,15 +316,15 @@ class Index:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == _VERSION and self._note(connection, "run") != _run():
+        if version == _VERSION and self._note(connection, "run") != _boot_number():
             self._discard()
             return None
         if version not in (_VERSION, 0 if new else _VERSION):
-            self._forget()
+            self._disconnect()
             return None
         return connection
 
-    def _forget(self) -> None:
+    def _disconnect(self) -> None:
         if self._connection is None:
             return
         if self._pid == os.getpid():
@@ -330,7 +333,7 @@ class Index:
             # The parent's: closing it here would end the parent's locks.
             self._inherited.append(self._connection)
         self._connection = None
-        self._known, self._missed = {}, []
+        self._text_ids, self._missed_changes = {}, []
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
@@ -338,22 +341,22 @@ class Index:
 
         Changes that were missed before are indexed first.
         """
-        connection = self._opened(new=new)
-        if connection is None or not self._begun(connection):
+        connection = self._open(new=new)
+        if connection is None or not self._try_begin(connection):
             yield None
             return
         try:
-            missed = len(self._missed)
+            missed = len(self._missed_changes)
             self._index_missed(connection)
             yield connection
             connection.execute("COMMIT")
-            del self._missed[:missed]
+            del self._missed_changes[:missed]
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
 
-    def _begun(self, connection: sqlite3.Connection) -> bool:
+    def _try_begin(self, connection: sqlite3.Connection) -> bool:
         """Begin a transaction; return False if others did not let it begin in time."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
@@ -366,20 +369,20 @@ class Index:
                 return True
 
     @contextlib.contextmanager
-    def _missing(self, key: bytes, about: str | None = None) -> Iterator[None]:
+    def _record_missed(self, key: bytes, about: str | None = None) -> Iterator[None]:
         """Enter a change of the entry ``key``, described by ``about``, while others keep the index busy; its row follows."""
         if self._connection is None:
             yield
             return
-        before = self._state(key[0])
+        before = self._folder_state(key[0])
         yield
         with self._lock:
-            self._missed.append(Missed(key, about, before, self._state(key[0])))
-            del self._missed[:-_MAX_MISSED]
+            self._missed_changes.append(MissedChange(key, about, before, self._folder_state(key[0])))
+            del self._missed_changes[:-_MAX_MISSED]
 
     def _index_missed(self, connection: sqlite3.Connection) -> None:
         """Index the changes that were missed. Their folders match the index again, unless others have changed them since."""
-        for key, about, before, after in self._missed:
+        for key, about, before, after in self._missed_changes:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
             except FileNotFoundError:
@@ -393,62 +396,62 @@ class Index:
             connection.execute(statement, (*after, key[0], *before))
 
     @contextlib.contextmanager
-    def _changing(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
+    def _update_folder(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
         """Enter a change of a folder and its rows; the folder stays indexed if it matched the index before."""
-        known = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
-        same = known == self._state(folder)
+        current = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
+        same = current == self._folder_state(folder)
         yield
-        state = self._state(folder) if same else (0, 0)
+        state = self._folder_state(folder) if same else (0, 0)
         connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
 
-    def _state(self, folder: int) -> tuple[int, int]:
+    def _folder_state(self, folder: int) -> tuple[int, int]:
         """Return the inode of an entries' folder, and when it was last changed."""
         try:
-            status = os.stat(self._folder.leaves[folder])
+            status = os.stat(self._folder.entry_folders[folder])
         except OSError:
             return 0, 0
         return status.st_ino, status.st_mtime_ns
 
-    def _stale(self) -> list[int] | None:
+    def _stale_folders(self) -> list[int] | None:
         """Return the folders that have changed since they were indexed."""
-        connection = self._opened()
+        connection = self._open()
         if connection is None:
             return None
         return [
             folder
-            for folder, *known in connection.execute("SELECT folder, node, changed FROM folders ORDER BY folder").fetchall()
-            if tuple(known) != self._state(folder)
+            for folder, *current in connection.execute("SELECT folder, node, changed FROM folders ORDER BY folder").fetchall()
+            if tuple(current) != self._folder_state(folder)
         ]
 
-    def _listing(self, folder: int) -> Listing:
+    def _list_folder(self, folder: int) -> FolderListing:
         """Read a folder. Raises OSError."""
-        state = self._state(folder)
+        state = self._folder_state(folder)
         entries = self._folder.entries_of(folder)
-        return Listing(state, {_number(key): (key[_FIRST_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
+        return FolderListing(state, {_number(key): (key[_NUMBER_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
 
-    def _list(self, folder: int, *, certain: bool) -> bool:
+    def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
         """Make a folder's rows match its entries, and return True if they then do; correct rows are not written.
 
-        Others change the index while the folder is read, and are waited for only if this must be ``certain``. Raises OSError and
+        Others change the index while the folder is read, and are waited for only if this must be ``wait``. Raises OSError and
         sqlite3.Error.
         """
-        for attempts_left in reversed(range(_ATTEMPTS if certain else 1)):
-            listing = self._listing(folder)
-            rows = None if (connection := self._opened()) is None else self._rows(connection, folder)
+        for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
+            listing = self._list_folder(folder)
+            rows = None if (connection := self._open()) is None else self._rows(connection, folder)
             with self._transaction() as connection:
                 if connection is None or rows is None:
                     return False
-                if certain and not attempts_left and listing.state != self._state(folder):
-                    listing, rows = self._listing(folder), self._rows(connection, folder)
-                if listing.state == self._state(folder):
+                if wait and not attempts_left and listing.state != self._folder_state(folder):
+                    listing, rows = self._list_folder(folder), self._rows(connection, folder)
+                if listing.state == self._folder_state(folder):
                     return self._write(connection, folder, listing, rows)
         return False
 
     def _rows(self, connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
         query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
-        return {number: (rest, size, used) for number, rest, size, used in connection.execute(query, _numbers_of(folder))}
+        return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, _numbers_of(folder))}
 
-    def _write(self, connection: sqlite3.Connection, folder: int, listing: Listing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
+    def _write(self, connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
         """Write what differs between a listing and the rows of its folder; return False if the rows have changed meanwhile."""
         entries = listing.entries
         connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
@@ -467,7 +470,7 @@ class Index:
 
     def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None) -> None:
         self._drop(connection, key)
-        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_number(key), key[_FIRST_BYTES:], size, used_ns, about))
+        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_number(key), key[_NUMBER_BYTES:], size, used_ns, about))
         self._count(connection, key[0], 1, size, self._folder.cost(size))
 
     def _about(self, connection: sqlite3.Connection, text: str) -> int:
@@ -492,19 +495,19 @@ class Index:
         connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
 
 
-def key_of(number: int, rest: bytes) -> bytes:
+def key_of(number: int, key_rest: bytes) -> bytes:
     """Return the key of a row."""
-    return (number + 2**63).to_bytes(_FIRST_BYTES, "big") + rest
+    return (number + 2**63).to_bytes(_NUMBER_BYTES, "big") + key_rest
 
 
-def _run() -> int:
+def _boot_number() -> int:
     """Return this boot as an SQLite integer."""
-    return int.from_bytes(run_of_machine(), "big", signed=True)
+    return int.from_bytes(boot_id(), "big", signed=True)
 
 
 def _number(key: bytes) -> int:
     """Return the number of a key's row, which fits SQLite's signed integers."""
-    return int.from_bytes(key[:_FIRST_BYTES], "big") - 2**63
+    return int.from_bytes(key[:_NUMBER_BYTES], "big") - 2**63
 
 
 def _numbers_of(folder: int) -> tuple[int, int]:

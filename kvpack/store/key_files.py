@@ -24,7 +24,7 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
         raise InvalidParameter(f"{where}: has the mode {mode:04o}, expected 0600: only its owner may read a key file (run chmod 600)")
     keys: dict[str, bytes] = {}
     lines: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -33,8 +33,8 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
             name, digits = words
             key = bytes.fromhex(digits)
         except ValueError:
-            raise InvalidParameter(f"{where}: line {number} is not an id and a key in hexadecimal digits") from None
+            raise InvalidParameter(f"{where}: line {line_number} is not an id and a key in hexadecimal digits") from None
         if name in keys:
-            raise InvalidParameter(f"{where}: line {number} has the id {name!r} of line {lines[name]}, expected one key per id")
-        keys[name], lines[name] = key, number
+            raise InvalidParameter(f"{where}: line {line_number} has the id {name!r} of line {lines[name]}, expected one key per id")
+        keys[name], lines[name] = key, line_number
     return keys

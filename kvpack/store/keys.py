@@ -1,8 +1,7 @@
 """The names of entries.
 
-The name of a chunk is SHA-256 over length-prefixed fields, chained by the parent's name (spec/store.md, Keys). The name of a page covers
-its namespace, the engine's key and the description (spec/row.md, Entries). The name of a basis is the SHA-256 of its file (spec/store.md,
-Bases).
+A chunk's name is the SHA-256 of length-prefixed fields, including its parent's name (spec/store.md, Keys). A page's name covers its
+namespace, the engine's key and the description (spec/row.md, Entries). A basis is named by the SHA-256 of its file (spec/store.md, Bases).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def token_bytes(token_ids: Any) -> bytes:
     Raises InvalidParameter for anything else, and for an id below 0 or above 2^32 - 1.
     """
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
-        return _listed(token_ids)
+        return _pack_list(token_ids)
     try:
         # Tensors without values, or in a form that no array has, fail here.
         if hasattr(token_ids, "detach"):
@@ -61,7 +60,7 @@ def token_bytes(token_ids: Any) -> bytes:
     return data
 
 
-def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
+def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
     try:
         ids = array.array("I", token_ids)
     except (TypeError, OverflowError) as error:
@@ -74,20 +73,20 @@ def _listed(token_ids: list[int] | tuple[int, ...]) -> bytes:
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     """Return one digest for every whole chunk of ``ids``; empty if its token ids determine the chunk."""
     tokens = len(ids) // ID_BYTES
-    whole, begun = tokens // chunk, -(-tokens // chunk)
+    whole_chunks, started_chunks = tokens // chunk, -(-tokens // chunk)
     if inputs is None:
-        return [b""] * whole
+        return [b""] * whole_chunks
     inputs = items(inputs, "inputs", "digests (bytes), one for each chunk")
-    if len(inputs) not in (whole, begun):
+    if len(inputs) not in (whole_chunks, started_chunks):
         raise InvalidParameter(
-            f"inputs has {len(inputs)} digests, expected {whole} for {tokens} token ids in chunks of {chunk}: one for each chunk, b'' "
-            "if its token ids determine it"
+            f"inputs has {len(inputs)} digests, expected {whole_chunks} for {tokens} token ids in chunks of {chunk}: pass one for "
+            "each chunk, b'' if its token ids determine it"
         )
-    for number, digest in enumerate(inputs):
+    for index, digest in enumerate(inputs):
         if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
-            found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"of type {type(digest).__name__}"
-            raise InvalidParameter(f"inputs[{number}] is {found}, the limit is {MAX_INPUT_BYTES} bytes: give a digest")
-    return list(inputs[:whole])
+            actual = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"of type {type(digest).__name__}"
+            raise InvalidParameter(f"inputs[{index}] is {actual}, the limit is {MAX_INPUT_BYTES} bytes: give a digest")
+    return list(inputs[:whole_chunks])
 
 
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
@@ -95,20 +94,20 @@ def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | No
 
     ``root`` is the digest of the identity: the parent of the first chunk. ``inputs`` are as for ``check_inputs``. Raises as it does.
     """
-    return [key for key, _, _, _ in chained(root, ids, chunk, check_inputs(inputs, ids, chunk))]
+    return [key for key, _, _, _ in chunk_links(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
 
-Link = tuple[bytes, bytes, bytes, bytes]
+ChunkLink = tuple[bytes, bytes, bytes, bytes]
 """A chunk's key, its parent's key, its token ids, and the digest of its other inputs."""
 
 
-def chained(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[Link]:
+def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[ChunkLink]:
     """Yield the link of every whole chunk; ``inputs`` has one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
-        part = ids[start : start + size]
-        key = chunk_key(parent, part, digest)
-        yield key, parent, part, digest
+        chunk_ids = ids[start : start + size]
+        key = chunk_key(parent, chunk_ids, digest)
+        yield key, parent, chunk_ids, digest
         parent = key
 
 

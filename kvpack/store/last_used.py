@@ -26,12 +26,12 @@ GRACE_NS = 3600 * 10**9
 """An entry that no record names may await its writer's next record if it is younger than this."""
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
-_AGES = 1.25
+_AGE_FACTOR = 1.25
 """Uses whose ages differ by less than this factor may become one record."""
-_RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
+_RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merge_records>-merge_records)?")
 
 
-class Use(NamedTuple):
+class LastUse(NamedTuple):
     """The last use of an entry, in nanoseconds since 1970, and the seconds after which it then expires, if it does."""
 
     used_ns: int
@@ -42,41 +42,41 @@ class Use(NamedTuple):
         return self.ttl is not None and self.used_ns + self.ttl * SECOND_NS <= now_ns
 
 
-class Uses:
+class UseLog:
     """The chains that one user has used since its last record, which it puts every ``interval`` seconds. Safe to use from any thread."""
 
     def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
         self._interval = interval
         # A dict keeps the order of insertion: the most recently used key is last.
-        self._noted: dict[bytes, None] = {}
+        self._unrecorded: dict[bytes, None] = {}
         self._since = time.monotonic()
         self._lock = Lock()
 
-    def note(self, chain: Sequence[bytes]) -> None:
+    def record_use(self, chain: Sequence[bytes]) -> None:
         """Record that ``chain``, from its first chunk on, is in use."""
         with self._lock:
-            if not self._noted:
+            if not self._unrecorded:
                 self._since = time.monotonic()
             for key in reversed(chain):
-                self._noted.pop(key, None)
-                self._noted[key] = None
+                self._unrecorded.pop(key, None)
+                self._unrecorded[key] = None
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Return True if a record should be put."""
         with self._lock:
             waited = time.monotonic() - self._since >= self._interval
-            return bool(self._noted) and (waited or len(self._noted) >= _MAX_NOTED)
+            return bool(self._unrecorded) and (waited or len(self._unrecorded) >= _MAX_NOTED)
 
-    def noted(self) -> set[bytes]:
+    def unrecorded_keys(self) -> set[bytes]:
         """Return the keys that are not in any record yet."""
         with self._lock:
-            return {*self._noted}
+            return {*self._unrecorded}
 
-    def take(self) -> bytes:
+    def pop_record(self) -> bytes:
         """Return the record of the noted uses, and forget them; empty if there are none."""
         with self._lock:
-            noted, self._noted = self._noted, {}
-        return b"".join(noted)
+            unrecorded_keys, self._unrecorded = self._unrecorded, {}
+        return b"".join(unrecorded_keys)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
@@ -86,11 +86,11 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
     use.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
-    merged = "" if merged_ns is None else "-merged"
-    return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merged}"
+    merge_records = "" if merged_ns is None else "-merge_records"
+    return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merge_records}"
 
 
-def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
+def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
     """Return the keys of all records with their last uses, least recently used first.
 
     ``records`` are (time of its put, name, record); a record with an incomplete last key counts up to that key.
@@ -98,27 +98,27 @@ def order_of(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, Use]:
     dated = []
     for put_ns, name, record in records:
         match = _RECORD.fullmatch(name.rpartition("/")[2])
-        used_ns = min(put_ns, int(match["time"])) if match and match["merged"] else put_ns
+        used_ns = min(put_ns, int(match["time"])) if match and match["merge_records"] else put_ns
         dated.append((used_ns, name, record, int(match["ttl"]) if match and match["ttl"] else None))
-    last: dict[bytes, Use] = {}
-    for used_ns, _, record, ttl in sorted(dated, key=lambda one: one[:2]):
+    last: dict[bytes, LastUse] = {}
+    for used_ns, _, record, ttl in sorted(dated, key=lambda dated_record: dated_record[:2]):
         for at in range(0, len(record) - KEY_BYTES + 1, KEY_BYTES):
             key = record[at : at + KEY_BYTES]
             last.pop(key, None)
-            last[key] = Use(used_ns, ttl)
+            last[key] = LastUse(used_ns, ttl)
     return last
 
 
-def merged(last: Mapping[bytes, Use], now_ns: int) -> dict[str, bytes]:
+def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
     """Merge records by name, equivalent to ``last``, least recently used first: one record for all uses of about the same age."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
-        groups.setdefault((int(math.log(age, _AGES)), use.ttl), []).append(key)
+        groups.setdefault((int(math.log(age, _AGE_FACTOR)), use.ttl), []).append(key)
     return {record_name(ttl, last[keys[-1]].used_ns): b"".join(keys) for (_, ttl), keys in groups.items()}
 
 
-def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, Use], now_ns: int) -> list[bytes]:
+def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
     """Return the keys of ``entries`` (key, time of its put) in the order of eviction, leaves before their ancestors.
 
     An entry that no record names comes from a writer that died, or that has yet to record it. Such entries are ordered newest first,

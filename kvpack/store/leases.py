@@ -48,10 +48,10 @@ class Leases:
         cache = load()
         while (count := 0 if cache is None else cache.tokens // chunk) < len(keys):
             key = keys[count]
-            if self._holds(key):
+            if self._is_held(key):
                 break
-            lease, tried = self._taken(key, deadline)
-            waited |= tried > 1
+            lease, attempts = self._acquire(key, deadline)
+            waited |= attempts > 1
             if lease is None:
                 self._counters.add("lease_timeouts")
                 break
@@ -83,7 +83,7 @@ class Leases:
         """End all leases."""
         self.release([*self._held])
 
-    def _holds(self, key: bytes) -> bool:
+    def _is_held(self, key: bytes) -> bool:
         """Return True if this thread already has the lease of ``key``."""
         self.release(())
         with self._lock:
@@ -93,7 +93,7 @@ class Leases:
         if self._pid != os.getpid():
             self._held, self._pid = {}, os.getpid()
 
-    def _taken(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
+    def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
         """Acquire the lease of ``key``; None if another holder keeps it until ``deadline``. Also return the number of requests for it."""
         pause, tries = _PAUSES[0], 0
         while True:
@@ -126,18 +126,18 @@ def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
     folder.make_folders()
     path = os.path.join(folder.unfinished_folder, f"{TEMPORARY_PREFIX}lease-{key.hex()}{LOCKED_SUFFIX}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    kept = False
+    acquired = False
     try:
         locked = lock_now(descriptor)
         status = os.fstat(descriptor)
         if locked and status.st_nlink:
-            folder.trust.own(descriptor)
+            folder.trust.assign_owner(descriptor)
             os.utime(descriptor)
-            kept = True
+            acquired = True
             return FileLease(path, descriptor)
         # Without locks nobody can wait, and whoever holds the lease for longer does not save.
         late = locked is None or (locked is False and abs(time.time() - status.st_mtime) > seconds)
         return NoLease() if late else None
     finally:
-        if not kept:
+        if not acquired:
             os.close(descriptor)

@@ -14,7 +14,7 @@ from kvpack.identity.identity import states_key
 
 from . import state_entries
 from .encryption import decrypted_entry
-from .entry_probe import Known, check_front
+from .entry_probe import KeySet, check_front
 from .faults import is_damage
 from .windows import Windows
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import States
 
-    from .backend import Backend, Data, Found
+    from .backend import Backend, Data, FoundEntry
     from .counters import Counters
     from .encryption import Cipher
-    from .entries import Reader
+    from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 """The errors that an entry may cause, including torch's out-of-memory errors: each is a miss and is counted."""
@@ -42,7 +42,7 @@ class Loader:
     def __init__(
         self,
         backend: Backend,
-        reader: Reader,
+        reader: EntryReader,
         cipher: Cipher | None,
         counters: Counters,
         before: Sequence[bytes] = (),
@@ -50,12 +50,12 @@ class Loader:
     ) -> None:
         self._backend, self._reader, self._cipher, self._counters, self._before = backend, reader, cipher, counters, before
         self._windows = Windows((), reader.chunk) if windows is None else windows
-        self._known, self._doubted = Known(), Known()
+        self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
-    def load(self, keys: Sequence[bytes], after: tuple[bytes, Found] | None = None) -> Cache | None:
+    def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
         """Return the cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
 
-        ``after`` is an entry with the states that follow the chain; its use is recorded with the chain.
+        ``states_entry`` is an entry with the states that follow the chain; its use is recorded with the chain.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
@@ -63,8 +63,8 @@ class Loader:
             keys = keys[: self._backend.present(keys)]
         while keys:
             first = self._windows.first_chunk(len(keys))
-            chunks, result = self._chain(keys, first)
-            cache = self._joined(chunks, keys[first:], result)
+            chunks, result = self._read_chain(keys, first)
+            cache = self._join(chunks, keys[first:], result)
             count = first + len(chunks)
             if first and cache is not None and len(cache) > len(self._windows.layers):
                 # Layers that the identity does not list attend to all tokens.
@@ -76,32 +76,32 @@ class Loader:
             if cache is not None:
                 self._remember(keys[first:count])
                 chain, entries = [*self._before, *keys[:count]], result[: len(chunks)]
-                if after is not None and count == whole:
-                    chain, entries = [*chain, after[0]], [*entries, after[1]]
+                if states_entry is not None and count == whole:
+                    chain, entries = [*chain, states_entry[0]], [*entries, states_entry[1]]
                 self._backend.accept(chain, entries, time.time_ns())
-                cache = self._windows.reached(cache)
+                cache = self._windows.crop(cache)
             return cache
         return None
 
-    def _chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[Found]]:
+    def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
         """Return the caches and the entries of a chain from chunk ``first`` on, up to the first chunk without a valid entry."""
         chunks: list[Cache] = []
-        result: list[Found] = []
+        result: list[FoundEntry] = []
         beyond = -1
         while first + len(chunks) < len(keys):
-            rest = keys[first + len(chunks) :]
-            entries = self._backend.find(rest, beyond=beyond)
-            good, error = self._read(entries, rest, first + len(chunks))
-            chunks += good
-            result += entries[: len(good)]
+            remaining = keys[first + len(chunks) :]
+            entries = self._backend.find(remaining, beyond=beyond)
+            read_chunks, error = self._read(entries, remaining, first + len(chunks))
+            chunks += read_chunks
+            result += entries[: len(read_chunks)]
             if error is None:
                 break
             # A bad entry must not hide a good one in a slower tier.
-            self._refuse(rest[len(good)], entries[len(good)], error)
-            beyond = entries[len(good)].tier
+            self._refuse(remaining[len(read_chunks)], entries[len(read_chunks)], error)
+            beyond = entries[len(read_chunks)].tier
         return chunks, result
 
-    def states(self, chunk: bytes, position: int) -> tuple[States, Found] | None:
+    def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
         """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry.
 
         Returns None without a valid one.
@@ -109,18 +109,18 @@ class Loader:
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
-                clear = decrypted_entry(key, entries[0].data, self._cipher)
-                return state_entries.read(clear, chunk, position, self._reader.model, self._reader.recipe), entries[0]
+                decrypted = decrypted_entry(key, entries[0].data, self._cipher)
+                return state_entries.read(decrypted, chunk, position, self._reader.model, self._reader.recipe), entries[0]
             except FAULTS as error:
                 self._refuse(key, entries[0], error)
                 beyond = entries[0].tier
         return None
 
-    def opens_states(self, chunks: Sequence[bytes]) -> list[bool]:
+    def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
         """Return, for each chunk key, True if the states after it are stored here and, judging by their front, readable."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
-        result = [is_present and key in self._known for key, is_present in zip(keys, present, strict=True)]
+        result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
         requested = [at for at, is_present in enumerate(present) if is_present and not result[at]]
         for at, data in zip(requested, self._backend.peek_each([keys[at] for at in requested], front=True), strict=True):
             with suppress(*FAULTS):
@@ -130,34 +130,34 @@ class Loader:
         self._remember([key for key, opens in zip(keys, result, strict=True) if opens])
         return result
 
-    def opens(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
+    def can_open(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
         """Return, for each of the existing entries of chunks ``numbers``, True if it can be read here.
 
         A front is read once; a damaged entry is removed.
         """
-        result = [key in self._known for key in keys]
-        requested = [at for at, key in enumerate(keys) if not result[at] and key not in self._doubted]
+        result = [key in self._readable_keys for key in keys]
+        requested = [at for at, key in enumerate(keys) if not result[at] and key not in self._suspect_keys]
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
         for begin in range(0, len(requested), at_once):
             part = requested[begin : begin + at_once]
             for at, data in zip(part, self._backend.peek_each([keys[at] for at in part], front=True), strict=True):
-                result[at] = data is not None and self._opens(keys[at], numbers[at], data)
+                result[at] = data is not None and self._can_open(keys[at], numbers[at], data)
         self._remember([keys[at] for at in requested if result[at]])
         return result
 
-    def _opens(self, key: bytes, number: int, data: Data) -> bool:
+    def _can_open(self, key: bytes, number: int, data: Data) -> bool:
         try:
             check_front(key, data, self._cipher, self._reader.check_shape)
         except FAULTS:
             # The front may not be enough to decide.
-            return self._reads(key, number)
+            return self._can_read(key, number)
         return True
 
     def _remember(self, keys: Sequence[bytes]) -> None:
-        self._known.add(keys)
-        self._doubted.remove(keys)
+        self._readable_keys.add(keys)
+        self._suspect_keys.remove(keys)
 
-    def _reads(self, key: bytes, number: int) -> bool:
+    def _can_read(self, key: bytes, number: int) -> bool:
         beyond = -1
         while entries := self._backend.find([key], beyond=beyond):
             _, error = self._read(entries, [key], number)
@@ -167,24 +167,24 @@ class Loader:
             beyond = entries[0].tier
         return False
 
-    def _read(self, entries: Sequence[Found], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
+    def _read(self, entries: Sequence[FoundEntry], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
         """Return the caches of entries up to the first refused one, and its error; ``first`` is the chunk number of the first entry."""
-        clear: list[Data] = []
+        decrypted: list[Data] = []
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
             try:
-                clear.append(decrypted_entry(key, entry.data, self._cipher))
+                decrypted.append(decrypted_entry(key, entry.data, self._cipher))
             except FAULTS as error:
                 refused = error
                 break
         chunks: list[Cache] = []
         try:
-            chunks.extend(self._reader.read(clear, keys, first=first))
+            chunks.extend(self._reader.read(decrypted, keys, first=first))
         except FAULTS as error:
             return chunks, error
         return chunks, refused
 
-    def _joined(self, chunks: list[Cache], keys: Sequence[bytes], found: Sequence[Found]) -> Cache | None:
+    def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
         """Join ``chunks`` to one cache; chunks that do not continue the previous one are dropped."""
         from kvpack.cache.cache import concat
 
@@ -200,18 +200,18 @@ class Loader:
             cache = None
         if refused is not None:
             # The chunk is intact but does not continue the previous ones, or memory ran out.
-            self._refuse(keys[len(chunks)], found[len(chunks)], refused)
+            self._refuse(keys[len(chunks)], entry[len(chunks)], refused)
         return cache
 
-    def _refuse(self, key: bytes, found: Found, error: Exception) -> None:
-        self._known.remove([key])
-        if refuse(self._backend, self._counters, key, found, error):
+    def _refuse(self, key: bytes, entry: FoundEntry, error: Exception) -> None:
+        self._readable_keys.remove([key])
+        if refuse(self._backend, self._counters, key, entry, error):
             # An entry that cannot be removed cannot be replaced either. Another tier's may be removed after this one.
-            doubt = self._doubted.add if self._backend.present([key]) else self._doubted.remove
-            doubt([key])
+            update_suspects = self._suspect_keys.add if self._backend.present([key]) else self._suspect_keys.remove
+            update_suspects([key])
 
 
-def refuse(backend: Backend, counters: Counters, key: bytes, found: Found, error: Exception) -> bool:
+def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
     """Count a bad entry as a miss; return True if it is damaged.
 
     A damaged entry is removed to make way for a good one; others may be able to read the rest.
@@ -224,5 +224,5 @@ def refuse(backend: Backend, counters: Counters, key: bytes, found: Found, error
         counters.add("unreadable_entries")
         return False
     counters.add("damaged_entries")
-    backend.discard(key, found)
+    backend.discard(key, entry)
     return True

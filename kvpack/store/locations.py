@@ -30,54 +30,54 @@ MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SECRETS = re.compile(r"//[^/@]*@")
-_OF_TIERS = {"write_back"}
+_TIER_LIST_OPTIONS = {"write_back"}
 """Options that only a list of tiers supports."""
 
 
-def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
+def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
-    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the form of entries. With ``looking``, opening changes
+    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the form of entries. With ``skip_sweep``, opening changes
     nothing there. Raises InvalidParameter for an option that is invalid or that the location does not support and for a URL of an unknown
     kind, and the errors of the backend.
     """
     given = options.given()
     if isinstance(location, (list, tuple)):
-        _check_options("a list of tiers", given, _OF_TIERS, ": each Tier has its own")
-        return _open_tiers(location, counters, form, looking=looking, **given)
-    kind = _kind(location)
+        _check_options("a list of tiers", given, _TIER_LIST_OPTIONS, ": each Tier has its own")
+        return _open_tiers(location, counters, form, skip_sweep=skip_sweep, **given)
+    kind = _kind_of(location)
     _check_options(kind.name, given, kind.options)
-    return kind.open(location, counters, form, looking=looking, **given)
+    return kind.open(location, counters, form, skip_sweep=skip_sweep, **given)
 
 
-def _check_options(kind: str, given: Mapping[str, Any], known: set[str], instead: str = "") -> None:
+def _check_options(kind: str, given: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
     """Raise InvalidParameter for an option that ``kind`` does not support."""
-    if unknown := set(given) - known:
-        raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{instead}")
+    if unknown := set(given) - supported:
+        raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{hint}")
 
 
-def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, looking: bool = False, write_back: bool = False) -> Tiers:
+def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, skip_sweep: bool = False, write_back: bool = False) -> Tiers:
     if not locations:
         raise InvalidParameter("the location is an empty list, expected at least one tier")
     tiers = []
-    for place in locations:
-        tier = place if isinstance(place, Tier) else Tier(place)
+    for location_or_tier in locations:
+        tier = location_or_tier if isinstance(location_or_tier, Tier) else Tier(location_or_tier)
         if isinstance(tier.location, (list, tuple)):
             raise InvalidParameter("a tier is a list of tiers, expected one location")
         tier_counters = Counters(counters)
-        tiers.append((open_backend(tier.location, tier_counters, form, tier, looking=looking), tier_counters))
+        tiers.append((open_backend(tier.location, tier_counters, form, tier, skip_sweep=skip_sweep), tier_counters))
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, looking: bool = False) -> Backend:
+def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
-    if _kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
+    if _kind_of(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
         raise MissingFile(f"{location}: {why}")
-    return open_backend(location, counters, form, options, looking=looking)
+    return open_backend(location, counters, form, options, skip_sweep=skip_sweep)
 
 
-class Kind(NamedTuple):
+class LocationKind(NamedTuple):
     """A kind of location: its URL schemes, the options of its backend, and the function that opens the backend."""
 
     name: str
@@ -86,38 +86,42 @@ class Kind(NamedTuple):
     """The beginnings of its locations' URLs."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
-    """Takes a location, counters, the form of entries, ``looking`` and the options given."""
+    """Takes a location, counters, the form of entries, ``skip_sweep`` and the options given."""
 
 
-def _open_memory(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+def _open_memory(location: str, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
         raise InvalidParameter("a store in memory needs a budget: pass max_bytes=")
     return Memory(counters, **options)
 
 
-def _open_redis(location: str, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+def _open_redis(location: str, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
     return Redis(location, counters, form, **options)
 
 
-def _open_object_store(location: Any, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
+def _open_object_store(location: Any, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
     return ObjectStore(location, counters, form, **options)
 
 
-def _open_folder(location: Any, counters: Counters, form: Form, *, looking: bool, **options: Any) -> Backend:
-    return Directory(_folder(location), counters, form, looking=looking, **options)
+def _open_folder(location: Any, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
+    return Directory(_folder(location), counters, form, skip_sweep=skip_sweep, **options)
 
 
 KINDS = [
-    Kind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
-    Kind("an object store", {"max_bytes", "ttl", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store),
-    Kind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
+    LocationKind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
+    LocationKind(
+        "an object store", {"max_bytes", "ttl", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store
+    ),
+    LocationKind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
 """The kinds of location other than a folder; any other text names a folder."""
 
-FOLDER = Kind("a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder)
+FOLDER = LocationKind(
+    "a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder
+)
 
 
-def _kind(location: Any) -> Kind:
+def _kind_of(location: Any) -> LocationKind:
     """Return the kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
     if isinstance(location, Tier):
         raise InvalidParameter("the location is a Tier, expected a list of them")
@@ -125,8 +129,8 @@ def _kind(location: Any) -> Kind:
         if kind.matches(location):
             return kind
     if isinstance(location, str) and not location.startswith(_FILE) and (scheme := _URL.match(location)):
-        known = ", ".join(scheme for kind in KINDS for scheme in kind.schemes)
-        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, expected one of {known}, or a folder path")
+        supported = ", ".join(scheme for kind in KINDS for scheme in kind.schemes)
+        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, expected one of {supported}, or a folder path")
     return FOLDER
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
-from .backend import OneTier, Pin, Stored
-from .holds import in_effect
+from .backend import OneTier, Pin, StoredEntry
+from .holds import is_active
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .backend import Data, Found, Hold
+    from .backend import Data, FoundEntry, Hold
     from .counters import Counters
 
 
@@ -32,7 +32,7 @@ class Memory(OneTier):
 
     def present(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
+            return next((index for index, key in enumerate(keys) if key not in self._entries), len(keys))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
@@ -76,20 +76,20 @@ class Memory(OneTier):
         with self._lock:
             for key in reversed(chain):
                 if key in self._entries:
-                    data, noted = self._entries[key]
-                    self._entries[key] = (data, max(noted, now_ns))
+                    data, recorded_ns = self._entries[key]
+                    self._entries[key] = (data, max(recorded_ns, now_ns))
                     self._entries.move_to_end(key)
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         with self._lock:
             return {key for key in reversed(keys) if self._remove(key)}
 
-    def discard(self, key: bytes, found: Found) -> None:
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
         self.delete([key])
 
-    def list(self) -> Iterator[Stored]:
+    def list(self) -> Iterator[StoredEntry]:
         with self._lock:
-            entries = [Stored(key, len(data), used_ns) for key, (data, used_ns) in self._entries.items()]
+            entries = [StoredEntry(key, len(data), used_ns) for key, (data, used_ns) in self._entries.items()]
         yield from entries
 
     def size(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class Memory(OneTier):
         with self._lock:
             result = [name for name in self._pins if name[0] == keys[-1] and owner in (None, name[1])]
             removed = [self._pins.pop(name) for name in result]
-        return any(map(in_effect, removed))
+        return any(map(is_active, removed))
 
     def pins(self) -> Sequence[Pin]:
         with self._lock:
@@ -119,22 +119,22 @@ class Memory(OneTier):
 
     def _in_effect(self) -> Sequence[Pin]:
         """Return the pins that have not ended, and forget the others."""
-        self._pins = {name: pin for name, pin in self._pins.items() if in_effect(pin)}
+        self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 
     def _make_room(self, size: int, chain: set[bytes]) -> bool:
         excess = self._total + size - self._max_bytes
-        kept = chain.union(*(pin.chain for pin in self._in_effect()))
-        going = []
+        protected = chain.union(*(pin.chain for pin in self._in_effect()))
+        to_evict = []
         for key, (data, _) in self._entries.items():
             if excess <= 0:
                 break
-            if key not in kept:
-                going.append(key)
+            if key not in protected:
+                to_evict.append(key)
                 excess -= len(data)
         if excess > 0:
             return False
-        for key in going:
+        for key in to_evict:
             self._counters.add("evicted_entries")
             self._counters.add("evicted_bytes", self._remove(key))
         return True

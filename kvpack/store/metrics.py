@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-class Measured(Protocol):
+class MeteredStore(Protocol):
     """A ``Store`` or a ``PageStore``."""
 
     def prometheus(self) -> str: ...
@@ -22,15 +22,15 @@ class Collector:
     """The collector that prometheus_client calls at each scrape; it returns the metrics of every added store, with its labels."""
 
     def __init__(self) -> None:
-        self._stores: list[tuple[Measured, dict[str, str]]] = []
+        self._stores: list[tuple[MeteredStore, dict[str, str]]] = []
         self._lock = Lock()
 
-    def add(self, store: Measured, labels: Mapping[str, str] | None = None) -> None:
+    def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
         """Collect the metrics of ``store`` with ``labels``, which distinguish it from the other stores."""
         with self._lock:
             self._stores.append((store, dict(labels or {})))
 
-    def remove(self, store: Measured) -> None:
+    def remove(self, store: MeteredStore) -> None:
         """Forget ``store``."""
         with self._lock:
             self._stores = [(other, labels) for other, labels in self._stores if other is not store]
@@ -49,7 +49,7 @@ class Collector:
         yield from families.values()
 
 
-def register_metrics(store: Measured, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
+def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
     """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
     Returns the collector, to unregister it or to ``add`` further stores, whose ``labels`` must differ. Raises MissingPackage without

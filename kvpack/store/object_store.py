@@ -21,13 +21,13 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
-from .backend import Found, NoLease, OneTier, Stored
-from .breaker import Breaker, Guard
-from .entry_kind import PLAIN, Kind
+from .backend import FoundEntry, NoLease, OneTier, StoredEntry
+from .breaker import CircuitBreaker, RequestGuard
+from .entry_kind import UNENCRYPTED, Kind
 from .expiry import MAX_TTL, pass_seconds
-from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
+from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
-from .last_used import INTERVAL_SECONDS, Uses, eviction_order, merged, order_of, record_name
+from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
     from .entry_kind import Form
-    from .last_used import Use
+    from .last_used import LastUse
 
 REQUESTS = 16
 """The most concurrent requests."""
@@ -50,16 +50,16 @@ _MERGE = 32
 """One in this many records of uses, at random, is followed by a merge of all."""
 MAX_RECORDS_BYTES = 256 * 2**20
 """Maximum number of bytes of all records of uses, or all pins, when they are read: 8 million keys."""
-_SEEN = 4096
+_MAX_SEEN_LEASES = 4096
 """Maximum number of leases of others whose age is known."""
 _EARLY_SECONDS = 0.25
 _HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
 
-Object = tuple[str, int, int]
+ListedObject = tuple[str, int, int]
 """Name, bytes, and time of its put, in nanoseconds since 1970."""
-Listing = list[Object]
-Entries = list[tuple[bytes, int, int]]
+Listing = list[ListedObject]
+ListedEntries = list[tuple[bytes, int, int]]
 """The same by key."""
 
 
@@ -78,7 +78,7 @@ class ObjectStore(OneTier):
         self,
         location: Any,
         counters: Counters,
-        form: Form = PLAIN,
+        form: Form = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
@@ -87,46 +87,46 @@ class ObjectStore(OneTier):
     ) -> None:
         self._objects = Objects(location, form.max_bytes, timeout, storage_options)
         self._counters, self._form, self._max_bytes = counters, form, max_bytes
-        self._breaker = Breaker()
-        self._guard = Guard(self._breaker, counters, self._objects.errors, self._objects.refusals)
+        self._breaker = CircuitBreaker()
+        self._guard = RequestGuard(self._breaker, counters, self._objects.errors, self._objects.refusals)
         self._ttl = None if ttl is None else min(ttl, MAX_TTL)
-        self._uses = Uses(INTERVAL_SECONDS if ttl is None else min(INTERVAL_SECONDS, pass_seconds(ttl)))
+        self._uses = UseLog(INTERVAL_SECONDS if ttl is None else min(INTERVAL_SECONDS, pass_seconds(ttl)))
         self._lock = Lock()
         self._expiry_lock = Lock()
         self._expired: set[bytes] = set()
-        self._looked: float | None = None
+        self._expiry_checked: float | None = None
         self._total = 0
-        self._seen: dict[bytes, tuple[bytes, float]] = {}
+        self._seen_leases: dict[bytes, tuple[bytes, float]] = {}
         self._counted: float | None = None
 
     def present(self, keys: Sequence[bytes]) -> int:
-        keys = self._unexpired(keys)
+        keys = self._leading_unexpired(keys)
         with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)) as kinds:
-            return next((number for number, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
+            return next((index for index, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        expired = self._look_for_expired()
+        expired = self._expired_keys()
         kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, REQUESTS)
         return [kind is Kind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
-        with contextlib.closing(in_parallel(self.peek, self._unexpired(keys), REQUESTS)) as entries:
+        with contextlib.closing(in_parallel(self.peek, self._leading_unexpired(keys), REQUESTS)) as entries:
             for data in entries:
                 if data is None:
                     break
                 result.append(data)
         return result
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        expired = self._look_for_expired()
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+        expired = self._expired_keys()
 
-        def find(asked: tuple[bytes, int]) -> Found | None:
-            key, tier = asked
+        def find(request: tuple[bytes, int]) -> FoundEntry | None:
+            key, tier = request
             if tier >= 0 or key in expired:
                 return None
             data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
-            return None if data is None else Found(data, 0)
+            return None if data is None else FoundEntry(data, 0)
 
         return [*in_parallel(find, zip(keys, beyond, strict=True), REQUESTS)]
 
@@ -142,13 +142,13 @@ class ObjectStore(OneTier):
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         sizes = [sum(map(len, pieces)) for pieces in entries.values()]
-        fitting = self._reserved(sizes, chain)
+        fitting = self._reserve(sizes, chain)
         self._counters.add("refused_chunks", len(sizes) - fitting)
-        places = list(entries)[:fitting]
-        put = in_parallel(lambda place: self._put(chain[place], entries[place]), places, PUTS)
+        positions = list(entries)[:fitting]
+        put = in_parallel(lambda position: self._put(chain[position], entries[position]), positions, PUTS)
         stored = [*put, *[False] * (len(sizes) - fitting)]
         if True in stored:
-            last = max(place for place, success in zip(entries, stored, strict=True) if success)
+            last = max(position for position, success in zip(entries, stored, strict=True) if success)
             self.touch(chain[: last + 1], now_ns)
             if self._ttl is not None:
                 # What no record names does not expire.
@@ -180,23 +180,23 @@ class ObjectStore(OneTier):
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         # By the store's clock: its users' clocks may differ.
-        self._uses.note(chain)
+        self._uses.record_use(chain)
         with self._expiry_lock:
             self._expired = self._expired.difference(chain) if self._expired else self._expired
-        if self._uses.due():
+        if self._uses.is_due():
             self._record_uses()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         sizes = dict(zip(keys, in_parallel(self._size, keys, REQUESTS), strict=True))
-        return self._removed([key for key in reversed(keys) if sizes[key] is not None])
+        return self._remove_all([key for key in reversed(keys) if sizes[key] is not None])
 
-    def discard(self, key: bytes, found: Found) -> None:
-        self._removed([key])
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
+        self._remove_all([key])
 
-    def list(self) -> Iterator[Stored]:
+    def list(self) -> Iterator[StoredEntry]:
         last = self._last_uses(self._records())
         for key, size, put_ns in self._entries() or ():
-            yield Stored(key, size, max(put_ns, last[key].used_ns if key in last else 0))
+            yield StoredEntry(key, size, max(put_ns, last[key].used_ns if key in last else 0))
 
     def size(self) -> tuple[int, int]:
         sizes = [size for _, size, _ in self._entries() or ()]
@@ -212,9 +212,9 @@ class ObjectStore(OneTier):
             names = [_PINS + keys[-1].hex(), *(name for name, _, _ in self._names("unpin", folder) or ())]
         else:
             names = [folder + owner_digest(owner).hex()]
-        return True in [self._unpinned(name) for name in names]
+        return True in [self._remove_pin(name) for name in names]
 
-    def _unpinned(self, name: str) -> bool:
+    def _remove_pin(self, name: str) -> bool:
         # S3 does not report whether it removed anything.
         return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
 
@@ -230,11 +230,11 @@ class ObjectStore(OneTier):
                 return None
             for (name, _, _), data in zip(names, self._read_all(names), strict=True):
                 try:
-                    pin = None if not data else endless_pin(bytes(data)) if folder == _PINS else read_hold(name, bytes(data))
+                    pin = None if not data else parse_old_pin(bytes(data)) if folder == _PINS else parse_hold(name, bytes(data))
                 except InvalidHeader as error:
                     self._counters.fault("pinned", error)
                     continue
-                if pin is not None and in_effect(pin):
+                if pin is not None and is_active(pin):
                     result.append(pin)
                 elif pin is not None and sweep:
                     self._remove(name)
@@ -246,17 +246,17 @@ class ObjectStore(OneTier):
         if new is False:
             # No clock is shared: a lease has ended when it was seen for so long.
             holder = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
-            seen = self._seen.get(key)
+            seen = self._seen_leases.get(key)
             if holder is None or seen is None or seen[0] != bytes(holder):
-                if len(self._seen) >= _SEEN:
-                    self._seen.clear()
-                self._seen[key] = bytes(holder or b""), time.monotonic()
+                if len(self._seen_leases) >= _MAX_SEEN_LEASES:
+                    self._seen_leases.clear()
+                self._seen_leases[key] = bytes(holder or b""), time.monotonic()
                 return None
             # Before whoever waits for it gives up.
             if time.monotonic() - seen[1] < max(seconds / 2, seconds - _EARLY_SECONDS):
                 return None
             new = self._guard.ask("lease", lambda: self._objects.put(name, token), None)
-        self._seen.pop(key, None)
+        self._seen_leases.pop(key, None)
         return NoLease() if new is None else _ObjectLease(self, name, token)
 
     def collect(self) -> None:
@@ -273,12 +273,12 @@ class ObjectStore(OneTier):
 
     def _kind(self, name: str) -> Kind | None:
         """Return the kind of the object with an entry's name, by its beginning and size; None if there is none, or no answer."""
-        kind = self._guard.ask("match", lambda: self._objects.look(name), None)
+        kind = self._guard.ask("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
-    def _reserved(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
+    def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
         """Make room for entries of ``sizes`` and count them; return how many of them, from the first on, fit."""
-        fitting = next((number for number, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
+        fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
         with self._lock:
@@ -304,37 +304,37 @@ class ObjectStore(OneTier):
         with self._lock:
             self._total -= size
 
-    def _evict(self, most: int | None, kept: set[bytes]) -> None:
-        """Count the entries and, if they take more than ``most`` bytes, remove the least recently used."""
+    def _evict(self, max_bytes: int | None, protected: set[bytes]) -> None:
+        """Count the entries and, if they take more than ``max_bytes`` bytes, remove the least recently used."""
         entries = self._entries()
         self._counted = None if entries is None else time.monotonic()
         if entries is None:
             return
         sizes = {key: size for key, size, _ in entries}
         self._total = sum(sizes.values())
-        if most is None or self._total <= most:
+        if max_bytes is None or self._total <= max_bytes:
             return
         self._record_uses()
         pins = self._pins(sweep=True)
         if pins is None:
             # What is pinned is not known.
             return
-        kept = kept.union(*(pin.chain for pin in pins))
-        going, left = [], self._total
+        protected = protected.union(*(pin.chain for pin in pins))
+        to_evict, left = [], self._total
         order = eviction_order([(key, put_ns) for key, _, put_ns in entries], self._last_uses(self._records()), time.time_ns())
         for key in order:
-            if left <= most - most // _SLACK:
+            if left <= max_bytes - max_bytes // _SLACK:
                 break
-            if key not in kept:
-                going.append(key)
+            if key not in protected:
+                to_evict.append(key)
                 left -= sizes[key]
-        freed = [sizes[key] for key in self._removed(going)]
+        freed = [sizes[key] for key in self._remove_all(to_evict)]
         self._total -= sum(freed)
         self._counters.add("evicted_entries", len(freed))
         self._counters.add("evicted_bytes", sum(freed))
 
     def _record_uses(self) -> None:
-        record, name = self._uses.take(), _USES + record_name(self._ttl)
+        record, name = self._uses.pop_record(), _USES + record_name(self._ttl)
         if record and self._guard.ask("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE):
             self._merge_records()
 
@@ -344,39 +344,39 @@ class ObjectStore(OneTier):
         if len(records) < 2 or entries is None:
             return
         present = {key for key, _, _ in entries}
-        kept = merged({key: use for key, use in self._last_uses(records).items() if key in present}, time.time_ns())
-        if len(kept) < len(records) and all(in_parallel(lambda name: self._put_record(name, kept[name]), kept, PUTS)):
+        protected = merge_records({key: use for key, use in self._last_uses(records).items() if key in present}, time.time_ns())
+        if len(protected) < len(records) and all(in_parallel(lambda name: self._put_record(name, protected[name]), protected, PUTS)):
             list(in_parallel(self._remove, [name for name, _, _ in records], REQUESTS))
 
     def _put_record(self, name: str, record: bytes) -> bool:
         return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
 
-    def _unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _leading_unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the leading keys of entries that have not expired."""
-        expired = self._look_for_expired()
-        return keys[: next((number for number, key in enumerate(keys) if key in expired), len(keys))]
+        expired = self._expired_keys()
+        return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 
-    def _look_for_expired(self, *, now: bool = False) -> set[bytes]:
+    def _expired_keys(self, *, now: bool = False) -> set[bytes]:
         """Return the keys of expired entries, as of a short time ago, or ``now``.
 
         For a store without ``ttl``, returns none unless ``now``.
         """
         with self._expiry_lock:
-            late = self._looked is None or time.monotonic() - self._looked >= pass_seconds(self._ttl or 1)
+            late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
                 return self._expired
             # Other threads go on with what was known.
-            self._looked = time.monotonic()
-        at = time.time_ns()
-        expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(at)}
+            self._expiry_checked = time.monotonic()
+        now_ns = time.time_ns()
+        expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(now_ns)}
         pins = self._pins() if expired else ()
-        expired = set() if pins is None else expired.difference(self._uses.noted(), *(pin.chain for pin in pins))
+        expired = set() if pins is None else expired.difference(self._uses.unrecorded_keys(), *(pin.chain for pin in pins))
         with self._expiry_lock:
             self._expired = expired
         return expired
 
     def _remove_expired(self, *, now: bool = False) -> None:
-        expired = self._look_for_expired(now=now)
+        expired = self._expired_keys(now=now)
         if expired:
             self._counters.add("expired_entries", len(self.delete(sorted(expired))))
             with self._expiry_lock:
@@ -385,13 +385,13 @@ class ObjectStore(OneTier):
     def _records(self) -> Listing:
         return self._names("list", _USES) or []
 
-    def _last_uses(self, listed: Listing) -> dict[bytes, Use]:
+    def _last_uses(self, listed: Listing) -> dict[bytes, LastUse]:
         records = zip(listed, self._read_all(listed), strict=True)
-        return order_of([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
+        return last_uses_in([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
-    def _entries(self) -> Entries | None:
+    def _entries(self) -> ListedEntries | None:
         """Return (key, bytes, time of its put) of every entry; None if the store does not answer."""
-        result: Entries = []
+        result: ListedEntries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
             if names is None:
                 return None
@@ -413,7 +413,7 @@ class ObjectStore(OneTier):
 
         The smallest are read first: others may have put records, and a large one must not hide a pin.
         """
-        nothing: Data = b""
+        empty: Data = b""
         room = MAX_RECORDS_BYTES
         fitting = set()
         for name, size, _ in sorted(listed, key=lambda record: record[1]):
@@ -427,12 +427,12 @@ class ObjectStore(OneTier):
 
         def read(name: str | None) -> Data:
             if name is None:
-                return nothing
-            return self._guard.ask("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or nothing
+                return empty
+            return self._guard.ask("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or empty
 
         return [*in_parallel(read, names, REQUESTS)]
 
-    def _removed(self, keys: Sequence[bytes]) -> set[bytes]:
+    def _remove_all(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries and return those that existed."""
         removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
         return {key for key, success in zip(keys, removed, strict=True) if success}

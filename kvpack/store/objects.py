@@ -61,11 +61,11 @@ class Objects:
         self.errors = (known.BaseError, OSError, MemoryError, LimitExceeded, Forked)
         answers = (known.PermissionDeniedError, known.UnauthenticatedError, known.NotSupportedError, FileNotFoundError)
         self.refusals: tuple[type[BaseException], ...] = (*answers, MemoryError, LimitExceeded, Forked)
-        self._base = known.BaseError
-        self._exists, self._changed = known.AlreadyExistsError, known.PreconditionError
+        self._base_error = known.BaseError
+        self._already_exists_error, self._precondition_error = known.AlreadyExistsError, known.PreconditionError
         if not isinstance(location, str) and storage_options:
             raise InvalidParameter("storage_options is for URLs only: set the options of an obstore object when you create it")
-        self._store = _opened(location, timeout, storage_options) if isinstance(location, str) else location
+        self._store = _open_url(location, timeout, storage_options) if isinstance(location, str) else location
         self._pid = os.getpid()
         self._check_not_refused()
 
@@ -132,7 +132,7 @@ class Objects:
         end = min(size, front_bytes(beginning) or size)
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
-    def look(self, name: str) -> tuple[bytes, int] | None:
+    def read_prefix(self, name: str) -> tuple[bytes, int] | None:
         """Return the first bytes of an object, which show its form, and its size; None if it does not exist."""
         data = self._beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
@@ -145,7 +145,7 @@ class Objects:
             return bytes(memoryview(answer.bytes())), answer.meta["size"], answer.meta["e_tag"]
         except FileNotFoundError:
             return None
-        except self._base as error:
+        except self._base_error as error:
             # An empty object has no first byte.
             if "416" in str(error) or "StartTooLarge" in str(error):
                 size = self.size(name)
@@ -158,7 +158,7 @@ class Objects:
         self._check_process()
         try:
             self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
-        except self._exists:
+        except self._already_exists_error:
             return False
         return True
 
@@ -179,13 +179,13 @@ class Objects:
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
         """Fetch the bytes of an object from ``start`` to the end of ``data``; return False if it has changed meanwhile."""
-        same = {} if tag is None else {"if_match": tag}
+        condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
             stop = min(begin + PART_BYTES, len(data))
             try:
-                part = self._obstore.get(self._store, name, options={"range": (begin, stop), **same}).bytes()
-            except (FileNotFoundError, self._changed):
+                part = self._obstore.get(self._store, name, options={"range": (begin, stop), **condition}).bytes()
+            except (FileNotFoundError, self._precondition_error):
                 return False
             if len(part) != stop - begin:
                 return False
@@ -197,23 +197,25 @@ class Objects:
     def _check_process(self) -> None:
         # obstore's threads do not survive a fork, and a request would wait for them forever.
         if os.getpid() != self._pid:
-            raise Forked("the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork")
+            raise Forked(
+                "the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork"
+            )
 
 
 class Forked(Exception):
     """No request was sent: obstore does not work in a forked child."""
 
 
-def _opened(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
+def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
-    waited = datetime.timedelta(seconds=timeout)
-    given = dict(options or {})
+    limit = datetime.timedelta(seconds=timeout)
+    config = dict(options or {})
     # An endpoint given as http:// is intended.
-    client = {"timeout": waited, "connect_timeout": waited, "allow_http": True}
-    client |= {name: given.pop(name) for name in _CLIENT_SETTINGS & set(given)}
-    settings: Any = {"config": given, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": waited}}
+    client = {"timeout": limit, "connect_timeout": limit, "allow_http": True}
+    client |= {name: config.pop(name) for name in _CLIENT_SETTINGS & set(config)}
+    settings: Any = {"config": config, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": limit}}
     try:
         return from_url(url, **settings)
     except (BaseError, ValueError, TypeError) as error:

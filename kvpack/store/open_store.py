@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .options import StoreOptions
 
 
-class Opened(NamedTuple):
+class OpenedBackend(NamedTuple):
     """``check_values`` is True if every load checks the rules of the codecs in addition to digests."""
 
     backend: Backend
@@ -25,17 +25,19 @@ class Opened(NamedTuple):
     check_values: bool
 
 
-def opened(location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, looking: bool = False) -> Opened:
-    """Open ``location`` for entries of ``identity``; with ``looking``, opening changes nothing there.
+def open_for_identity(
+    location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, skip_sweep: bool = False
+) -> OpenedBackend:
+    """Open ``location`` for entries of ``identity``; with ``skip_sweep``, opening changes nothing there.
 
     Values are checked if other users may write unencrypted entries, unless ``check_values`` says otherwise. Raises InvalidParameter, and
     the errors of the backend.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
     form = Form(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
-    backend = open_backend(location, counters, form, options, looking=looking)
+    backend = open_backend(location, counters, form, options, skip_sweep=skip_sweep)
     trusted = backend.private or cipher is not None
-    return Opened(backend, cipher, not trusted if options.check_values is None else options.check_values)
+    return OpenedBackend(backend, cipher, not trusted if options.check_values is None else options.check_values)
 
 
 def check_identity(identity: Any) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 10**9
 """The longest wait, 31 years: more than some systems count."""
-_LEAST = {"max_bytes": 0, "min_free": 0, "ttl": 1}
+_MINIMUMS = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class LocationOptions:
     def given(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
         given = {field.name: value for field in fields(LocationOptions) if (value := getattr(self, field.name)) is not None}
-        for name, least in _LEAST.items():
-            check_count(name, given.get(name, least), least)
+        for name, minimum in _MINIMUMS.items():
+            check_count(name, given.get(name, minimum), minimum)
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
         return given
@@ -101,10 +101,10 @@ class Tier(LocationOptions):
     location: Any
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise InvalidParameter unless ``value`` is an integer of at least ``least``."""
-    if type(value) is not int or value < least:
-        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {least}")
+def check_count(name: str, value: Any, minimum: int) -> None:
+    """Raise InvalidParameter unless ``value`` is an integer of at least ``minimum``."""
+    if type(value) is not int or value < minimum:
+        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {minimum}")
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:

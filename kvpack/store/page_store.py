@@ -19,16 +19,16 @@ from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import WorkerThreads
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES
-from .catalog import rows_of
+from .catalog import row_keys
 from .counters import Counters, with_labels
 from .encryption import decrypted_entry
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
 from .locations import shown_location
-from .open_store import check_identity, opened
+from .open_store import check_identity, open_for_identity
 from .options import StoreOptions, check_count
-from .tiers import Tiers, told
+from .tiers import Tiers, prometheus_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from kvpack.identity.identity import Identity
     from kvpack.pages.geometry import PageGeometry
 
-    from .backend import Found
+    from .backend import FoundEntry
     from .options import StoreKeywords
 
     Pages = PageBuffer | Sequence[PageBuffer]
 
-_LOADED_AT_ONCE = 1024
+_MAX_PAGES_PER_REQUEST = 1024
 """Maximum number of pages that are requested in one request, whatever their bytes."""
 
 
@@ -114,7 +114,7 @@ class PageStore:
         self.codec = PageCodec(recipe, geometry, threads=threads, namespace=identity.digest)
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
-        self._backend, self._cipher, self._values = opened(location, identity, self._counters, chosen)
+        self._backend, self._cipher, self._check_values = open_for_identity(location, identity, self._counters, chosen)
         # Loads have threads of their own: an engine waits for them, and nobody for a put.
         self._jobs, self._threads = count(), {kind: WorkerThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
         self._submitted: dict[int, dict[int, Job]] = {}
@@ -138,7 +138,7 @@ class PageStore:
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return, for each of ``keys``, True if it has an entry. Keys need not be a chain; no entry is read. Raises InvalidParameter."""
-        return self._backend.present_each(self._names(keys))
+        return self._backend.present_each(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
         """Store the pages in ``slots`` under ``keys``; return, for each, True if it is stored now.
@@ -154,50 +154,52 @@ class PageStore:
         self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
     ) -> tuple[list[bool], list[bool]]:
         """Do the same as ``put``; return, for each of ``keys``, True if its page is stored now, and True if it was not before."""
-        keys, slots = self._checked(keys, slots)
+        keys, slots = self._check_lists(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
-        parts = self._parts(pages, slots, len(keys))
+        buffer_slots = self._buffer_slots(pages, slots, len(keys))
         with self._counters.timed("save"):
-            return self._put_all(keys, parts, ancestors)
+            return self._put_all(keys, buffer_slots, ancestors)
 
-    def _put_all(self, keys: Sequence[bytes], parts: Sequence[BufferSlot], ancestors: Sequence[bytes]) -> tuple[list[bool], list[bool]]:
-        chain = self._names([*ancestors, *keys])
+    def _put_all(
+        self, keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], ancestors: Sequence[bytes]
+    ) -> tuple[list[bool], list[bool]]:
+        chain = self._entry_keys([*ancestors, *keys])
         first = len(chain) - len(keys)
         stored = self._backend.present_each(chain[first:])
         self._counters.add("saves")
         self._counters.add("present_chunks", sum(stored))
-        missing = [number for number, ok in enumerate(stored) if not ok]
+        missing = [index for index, ok in enumerate(stored) if not ok]
         put = set(missing)
         now = time.time_ns()
         if len(missing) < len(chain):
-            self._backend.touch([name for number, name in enumerate(chain) if number < first or stored[number - first]], now)
-        at_once = self._at_once(BATCH_ENTRIES)
+            self._backend.touch([name for index, name in enumerate(chain) if index < first or stored[index - first]], now)
+        at_once = self._pages_per_batch(BATCH_ENTRIES)
         for begin in range(0, len(missing), at_once):
             numbers = missing[begin : begin + at_once]
-            rows = self._encoded(numbers, keys, parts, chain[first:])
-            results = self._backend.put_all(chain, {first + number: row for number, row in rows.items()}, now) if rows else []
-            for number, ok in zip(rows, results, strict=True):
-                stored[number] = ok
+            rows = self._encode(numbers, keys, buffer_slots, chain[first:])
+            results = self._backend.put_all(chain, {first + index: row for index, row in rows.items()}, now) if rows else []
+            for index, ok in zip(rows, results, strict=True):
+                stored[index] = ok
             if results and not results[-1]:
                 break
-        return stored, [ok and number in put for number, ok in enumerate(stored)]
+        return stored, [ok and index in put for index, ok in enumerate(stored)]
 
-    def _encoded(
-        self, numbers: Sequence[int], keys: Sequence[bytes], parts: Sequence[BufferSlot], names: Sequence[bytes]
+    def _encode(
+        self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
         """Return the pieces of the entries of pages; those that cannot be encoded are counted and left out."""
-        rows = {number: memoryview(bytearray(self.codec.nbytes)) for number in numbers}
+        rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
         result: dict[int, list[memoryview]] = {}
-        for pages, group in _group_by_memory(numbers, parts):
-            slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
-            outcomes = self.codec.encode_into(pages, slots, [rows[number] for number in group], keys=chosen)
-            for number, refused in zip(group, outcomes, strict=True):
+        for pages, group in _group_by_memory(numbers, buffer_slots):
+            slots, chosen = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
+            outcomes = self.codec.encode_into(pages, slots, [rows[index] for index in group], keys=chosen)
+            for index, refused in zip(group, outcomes, strict=True):
                 try:
                     if refused is not None:
                         raise refused
-                    pieces = [rows[number]] if self._cipher is None else self._cipher.encrypt(names[number], [rows[number]])
-                    check_size(f"the page of {names[number].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
-                    result[number] = pieces
+                    pieces = [rows[index]] if self._cipher is None else self._cipher.encrypt(names[index], [rows[index]])
+                    check_size(f"the page of {names[index].hex()}", sum(map(len, pieces)), self._max_entry_bytes)
+                    result[index] = pieces
                 except FAULTS as error:
                     self._counters.fault("encode", error)
         return result
@@ -208,16 +210,16 @@ class PageStore:
         ``pages`` are as for ``put``. If keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in memory at
         a time. Raises the errors of ``PageCodec.decode_into``.
         """
-        keys, slots = self._checked(keys, slots)
-        parts = self._parts(pages, slots, len(keys), written=True)
-        names = self._names(keys)
+        keys, slots = self._check_lists(keys, slots)
+        buffer_slots = self._buffer_slots(pages, slots, len(keys), written=True)
+        names = self._entry_keys(keys)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
         loaded, now = [False] * len(keys), time.time_ns()
-        at_once = self._at_once(_LOADED_AT_ONCE)
+        at_once = self._pages_per_batch(_MAX_PAGES_PER_REQUEST)
         with self._counters.timed("load"):
             for begin in range(0, len(keys), at_once):
-                self._get(range(begin, min(begin + at_once, len(keys))), names, keys, parts, loaded, now)
+                self._load_pages(range(begin, min(begin + at_once, len(keys))), names, keys, buffer_slots, loaded, now)
             chain = [name for name, ok in zip(names, loaded, strict=True) if ok]
             if len(keys) > at_once and chain:
                 # Noted part by part, pages were used after those that they continue.
@@ -228,13 +230,13 @@ class PageStore:
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
         """Record that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
-        names = self._names([*_keys(ancestors, "ancestors"), *_keys(keys)])
+        names = self._entry_keys([*_keys(ancestors, "ancestors"), *_keys(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Remove the entries of ``keys``; return how many there were. Raises InvalidParameter."""
-        return self._removed(self._names(keys))
+        return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
         """Remove every page of the identity, of any geometry; return how many there were.
@@ -244,8 +246,8 @@ class PageStore:
         """
         self._check_open()
         self.drain()
-        names = [*rows_of(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
-        removed = self._removed(names)
+        names = [*row_keys(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
+        removed = self._delete(names)
         kept = sum(self._backend.present_each(names))
         if kept:
             raise WriteFailed(
@@ -256,8 +258,8 @@ class PageStore:
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
         """Start ``put`` in a thread of the store; the slots must not change until the job is done. Raises InvalidParameter."""
-        older = tuple(_keys(ancestors, "ancestors"))
-        return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=older))
+        ancestor_keys = tuple(_keys(ancestors, "ancestors"))
+        return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
         """Start ``get_into`` in a thread of the store that only loads, so that no put delays it. Raises InvalidParameter."""
@@ -301,71 +303,71 @@ class PageStore:
             "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
             "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
         }
-        text = told(self._counters, self._backend, gauges)
+        text = prometheus_text(self._counters, self._backend, gauges)
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def recent(self) -> list[tuple[str, float]]:
         """Return the loads and saves since the last call as ("load" or "save", seconds), for an engine's own histograms."""
         return self._counters.recent()
 
-    def _removed(self, names: list[bytes]) -> int:
+    def _delete(self, names: list[bytes]) -> int:
         removed = len(self._backend.delete(names))
         self._counters.add("deleted_entries", removed)
         return removed
 
-    def _get(
+    def _load_pages(
         self,
         numbers: Sequence[int],
         names: list[bytes],
         keys: Sequence[bytes],
-        parts: Sequence[BufferSlot],
+        buffer_slots: Sequence[BufferSlot],
         loaded: list[bool],
         now: int,
     ) -> None:
         """Load the pages ``numbers``, from slower and slower tiers if an entry is damaged."""
         beyond = dict.fromkeys(numbers, -1)
-        good: dict[int, Found] = {}
+        good: dict[int, FoundEntry] = {}
         while beyond:
-            entries = self._backend.find_each([names[number] for number in beyond], [*beyond.values()], self._largest)
-            result = {number: entry for number, entry in zip(beyond, entries, strict=True) if entry is not None}
+            entries = self._backend.find_each([names[index] for index in beyond], [*beyond.values()], self._max_page_bytes)
+            result = {index: entry for index, entry in zip(beyond, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
-            for number, entry in result.items():
-                self._open(number, names, entry, rows)
-            for pages, group in _group_by_memory([*rows], parts):
-                slots, chosen = [parts[number].slot for number in group], [keys[number] for number in group]
-                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen, values=self._values)
-                for number, refused in zip(group, outcomes, strict=True):
+            for index, entry in result.items():
+                self._open(index, names, entry, rows)
+            for pages, group in _group_by_memory([*rows], buffer_slots):
+                slots, chosen = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
+                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen, values=self._check_values)
+                for index, refused in zip(group, outcomes, strict=True):
                     if refused is None:
-                        loaded[number] = True
-                        good[number] = result[number]
+                        loaded[index] = True
+                        good[index] = result[index]
                     else:
-                        refuse(self._backend, self._counters, names[number], result[number], refused)
-            beyond = {number: entry.tier for number, entry in result.items() if not loaded[number]}
+                        refuse(self._backend, self._counters, names[index], result[index], refused)
+            beyond = {index: entry.tier for index, entry in result.items() if not loaded[index]}
         if good:
             whole = sorted(good)
-            self._backend.accept([names[number] for number in whole], [good[number] for number in whole], now)
+            self._backend.accept([names[index] for index in whole], [good[index] for index in whole], now)
 
-    def _open(self, number: int, names: list[bytes], entry: Found, rows: dict[int, Any]) -> None:
+    def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
         """Put the row of an entry into ``rows``, or count the reason for failing."""
         try:
-            row = decrypted_entry(names[number], entry.data, self._cipher)
+            row = decrypted_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
-                raise Truncated(f"entry {names[number].hex()}: has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
-            rows[number] = row
+                raise Truncated(f"entry {names[index].hex()}: has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
+            rows[index] = row
         except FAULTS as error:
-            refuse(self._backend, self._counters, names[number], entry, error)
+            refuse(self._backend, self._counters, names[index], entry, error)
 
     @property
-    def _largest(self) -> int:
+    def _max_page_bytes(self) -> int:
         """Return the maximum size of a page's entry in bytes."""
         size = self.codec.nbytes if self._cipher is None else sealed_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 
-    def _at_once(self, most: int) -> int:
+    def _pages_per_batch(self, max_pages: int) -> int:
         """Return the number of pages whose rows are in memory at a time."""
-        return max(1, min(most, BATCH_BYTES // (self._largest + 1)))
+        return max(1, min(max_pages, BATCH_BYTES // (self._max_page_bytes + 1)))
 
-    def _parts(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
+    def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
         """Return the location of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
@@ -374,7 +376,7 @@ class PageStore:
             return [BufferSlot(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
         return [BufferSlot(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
 
-    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _entry_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         self._check_open()
         return [page_key(self.codec.namespace, key_digest(key), self.codec.layout.description) for key in _keys(keys)]
 
@@ -383,23 +385,23 @@ class PageStore:
         kind: Literal["put", "get"],
         keys: Sequence[bytes],
         slots: Sequence[int],
-        work: Callable[[Sequence[bytes], Sequence[int]], list[bool]],
+        run: Callable[[Sequence[bytes], Sequence[int]], list[bool]],
     ) -> Job:
-        keys, slots = self._checked(keys, slots)
-        self._names(keys)
+        keys, slots = self._check_lists(keys, slots)
+        self._entry_keys(keys)
         # The caller may go on to change its lists.
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._counted, kind, work, given, places))
+            job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._run_counted, kind, run, given, places))
             self._running[job.number] = job
         return job
 
-    def _counted(
-        self, kind: str, work: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
+    def _run_counted(
+        self, kind: str, run: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[bool]:
-        """Return the result of ``work``; errors are counted and raised, because an engine may treat them as misses."""
+        """Return the result of ``run``; errors are counted and raised, because an engine may treat them as misses."""
         try:
-            return work(keys, slots)
+            return run(keys, slots)
         except Exception as error:
             self._counters.fault(kind, error)
             raise
@@ -413,7 +415,7 @@ class PageStore:
         if self._closed:
             raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
-    def _checked(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
+    def _check_lists(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return both as lists of the same length. Raises InvalidParameter, also for a closed store."""
         self._check_open()
         keys, slots = _keys(keys), items(slots, "slots", "slots, which are integers")
@@ -426,8 +428,8 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
     return items(keys, what, "the engine's keys, which are bytes")
 
 
-def _group_by_memory(numbers: Sequence[int], parts: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
+def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
     """Yield consecutive pages in the same memory."""
-    for _, group in groupby(numbers, lambda number: id(parts[number].pages)):
+    for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
-        yield parts[same[0]].pages, same
+        yield buffer_slots[same[0]].pages, same

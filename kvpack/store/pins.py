@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
-from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
+from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
 
@@ -28,7 +28,7 @@ _MAX_BYTES = 2**20 * KEY_BYTES
 
 
 class Pins:
-    """The pins of ``folder``, shared by all processes. System errors are counted, except in ``all``, which raises OSError."""
+    """The pins of ``folder``, shared by all processes. System errors are counted, except in ``active``, which raises OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
@@ -38,7 +38,7 @@ class Pins:
         pieces = [memoryview(hold_bytes(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
-            durable, take_ownership = self._folder.durable, self._folder.trust.own
+            durable, take_ownership = self._folder.durable, self._folder.trust.assign_owner
             # Not among the unfinished entries, which count towards the budget.
             write_file(
                 self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=take_ownership
@@ -51,7 +51,7 @@ class Pins:
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
         """Unpin a chain, of one owner or of all; return True if it was pinned."""
         try:
-            removed = [path for pin, path in self._found(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
+            removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
                 os.unlink(path)
         except FileNotFoundError:
@@ -62,32 +62,32 @@ class Pins:
             return False
         return bool(removed)
 
-    def all(self) -> list[Pin]:
+    def active(self) -> list[Pin]:
         """Return the pins in effect."""
-        return [pin for pin, _ in self._found()]
+        return [pin for pin, _ in self._active_pins()]
 
     def keys(self) -> set[bytes]:
         """Return all pinned keys. Raises OSError."""
-        return {key for pin in self.all() for key in pin.chain}
+        return {key for pin in self.active() for key in pin.chain}
 
     def sweep(self) -> None:
         """Remove the pins that have ended."""
         for name, path in self._files(self._folder.holds_folder):
             try:
-                pin = self._read(name, path, told=True)
-                if pin is not None and not in_effect(pin):
+                pin = self._read(name, path, quiet=True)
+                if pin is not None and not is_active(pin):
                     os.unlink(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 self._counters.fault("sweep", error)
 
-    def _found(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
+    def _active_pins(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
         """Yield the pins in effect whose names start with ``beginning``."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
                 pin = self._read(name, path) if name.startswith(beginning) else None
-                if pin is not None and in_effect(pin):
+                if pin is not None and is_active(pin):
                     yield pin, path
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
@@ -95,22 +95,22 @@ class Pins:
             if not name.startswith(TEMPORARY_PREFIX):
                 yield name, os.path.join(folder, name)
 
-    def _read(self, name: str, path: str, *, told: bool = False) -> Pin | None:
+    def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
         """Return the pin in a file, whether or not it is in effect; None for a file that is missing or not a pin of the owner.
 
-        A file that is not a pin is counted as a fault, unless it is in ``told``.
+        A file that is not a pin is counted as a fault, unless ``quiet``.
         """
         try:
-            with self._folder.trust.opened(path) as (descriptor, status):
+            with self._folder.trust.open_checked(path) as (descriptor, status):
                 if status.st_size > _MAX_BYTES:
                     raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
                 data = bytes(read_whole(descriptor, status.st_size))
-            return endless_pin(data) if os.path.dirname(path) == self._folder.pins_folder else read_hold(name, data)
+            return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_hold(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:
             # Only the owner's pins count, and none is so long.
-            if not told:
+            if not quiet:
                 self._counters.fault("pinned", error)
             return None
 

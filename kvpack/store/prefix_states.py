@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .counters import Counters
     from .encryption import Cipher
-    from .entries import Reader
+    from .entries import EntryReader
     from .loading import Loader
 
 
-_AT_ONCE = 64
+_CHUNKS_PER_REQUEST = 64
 """The chunks after which states are looked for at a time, from the last one on."""
 
 
 class PrefixStates:
     """Finds, loads and saves the states of one identity's chains, each chain given by the keys of its chunks."""
 
-    def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: Reader) -> None:
+    def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
-    def usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the keys of the longest prefix of a stored chain that has stored states."""
-        for stop in range(len(keys), 0, -_AT_ONCE):
-            start = max(0, stop - _AT_ONCE)
+        for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
+            start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.present_each([states_key(key) for key in keys[start:stop]])
             if any(result):
                 return keys[: start + max(at for at, is_present in enumerate(result, 1) if is_present)]
@@ -48,9 +48,9 @@ class PrefixStates:
         """Return the cache of the longest stored prefix of a chain with states at its end; None if there is none."""
         from kvpack.cache.states import with_states
 
-        while keys := self.usable(keys[: self._backend.present(keys)]):
+        while keys := self.resumable_prefix(keys[: self._backend.present(keys)]):
             tokens = len(keys) * self._reader.chunk
-            result = self._loader.states(keys[-1], tokens)
+            result = self._loader.load_states(keys[-1], tokens)
             if result is None:
                 keys = keys[:-1]
                 continue
@@ -69,12 +69,12 @@ class PrefixStates:
         """Store ``states``, by position, after the chunks of a stored chain; return the last position that has them now."""
         ends = {position: first + position // self._reader.chunk for position in sorted(states)}
         ends = {position: end for position, end in ends.items() if end <= len(chain)}
-        opens = self._loader.opens_states([chain[end - 1] for end in ends.values()])
+        can_open = self._loader.can_open_states([chain[end - 1] for end in ends.values()])
         last = 0
-        for (position, end), opens_it in zip(ends.items(), opens, strict=True):
-            if opens_it or self._put(states[position], chain[:end], position, now_ns):
+        for (position, end), is_stored in zip(ends.items(), can_open, strict=True):
+            if is_stored or self._put(states[position], chain[:end], position, now_ns):
                 last = position
-        if opens and opens[-1]:
+        if can_open and can_open[-1]:
             # Those that the next prompt resumes from, after their chain: they are evicted before any chunk of it.
             self._backend.touch([*chain[: ends[last]], states_key(chain[ends[last] - 1])], now_ns)
         return last

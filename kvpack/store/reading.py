@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
     """Return the ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
-    cold = read_cold(descriptor, size)
-    if cold is not None:
-        return cold
+    cold_data = read_cold(descriptor, size)
+    if cold_data is not None:
+        return cold_data
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
@@ -31,10 +31,10 @@ def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
     return data
 
 
-def read_beginning(descriptor: int, most: int) -> bytes:
-    """Return the first bytes of an open file, up to ``most``. Raises OSError."""
+def read_beginning(descriptor: int, max_bytes: int) -> bytes:
+    """Return the first bytes of an open file, up to ``max_bytes``. Raises OSError."""
     data = b""
-    while len(data) < most and (more := os.pread(descriptor, most - len(data), len(data))):
+    while len(data) < max_bytes and (more := os.pread(descriptor, max_bytes - len(data), len(data))):
         data += more
     return data
 

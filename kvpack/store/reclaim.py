@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
-from .catalog import fronts_of
+from .catalog import read_fronts
 from .directory import Directory
 from .encryption import decrypted_entry
 from .entries import FEATURE, is_old, open_entry
@@ -20,7 +20,7 @@ from .summary import describe_new
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from .backend import Backend, Data, Stored
+    from .backend import Backend, Data, StoredEntry
     from .counters import Counters
     from .encryption import Cipher
 
@@ -37,23 +37,23 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
     All other entries stay: those of a newer layout, unreadable ones, those larger than ``max_entry_bytes``, and encrypted ones that
     ``cipher`` does not decrypt.
     """
-    going, bases = [], []
-    for stored, front in fronts_of(backend, _candidates(backend, cipher), max_entry_bytes):
+    to_remove, bases = [], []
+    for stored, front in read_fronts(backend, _candidates(backend, cipher), max_entry_bytes):
         if front is not None:
-            kind = _kind(stored, front, cipher)
-            going += [stored] if kind == "old" else []
+            kind = _kind_of(stored, front, cipher)
+            to_remove += [stored] if kind == "old" else []
             bases += [stored] if kind == "basis" else []
-    going += _unused(backend, bases, cipher, max_entry_bytes)
-    pinned = backend.pinned() if going else set()
-    for stored in going:
+    to_remove += _unused_bases(backend, bases, cipher, max_entry_bytes)
+    pinned = backend.pinned() if to_remove else set()
+    for stored in to_remove:
         if stored.key in pinned:
             backend.unpin([stored.key])
-    removed = backend.delete([stored.key for stored in going]) if going else set()
+    removed = backend.delete([stored.key for stored in to_remove]) if to_remove else set()
     counters.add("reclaimed_entries", len(removed))
-    counters.add("reclaimed_bytes", sum(stored.size for stored in going if stored.key in removed))
+    counters.add("reclaimed_bytes", sum(stored.size for stored in to_remove if stored.key in removed))
 
 
-def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
+def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
     """Return every entry that may need collection: all except those that the folder's index lists as chunks, states or pages."""
     if cipher is None and isinstance(backend, Directory) and backend.described() is not None:
         describe_new(backend)
@@ -61,7 +61,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[Stored]:
     return backend.list()
 
 
-def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
+def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
     """Return the kind of an entry to inspect, "old" or "basis"; "" for any other."""
     try:
         data = decrypted_entry(stored.key, front, cipher)
@@ -73,16 +73,18 @@ def _kind(stored: Stored, front: Data, cipher: Cipher | None) -> str:
         return ""
 
 
-def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, max_entry_bytes: int) -> list[Stored]:
+def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
     """Return the ``bases`` that no entry needs and that have not been used for an hour; none if an entry is unreadable."""
     limit = time.time_ns() - GRACE_NS
     idle = {
-        stored.key: digest for stored in bases if 0 < stored.used_ns < limit and (digest := _digest(backend, stored, cipher)) is not None
+        stored.key: digest
+        for stored in bases
+        if 0 < stored.used_ns < limit and (digest := _basis_digest(backend, stored, cipher)) is not None
     }
     known = {stored.key for stored in bases}
     others = (stored for stored in backend.list() if stored.size and stored.key not in known)
-    for stored, front in fronts_of(backend, others, max_entry_bytes) if idle else ():
-        recipe = _recipe(stored, front, cipher, max_entry_bytes)
+    for stored, front in read_fronts(backend, others, max_entry_bytes) if idle else ():
+        recipe = _recipe_of(stored, front, cipher, max_entry_bytes)
         idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
         if not idle:
             return []
@@ -91,7 +93,7 @@ def _unused(backend: Backend, bases: Sequence[Stored], cipher: Cipher | None, ma
     return [stored for stored in bases if stored.key in idle and 0 < used.get(stored.key, 0) < limit]
 
 
-def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | None:
+def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
     """Return the SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
@@ -100,7 +102,7 @@ def _digest(backend: Backend, stored: Stored, cipher: Cipher | None) -> str | No
         return None
 
 
-def _recipe(stored: Stored, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
+def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
     """Return the recipe of an entry: "" if it cannot be read with these keys, None if that cannot be determined."""
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)

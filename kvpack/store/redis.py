@@ -23,14 +23,14 @@ from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
-from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, Found, NoLease, OneTier, Stored
-from .entry_kind import FRONT_BYTES, PLAIN, Kind, check_size
+from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, OneTier, StoredEntry
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import MAX_TTL
-from .holds import endless_pin, hold_bytes, in_effect, owner_digest, read_hold
+from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
-from .redis_answers import data, data_list, integer, scanned, score, stored, taken
+from .redis_answers import byte_strings, bytes_up_to, has_score, integer, put_results, scan_page, was_set
 from .redis_client import Client
-from .redis_count import MAX_PAGES, NAMES_AT_ONCE, Count
+from .redis_count import MAX_PAGES, NAMES_AT_ONCE, EntryCount
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS, USED
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""
 _NO_ANSWER = object()
-_TRIES = 8
+_MAX_TRIES = 8
 """Number of times that a put makes room again after others have used it."""
 _SPARE_BYTES = 2**20
 """Bytes of a reply in addition to its entries."""
@@ -74,7 +74,7 @@ class Redis(OneTier):
         self,
         url: str,
         counters: Counters,
-        form: Form = PLAIN,
+        form: Form = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
@@ -83,19 +83,19 @@ class Redis(OneTier):
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, None if ttl is None else min(ttl, MAX_TTL)
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
-        self._count = Count(self._client, counters)
+        self._count = EntryCount(self._client, counters)
 
     def present(self, keys: Sequence[bytes]) -> int:
-        return next((number for number, is_present in enumerate(self.present_each(keys)) if not is_present), len(keys))
+        return next((index for index, is_present in enumerate(self.present_each(keys)) if not is_present), len(keys))
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._form.kind(front, size) is Kind.READABLE for size, front in self._looked(keys)]
+        return [self._form.kind(front, size) is Kind.READABLE for size, front in self._sizes_and_fronts(keys)]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         # Sizes and first bytes come first: nothing larger than the limit for entries is fetched, and nothing that is no entry.
         sizes = []
-        for key, (size, front) in zip(keys, self._looked(keys), strict=True):
-            if not self._takes(key, size):
+        for key, (size, front) in zip(keys, self._sizes_and_fronts(keys), strict=True):
+            if not self._is_fetchable(key, size):
                 break
             junk = self._form.kind(front, size) is Kind.JUNK
             sizes.append(min(size, FRONT_BYTES) if junk else size)
@@ -108,20 +108,22 @@ class Redis(OneTier):
             while stop < len(sizes) and total + sizes[stop] <= _BYTES_AT_ONCE:
                 total += sizes[stop]
                 stop += 1
-            whole = self._fetched(keys[len(result) : stop], sizes[len(result) : stop])
+            whole = self._fetch(keys[len(result) : stop], sizes[len(result) : stop])
             result += whole
             if len(result) < stop:
                 break
         return result
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        result: list[Found | None] = [None] * len(keys)
-        requested = [number for number, tier in enumerate(beyond) if tier < 0]
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+        result: list[FoundEntry | None] = [None] * len(keys)
+        requested = [index for index, tier in enumerate(beyond) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
-        for part in _parts(requested, at_once):
-            values = self._client.ask_all("get", [(data(max_bytes + 1), "GETRANGE", ENTRY + keys[number], 0, max_bytes) for number in part])
-            for number, value in zip(part, values, strict=False):
-                result[number] = Found(value, 0) if value else None
+        for part in _split(requested, at_once):
+            values = self._client.ask_all(
+                "get", [(bytes_up_to(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
+            )
+            for index, value in zip(part, values, strict=False):
+                result[index] = FoundEntry(value, 0) if value else None
         return result
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -129,37 +131,37 @@ class Redis(OneTier):
 
     def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         if front:
-            return self._fronts(keys)
+            return self._read_fronts(keys)
         result: list[Data | None] = [None] * len(keys)
-        for part in _parts(range(len(keys)), _KEYS_AT_ONCE):
-            sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[number]) for number in part])
-            present = {number: size for number, size in zip(part, sizes, strict=False) if self._takes(keys[number], size or 0)}
+        for part in _split(range(len(keys)), _KEYS_AT_ONCE):
+            sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
+            present = {index: size for index, size in zip(part, sizes, strict=False) if self._is_fetchable(keys[index], size or 0)}
             for group in _batches(present, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
-                    results = self._fetched([keys[number] for number in group], [present[number] for number in group])
-                    for number, entry in zip(group, results, strict=False):
-                        result[number] = entry
+                    results = self._fetch([keys[index] for index in group], [present[index] for index in group])
+                    for index, entry in zip(group, results, strict=False):
+                        result[index] = entry
                     # The entry after those found has changed since, or there was no answer.
                     group = group[len(results) + 1 :]
         return result
 
-    def _fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
+    def _read_fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
         result: list[Data | None] = []
-        for part in _parts(keys, _FRONTS_AT_ONCE):
-            looked = self._looked(part, _FRONT_BYTES)
+        for part in _split(keys, _FRONTS_AT_ONCE):
+            looked = self._sizes_and_fronts(part, _FRONT_BYTES)
             ends = [
-                min(size, front_bytes(front) or size) if self._takes(key, size) and len(front) == min(size, _FRONT_BYTES) else 0
+                min(size, front_bytes(front) or size) if self._is_fetchable(key, size) and len(front) == min(size, _FRONT_BYTES) else 0
                 for key, (size, front) in zip(part, looked, strict=True)
             ]
-            long = [number for number, end in enumerate(ends) if end > _FRONT_BYTES]
-            rests: list[bytes | None] = []
-            for group in _batches({n: ends[n] - _FRONT_BYTES for n in long}, len(part), _BYTES_AT_ONCE):
-                commands = [(data(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
+            long_fronts = [index for index, end in enumerate(ends) if end > _FRONT_BYTES]
+            remainders: list[bytes | None] = []
+            for group in _batches({n: ends[n] - _FRONT_BYTES for n in long_fronts}, len(part), _BYTES_AT_ONCE):
+                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
                 answers = self._client.ask_all("get", commands)
-                rests += answers or [None] * len(group)
-            parts = {number: [looked[number][1]] for number, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
-            parts |= {number: [looked[number][1], rest or b""] for number, rest in zip(long, rests, strict=True)}
-            result += [_pad_with_zeros(parts.get(number, ()), looked[number][0], ends[number]) for number in range(len(part))]
+                remainders += answers or [None] * len(group)
+            parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
+            parts |= {index: [looked[index][1], remainder or b""] for index, remainder in zip(long_fronts, remainders, strict=True)}
+            result += [_pad_with_zeros(parts.get(index, ()), looked[index][0], ends[index]) for index in range(len(part))]
         return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
@@ -167,42 +169,42 @@ class Redis(OneTier):
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         stored: dict[int, bool] = {}
-        if self._max_bytes is not None and not self._count.ready():
+        if self._max_bytes is not None and not self._count.prepare():
             return [False] * len(entries)
-        for places in _batches({place: sum(map(len, pieces)) for place, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
-            stored |= self._put(chain, {place: b"".join(entries[place]) for place in places})
+        for positions in _batches({position: sum(map(len, pieces)) for position, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
+            stored |= self._put(chain, {position: b"".join(entries[position]) for position in positions})
             if not all(stored.values()):
                 break
-        return [stored.get(place, False) for place in entries]
+        return [stored.get(position, False) for position in entries]
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         # By the server's clock: its users' clocks may differ. The end of a long chain first, for its beginning must not be older.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
-        calls = [(b"".join(chain[start : start + _KEYS_AT_ONCE]), self._seconds(), start) for start in reversed(starts)]
+        calls = [(b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
         self._client.call_all("touch", "touch", calls)
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # The end of a chain first: a descendant is not found without its ancestors.
-        calls = [(b"".join(part),) for part in reversed([*_parts(keys, NAMES_AT_ONCE)])]
+        calls = [(b"".join(part),) for part in reversed([*_split(keys, NAMES_AT_ONCE)])]
         return {key for removed in self._client.call_all("delete", "delete", calls) for key in removed or ()}
 
-    def discard(self, key: bytes, found: Found) -> None:
+    def discard(self, key: bytes, entry: FoundEntry) -> None:
         self.delete([key])
 
-    def list(self) -> Iterator[Stored]:
+    def list(self) -> Iterator[StoredEntry]:
         listed: set[bytes] = set()
         cursor = None
         for _ in range(MAX_PAGES):
-            page = None if cursor == 0 else self._page("list", cursor or 0)
+            page = None if cursor == 0 else self._scan_page("list", cursor or 0)
             if page is None:
                 break
             cursor, keys = page
             # A scan may return a name twice.
             new = [key for key in dict.fromkeys(keys) if key not in listed]
             listed.update(new)
-            found = self._client.call("list", b"".join(new)) or () if new else ()
-            for key, size, used in zip(new, found[::2], found[1::2], strict=False):
-                yield Stored(key, int(size), int(used) * 1000 if 0 < used < 2**53 else 0)
+            entry = self._client.call("list", b"".join(new)) or () if new else ()
+            for key, size, used in zip(new, entry[::2], entry[1::2], strict=False):
+                yield StoredEntry(key, int(size), int(used) * 1000 if 0 < used < 2**53 else 0)
 
     def size(self) -> tuple[int, int]:
         answer = self._client.call("size")
@@ -217,26 +219,26 @@ class Redis(OneTier):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:
-            return bool(self._client.ask("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, otherwise=0))
-        old, fields = self._client.ask_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (data_list, "HKEYS", HOLDS)]) or (0, ())
+            return bool(self._client.ask("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, default=0))
+        old, fields = self._client.ask_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (byte_strings, "HKEYS", HOLDS)]) or (0, ())
         result = [field for field in fields or () if field.startswith(keys[-1])]
-        removed = self._client.ask("unpin", "HDEL", HOLDS, *result, check=integer, otherwise=0) if result else 0
+        removed = self._client.ask("unpin", "HDEL", HOLDS, *result, check=integer, default=0) if result else 0
         return bool(old or removed)
 
     def pins(self) -> Sequence[Pin]:
-        chains, holds = self._client.ask_all("pinned", [(data_list, "HVALS", PINS), (data_list, "HVALS", HOLDS)]) or ((), ())
-        result = [endless_pin(chain) for chain in chains or ()]
+        chains, holds = self._client.ask_all("pinned", [(byte_strings, "HVALS", PINS), (byte_strings, "HVALS", HOLDS)]) or ((), ())
+        result = [parse_old_pin(chain) for chain in chains or ()]
         for hold in holds or ():
             try:
-                result.append(read_hold("on the server", hold))
+                result.append(parse_hold("on the server", hold))
             except InvalidHeader as error:
                 self._counters.fault("pinned", error)
-        return [pin for pin in result if pin is not None and in_effect(pin)]
+        return [pin for pin in result if pin is not None and is_active(pin)]
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)
         milliseconds = max(1, int(1000 * seconds))
-        answer = self._client.ask("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=taken, otherwise=_NO_ANSWER)
+        answer = self._client.ask("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=was_set, default=_NO_ANSWER)
         return NoLease() if answer is _NO_ANSWER else _RedisLease(self._client, key, token) if answer else None
 
     def collect(self) -> None:
@@ -249,46 +251,48 @@ class Redis(OneTier):
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, bytes]) -> dict[int, bool]:
         """Return, for each entry of one request, True if it is stored; ``entries`` are keyed by their position in ``chain``."""
-        done = {place: False for place, entry in entries.items() if len(entry) > self._form.max_bytes}
-        self._counters.add("refused_chunks", len(done))
+        results_by_position = {position: False for position, entry in entries.items() if len(entry) > self._form.max_bytes}
+        self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
         full = False
-        for _ in range(_TRIES):
-            pending = [place for place in entries if place not in done]
+        for _ in range(_MAX_TRIES):
+            pending = [position for position in entries if position not in results_by_position]
             if not pending:
                 break
-            groups = self._groups(pending, entries, replaced)
+            groups = self._group_for_script(pending, entries, replaced)
             answers = self._send(chain, groups, entries, replaced)
             results: dict[int, Any] = {}
             for group, answer in zip(groups, answers, strict=False):
                 results |= zip(group, answer[3] if answer and answer != [-1] else (), strict=False)
             refused = []
-            for place, result in results.items():
-                outcome = self._outcome(place, result, replaced)
+            for position, result in results.items():
+                outcome = self._outcome(position, result, replaced)
                 if outcome is not None:
-                    done[place] = outcome
-                refused += [place] if outcome is False else []
+                    results_by_position[position] = outcome
+                refused += [position] if outcome is False else []
                 if result == _STORED:
                     self._counters.add("saved_chunks")
-                    self._counters.add("saved_bytes", len(entries[place]))
+                    self._counters.add("saved_bytes", len(entries[position]))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
-            if crowded and self._count.again():
+            if crowded and self._count.sum_again():
                 # The sum of the sizes was wrong, or is right now.
-                for place in refused:
-                    del done[place]
+                for position in refused:
+                    del results_by_position[position]
                 continue
             self._counters.add("refused_chunks", len(refused))
             if not answers or None in answers or ([-1] in answers and not self._count.recount()):
                 break
-            if _CROWDED in results.values() and (full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in done])):
+            if _CROWDED in results.values() and (
+                full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in results_by_position])
+            ):
                 # All that may go is gone: what fits now is stored, and nothing else.
                 if full:
-                    self._counters.add("refused_chunks", len(pending) - sum(place in done for place in pending))
+                    self._counters.add("refused_chunks", len(pending) - sum(position in results_by_position for position in pending))
                     break
                 full = True
-        return {place: done.get(place, False) for place in entries}
+        return {position: results_by_position.get(position, False) for position in entries}
 
-    def _outcome(self, place: int, result: Any, replaced: set[int]) -> bool | None:
+    def _outcome(self, position: int, result: Any, replaced: set[int]) -> bool | None:
         """Return True if the script's reply means that the entry is stored, or None to try again.
 
         ``replaced`` collects entries to replace.
@@ -296,18 +300,18 @@ class Redis(OneTier):
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
         kind = self._form.kind(*result)
-        if kind is Kind.JUNK and place not in replaced:
-            replaced.add(place)
+        if kind is Kind.JUNK and position not in replaced:
+            replaced.add(position)
             return None
         return kind is Kind.READABLE
 
-    def _groups(self, places: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
+    def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
         """Return the entries of each call of the script, which blocks all other clients while it runs."""
-        sizes = {place: len(entries[place]) for place in places}
+        sizes = {position: len(entries[position]) for position in positions}
         return [
             [*same]
             for batch in _batches(sizes, BATCH_ENTRIES, _SCRIPT_BYTES)
-            for _, same in groupby(batch, lambda place: place in replaced)
+            for _, same in groupby(batch, lambda position: position in replaced)
         ]
 
     def _send(
@@ -315,13 +319,13 @@ class Redis(OneTier):
     ) -> Sequence[Any]:
         calls = []
         for group in groups:
-            settings = (self._most(), self._seconds(), int(group[0] in replaced), FRONT_BYTES)
-            pairs = [argument for place in group for argument in (place + 1, entries[place])]
+            settings = (self._max_bytes_argument(), self._ttl_argument(), int(group[0] in replaced), FRONT_BYTES)
+            pairs = [argument for position in group for argument in (position + 1, entries[position])]
             calls.append((b"".join(chain[: group[-1] + 1]), *settings, *pairs))
-        answers = self._client.call_all("put", "put", calls, stored(FRONT_BYTES))
+        answers = self._client.call_all("put", "put", calls, put_results(FRONT_BYTES))
         for answer in answers:
             if answer is not None and answer != [-1]:
-                self._evicted(answer[0], answer[1])
+                self._count_evictions(answer[0], answer[1])
                 if answer[2]:
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
         return answers
@@ -340,16 +344,16 @@ class Redis(OneTier):
             if answer is None:
                 return False
             state, evicted, freed, first = answer
-            self._evicted(evicted, freed)
+            self._count_evictions(evicted, freed)
             if state != _CROWDED:
                 return bool(state == _STORED)
         return False
 
-    def _evicted(self, entries: int, freed: int) -> None:
+    def _count_evictions(self, entries: int, freed: int) -> None:
         self._counters.add("evicted_entries", entries)
         self._counters.add("evicted_bytes", freed)
 
-    def _takes(self, key: bytes, size: int) -> bool:
+    def _is_fetchable(self, key: bytes, size: int) -> bool:
         """Return True if there is an entry within the size limit."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
@@ -358,25 +362,25 @@ class Redis(OneTier):
             return False
         return size > 0
 
-    def _page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
+    def _scan_page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
         """Return one page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
         scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", NAMES_AT_ONCE)
-        answer = self._client.ask(operation, *scan, check=lambda found: scanned(found, cursor))
+        answer = self._client.ask(operation, *scan, check=lambda entry: scan_page(entry, cursor))
         if answer is None:
             return None
         return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
 
-    def _looked(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
+    def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
         """Return the size and the first ``count`` bytes of each entry.
 
         Keys that are missing, not strings, or unanswered have size 0 and no bytes.
         """
         result: list[tuple[int, bytes]] = []
-        for part in _parts(keys, _KEYS_AT_ONCE):
+        for part in _split(keys, _KEYS_AT_ONCE):
             commands: list[Command] = []
             for key in part:
-                commands += [(integer, "STRLEN", ENTRY + key), (data(count), "GETRANGE", ENTRY + key, 0, count - 1)]
-                commands.append((score, "ZSCORE", USED, key))
+                commands += [(integer, "STRLEN", ENTRY + key), (bytes_up_to(count), "GETRANGE", ENTRY + key, 0, count - 1)]
+                commands.append((has_score, "ZSCORE", USED, key))
             answers = self._client.ask_all("match", commands)
             if not answers:
                 break
@@ -387,35 +391,35 @@ class Redis(OneTier):
                 self._counters.add("vanished_entries", self._client.call("forget", b"".join(missing)) or 0)
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
-    def _fetched(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
+    def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
         """Return the bytes of entries up to the first whose size has changed; never fetches more than ``sizes``."""
         ranges = [
-            (number, begin, min(begin + _BYTES_AT_ONCE, size))
-            for number, size in enumerate(sizes)
+            (index, begin, min(begin + _BYTES_AT_ONCE, size))
+            for index, size in enumerate(sizes)
             for begin in range(0, size, _BYTES_AT_ONCE)
         ]
         result: list[bytearray] = []
         for group in _batches({at: stop - begin for at, (_, begin, stop) in enumerate(ranges)}, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
             requests = [ranges[at] for at in group]
             commands: list[Command] = [
-                (data(stop - begin), "GETRANGE", ENTRY + keys[number], begin, stop - 1) for number, begin, stop in requests
+                (bytes_up_to(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
             ]
             values = self._client.ask_all("get", commands)
-            for (number, begin, stop), value in zip(requests, values, strict=False):
+            for (index, begin, stop), value in zip(requests, values, strict=False):
                 if value is None or len(value) != stop - begin:
-                    return result[:number]
+                    return result[:index]
                 if not begin:
                     result.append(bytearray(value))
                 else:
-                    result[number] += value
+                    result[index] += value
             if len(values) < len(requests):
                 return result[: requests[len(values)][0]]
         return result
 
-    def _most(self) -> int | str:
+    def _max_bytes_argument(self) -> int | str:
         return "" if self._max_bytes is None else self._max_bytes
 
-    def _seconds(self) -> int | str:
+    def _ttl_argument(self) -> int | str:
         return "" if self._ttl is None else self._ttl
 
 
@@ -434,7 +438,7 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 
-def _parts(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     """Yield ``items`` in parts of at most ``count``."""
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]

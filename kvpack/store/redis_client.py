@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackage
 
-from .breaker import Breaker, Guard
+from .breaker import CircuitBreaker, RequestGuard
 from .options import check_seconds
-from .redis_answers import integer, integers, member_list, numbers, page, progress, sizes_and_uses
+from .redis_answers import count_page, integer, integers, member_list, sizes_and_uses, sum_progress, two_integers
 from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PIN, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "touch": integer,
     "delete": member_list,
     "list": sizes_and_uses,
-    "size": numbers,
-    "count": page,
+    "size": two_integers,
+    "count": count_page,
     "forget": integer,
-    "sum": progress,
+    "sum": sum_progress,
     "pin": integer,
     "release": integer,
 }
@@ -61,9 +61,9 @@ _DATABASE = re.compile(r"/?[0-9]*")
 """The path of a URL: redis-py takes any other as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
 """Beginning of the message of a server that lacks a command."""
-_CALLER = 8
+_CALLER_STACK_LEVEL = 8
 """The calls between the warning and whoever opens a store."""
-BYTES_A_SECOND = 2**20
+BYTES_PER_SECOND = 2**20
 """Bytes per second that extend the timeout of a request and its reply."""
 _ANSWER_TYPES = b"+-:$*"
 """First bytes of answers in protocol 2."""
@@ -88,9 +88,9 @@ class Client:
         except ImportError:
             raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
         self._counters = counters
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         # A server that is not Redis makes the client raise anything.
-        self._guard = Guard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
+        self._guard = RequestGuard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
         _check_url(url)
         try:
             self._client: Any = redis.Redis.from_url(
@@ -112,23 +112,23 @@ class Client:
         for name, needed in _FIXED_OPTIONS.items():
             if (given := pool.connection_kwargs.get(name, needed)) != needed:
                 raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
-        pool.connection_class = limited(pool.connection_class, max_bytes)
+        pool.connection_class = limit_connection(pool.connection_class, max_bytes)
         # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self.close = weakref.finalize(self, self._client.close)
         self._digests = {name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()}
         self._no_script = redis.exceptions.NoScriptError
-        self._greet(uses_ttl)
+        self._check_server(uses_ttl)
 
-    def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], otherwise: Any = None) -> Any:
-        """Return the checked reply to one command, or ``otherwise`` after a fault."""
-        return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), otherwise)
+    def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
+        """Return the checked reply to one command, or ``default`` after a fault."""
+        return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), default)
 
     def ask_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
         """Return the server's replies to one request; [] without an answer.
 
         A reply is None for a refused command, such as one for a key of another type. Each command is preceded by the check of its reply.
         """
-        return self._counted(operation, self._answers(operation, commands))
+        return self._count_faults(operation, self._send_pipeline(operation, commands))
 
     def call(self, script: str, *arguments: Any, check: Callable[[Any], Any] | None = None) -> Any:
         """Return the checked reply of one script; None after a fault."""
@@ -140,16 +140,16 @@ class Client:
         """Run several calls of one script like ``ask_all``, in one request, or in two if the server does not have the script yet."""
         checked = check or _ANSWERS[script]
         commands: list[Command] = [(checked, "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for arguments in calls]
-        answers = list(self._answers(operation, commands))
+        answers = list(self._send_pipeline(operation, commands))
         unknown = [number for number, answer in enumerate(answers) if isinstance(answer, self._no_script)]
         if unknown:
             load: Command = (lambda answer: answer, "SCRIPT LOAD", _SCRIPTS[script])
-            again = self._answers(operation, [load, *(commands[number] for number in unknown)])
-            for number, answer in zip(unknown, again[1:], strict=False):
+            retried = self._send_pipeline(operation, [load, *(commands[number] for number in unknown)])
+            for number, answer in zip(unknown, retried[1:], strict=False):
                 answers[number] = answer
-        return self._counted(operation, answers)
+        return self._count_faults(operation, answers)
 
-    def _answers(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
+    def _send_pipeline(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
         def ask() -> Sequence[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
                 for _, *command in commands:
@@ -161,13 +161,13 @@ class Client:
         nothing: Sequence[Any] = ()
         return self._guard.ask(operation, ask, nothing) if commands else nothing
 
-    def _counted(self, operation: str, answers: Sequence[Any]) -> Sequence[Any]:
+    def _count_faults(self, operation: str, answers: Sequence[Any]) -> Sequence[Any]:
         for error in answers:
             if isinstance(error, Exception):
                 self._counters.fault(operation, error)
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
-    def _greet(self, uses_ttl: bool) -> None:
+    def _check_server(self, uses_ttl: bool) -> None:
         """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may do so later.
 
         Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
@@ -202,7 +202,7 @@ class Client:
                 f"the Redis server has the maxmemory-policy {policy[:40]}: it removes entries by itself, regardless of prefixes, so "
                 "saved tokens may not be found. Set the policy to noeviction, and give the store max_bytes"
             )
-            warnings.warn(text, KvpackWarning, stacklevel=_CALLER)
+            warnings.warn(text, KvpackWarning, stacklevel=_CALLER_STACK_LEVEL)
 
 
 def _check_url(url: str) -> None:
@@ -239,9 +239,8 @@ def _check_not_refused(answers: Sequence[Any]) -> None:
             )
 
 
-def limited(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of ``connection``, a class of redis-py, that limits the time of requests and the size of replies to ``max_bytes``.
-    """
+def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
+    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes``."""
 
     class Limited(connection):  # type: ignore[misc]
         """A connection that measures from each request on."""
@@ -270,7 +269,7 @@ class _Exchange:
 
     def begin(self) -> None:
         """Note the start of a request."""
-        self._begun, self._sent, self._taken = time.monotonic(), 0, 0
+        self._start, self._sent, self._received = time.monotonic(), 0, 0
         self._is_in_first_line = True
         self._socket.settimeout(self._seconds)
 
@@ -278,7 +277,7 @@ class _Exchange:
         """Send like a socket, which would apply the timeout to each part of a request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
-            self._limit(f"a request, of which {self._sent} bytes are sent,")
+            self._apply_deadline(f"a request, of which {self._sent} bytes are sent,")
             count = self._socket.send(view, *flags)
             self._sent += count
             view = view[count:]
@@ -287,12 +286,12 @@ class _Exchange:
         """Receive like a socket. Raises TimeoutError, and OSError for too many bytes."""
         # Without a timeout the client looks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
-            self._limit(f"an answer of {self._taken} bytes so far")
+            self._apply_deadline(f"an answer of {self._received} bytes so far")
         data: bytes = self._socket.recv(count, *flags)
         if self._is_in_first_line and data:
             self._check_first_line(data)
-        self._taken += len(data)
-        if self._taken > self._max_bytes:
+        self._received += len(data)
+        if self._received > self._max_bytes:
             raise OSError(f"an answer has more than {self._max_bytes} bytes")
         return data
 
@@ -300,16 +299,16 @@ class _Exchange:
         """Raise InvalidResponse for an answer of another protocol: the client would look for the end of its line, which may never come."""
         from redis.exceptions import InvalidResponse
 
-        if not self._taken and data[0] not in _ANSWER_TYPES:
+        if not self._received and data[0] not in _ANSWER_TYPES:
             raise InvalidResponse(f"Protocol Error: {data[:_SHOWN_BYTES]!r}")
         self._is_in_first_line = b"\n" not in data
-        if self._is_in_first_line and self._taken + len(data) > _MAX_LINE_BYTES:
+        if self._is_in_first_line and self._received + len(data) > _MAX_LINE_BYTES:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
-    def _limit(self, what: str) -> None:
+    def _apply_deadline(self, what: str) -> None:
         """Limit the socket's next call to the remaining time. Raises TimeoutError."""
         if self._seconds is not None:
-            left = self._begun + self._seconds + (self._sent + self._taken) / BYTES_A_SECOND - time.monotonic()
+            left = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"{what} took more than {self._seconds} s")
             self._socket.settimeout(min(left, self._seconds))

@@ -35,7 +35,7 @@ _DONE, _UNSOUND = 1, -1
 """Result of the script that sums sizes for the last page, and for a store whose contents cannot be determined."""
 
 
-class Count:
+class EntryCount:
     """The count of the server of ``client``, which one thread of this process updates at a time. Safe to use from any thread."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
@@ -45,7 +45,7 @@ class Count:
         self._running = False
         self._phase, self._cursor = 0, _BEGIN
 
-    def ready(self) -> bool:
+    def prepare(self) -> bool:
         """Return True if the sum has been counted since, or shortly before, this store was opened. The first put waits for that.
 
         Later counts continue page by page.
@@ -61,7 +61,7 @@ class Count:
                 return answer is not None and (answer != _UNSOUND or self._recount(time.monotonic() + WAIT_SECONDS))
         return True
 
-    def again(self) -> bool:
+    def sum_again(self) -> bool:
         """Sum the sizes again unless they were just summed; return True if they were summed again."""
         with self._lock:
             if self._summed is not None and time.monotonic() - self._summed < AGAIN_SECONDS:
@@ -88,12 +88,12 @@ class Count:
             if answer is None or answer[0] == self._cursor != _BEGIN:
                 self._phase, self._cursor = 0, _BEGIN
                 return False
-            self._cursor, lost = answer
-            self._counters.add("vanished_entries", lost)
+            self._cursor, vanished = answer
+            self._counters.add("vanished_entries", vanished)
             if self._cursor == _BEGIN:
                 self._phase += 1
             elif time.monotonic() > deadline:
-                return self._late()
+                return self._report_timeout()
         self._phase = 0
         return self._sum(deadline, counted=True)
 
@@ -108,9 +108,9 @@ class Count:
                 return answer == _UNSOUND and not counted and self._recount(deadline)
             begin = 0
             if time.monotonic() > deadline:
-                return self._late()
+                return self._report_timeout()
         return False
 
-    def _late(self) -> bool:
+    def _report_timeout(self) -> bool:
         self._counters.fault("count", TimeoutError(f"the server has more keys than a put counts in {WAIT_SECONDS} s; the next goes on"))
         return False

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .backend import Backend
-    from .catalog import Catalog, Entry
+    from .catalog import Catalog, ChunkEntry
     from .counters import Counters
 
 
 @dataclass(frozen=True)
-class Choice:
+class EntryFilter:
     """Entries of this ``model``, canonical ``recipe`` and ``tenant`` that were last used before ``used_before_ns``; None matches any."""
 
     model: str | None = None
@@ -45,17 +45,17 @@ class Choice:
             chosen |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
         return chosen
 
-    def _matches(self, entry: Entry) -> bool:
+    def _matches(self, entry: ChunkEntry) -> bool:
         return self.model in (None, entry.model.get("name", "")) and (
             self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns
         )
 
 
-def chains_from(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
+def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
     """Return the keys of the chunks whose chains start at one of ``roots`` without a gap."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
-        children[entry.named.parent].append(key)
+        children[entry.fields.parent].append(key)
     result: set[bytes] = set()
     ends = list(roots)
     while ends:
@@ -73,13 +73,13 @@ def roots_of(identity: Identity) -> tuple[bytes, bytes]:
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
     """Remove entries, in any order of descent, and return how many there were; pinned ones only if ``pinned``."""
     pins = backend.pins()
-    going = set(keys)
+    to_remove = set(keys)
     if pinned:
-        for key in going & {pin.key for pin in pins}:
+        for key in to_remove & {pin.key for pin in pins}:
             backend.unpin([key])
     else:
-        going.difference_update(*(pin.chain for pin in pins))
-    count = len(backend.delete(sorted(going)))
+        to_remove.difference_update(*(pin.chain for pin in pins))
+    count = len(backend.delete(sorted(to_remove)))
     counters.add("deleted_entries", count)
     return count
 
@@ -87,4 +87,4 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:
     identities = {(tuple(sorted(entry.model.items())), entry.recipe) for entry in catalog.entries.values() if entry.start == 0}
     named = [Identity.of_header(dict(model), recipe, tenant) for model, recipe in identities]
-    return chains_from(catalog, (root for identity in named for root in roots_of(identity)))
+    return chain_keys(catalog, (root for identity in named for root in roots_of(identity)))

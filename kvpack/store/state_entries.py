@@ -26,7 +26,7 @@ FEATURE = "prefix-states"
 
 
 @dataclass(frozen=True)
-class NamedStates:
+class StatesFields:
     """The fields of an entry's header that describe states."""
 
     key: bytes
@@ -34,7 +34,7 @@ class NamedStates:
     payload: bytes
 
     @classmethod
-    def of(cls, file: container.File) -> NamedStates:
+    def of(cls, file: container.File) -> StatesFields:
         """Parse the states in an open file. Raises InvalidHeader unless it has the states of one sequence, no sides, and its own key."""
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
@@ -82,7 +82,7 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
 
     file = open_entry(data, states_key(chunk))
     check_header(file, position, model, recipe)
-    named = NamedStates.of(file)
+    named = StatesFields.of(file)
     if named.chunk != chunk:
         raise InvalidHeader(f"{file.where}: holds the states after the chunk {named.chunk.hex()}, expected {chunk.hex()}")
     check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)

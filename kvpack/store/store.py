@@ -18,20 +18,20 @@ from .bases import StoredBasis
 from .catalog import read_catalog
 from .chunk_sizes import OtherChunks
 from .counters import Counters, with_labels
-from .entries import Reader, check_decoded, to_pieces
+from .entries import EntryReader, check_decoded_size, to_pieces
 from .entry_kind import check_size
 from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
-from .holds import PIN_SECONDS, checked_owner, hold_of
-from .keys import ID_BYTES, chained, check_inputs, chunk_keys, token_bytes
+from .holds import PIN_SECONDS, make_hold, validate_owner
+from .keys import ID_BYTES, check_inputs, chunk_keys, chunk_links, token_bytes
 from .leases import Leases
 from .loading import FAULTS, Loader
-from .open_store import check_identity, opened
+from .open_store import check_identity, open_for_identity
 from .options import StoreOptions, check_count
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
-from .removal import chains_from, remove
-from .tiers import Tiers, told
-from .windows import Windows, check_held
+from .removal import chain_keys, remove
+from .tiers import Tiers, prometheus_text
+from .windows import Windows, check_complete
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
     from kvpack.identity.identity import Identity
 
-    from .keys import Link
+    from .keys import ChunkLink
     from .options import StoreKeywords
 
 
@@ -105,27 +105,31 @@ class Store:
         **options: Unpack[StoreKeywords],
     ) -> None:
         check_identity(identity)
-        chosen = StoreOptions(**options)
+        store_options = StoreOptions(**options)
         check_count("chunk", chunk, 1)
         check_groups(identity, chunk)
         recipe = parse_recipe(identity.recipe)
         named, given = basis_digest(recipe), identity.basis
         self.location, self.identity, self.chunk = location, identity, chunk
-        self._max_entry_bytes = chosen.max_entry_bytes
+        self._max_entry_bytes = store_options.max_entry_bytes
         self._counters = Counters()
-        self._backend, self._cipher, checked = opened(location, identity, self._counters, chosen)
-        self._others = OtherChunks(self._backend, self._counters, location, identity.root, chunk)
+        self._backend, self._cipher, checked = open_for_identity(location, identity, self._counters, store_options)
+        self._other_chunk_sizes = OtherChunks(self._backend, self._counters, location, identity.root, chunk)
         self._leases = None if lease is None else Leases(self._backend, self._counters, lease)
         self._root = identity.root
         self._model = identity.header_model
-        self._longest = longest_sequence(identity.rope)
-        self._stored = None
+        self._max_sequence = longest_sequence(identity.rope)
+        self._stored_basis = None
         if named is not None:
-            kept = self._backend, self._cipher, self._counters, chosen.max_entry_bytes
-            self._stored = StoredBasis(named, self._model, *kept, given, identity.digests)
-        self._before = [] if self._stored is None else self._stored.keys
-        self._reader = Reader(self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=chosen.max_entry_bytes)
-        self._loader = Loader(self._backend, self._reader, self._cipher, self._counters, self._before, Windows(identity.windows, chunk))
+            backend_arguments = self._backend, self._cipher, self._counters, store_options.max_entry_bytes
+            self._stored_basis = StoredBasis(named, self._model, *backend_arguments, given, identity.digests)
+        self._leading_keys = [] if self._stored_basis is None else self._stored_basis.keys
+        self._reader = EntryReader(
+            self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=store_options.max_entry_bytes
+        )
+        self._loader = Loader(
+            self._backend, self._reader, self._cipher, self._counters, self._leading_keys, Windows(identity.windows, chunk)
+        )
         self._states = None
         if identity.keeps_states:
             self._states = PrefixStates(self._backend, self._loader, self._cipher, self._counters, self._reader)
@@ -158,11 +162,11 @@ class Store:
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
-        readable = self._determined(ids) and (self._stored is None or self._stored.present())
+        readable = self._has_fixed_frequencies(ids) and (self._stored_basis is None or self._stored_basis.present())
         faults = self._counters.fault_count
-        count = len(self._usable(keys)) if readable else 0
+        count = len(self._resumable_keys(keys)) if readable else 0
         if not count and self._counters.fault_count == faults:
-            self._others.look(ids, inputs[0] if inputs else b"")
+            self._other_chunk_sizes.look(ids, inputs[0] if inputs else b"")
         return self.chunk * count
 
     def load(
@@ -181,20 +185,20 @@ class Store:
         self._counters.add("load_tokens", len(keys) * self.chunk)
         faults = self._counters.fault_count
         with self._counters.timed("load"):
-            cache = self._loaded(keys) if self._determined(ids) else None
+            cache = self._load(keys) if self._has_fixed_frequencies(ids) else None
         if cache is None and self._counters.fault_count == faults:
-            self._others.look(ids, digests[0] if digests else b"")
+            self._other_chunk_sizes.look(ids, digests[0] if digests else b"")
         if cache is not None and str(device) != "cpu":
-            cache = self._moved(cache, device)
+            cache = self._move(cache, device)
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
-    def _usable(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _resumable_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the keys of the longest stored prefix that a model can continue from."""
         keys = keys[: self._backend.present(keys)]
-        return keys if self._states is None else self._states.usable(keys)
+        return keys if self._states is None else self._states.resumable_prefix(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
         """Store every whole chunk of the prefix that ``cache`` contains packed, and return the number of tokens now stored.
@@ -215,7 +219,7 @@ class Store:
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
         check_ids(cache, ids)
-        check_length(cache, self._longest)
+        check_length(cache, self._max_sequence)
         requested = chunk_keys(self._root, ids, self.chunk, digests)
         packed = min((layer.skipped + side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
         states: StatesAt = {}
@@ -225,18 +229,18 @@ class Store:
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         check_inputs_given(cache, digests, self.chunk)
-        self._reader.learn(cache)
+        self._reader.set_shape(cache)
         self._counters.add("saves")
         try:
             with self._counters.timed("save"):
-                if self._stored is None or not digests:
+                if self._stored_basis is None or not digests:
                     return self._save(cache, ids, digests, states)
                 # Before the chunks, and after them in case another writer has evicted it meanwhile.
-                if not self._stored.put(time.time_ns()):
+                if not self._stored_basis.put(time.time_ns()):
                     return 0
-                self._reader.basis = self._stored.get()
+                self._reader.basis = self._stored_basis.get()
                 stored = self._save(cache, ids, digests, states)
-                return stored if self._stored.put(time.time_ns()) else 0
+                return stored if self._stored_basis.put(time.time_ns()) else 0
         finally:
             if self._leases is not None:
                 self._leases.release(requested)
@@ -247,60 +251,60 @@ class Store:
             from kvpack.cache.cache import without_states
 
             cache = without_states(cache)
-        links = list(chained(self._root, ids, self.chunk, digests))
+        links = list(chunk_links(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
-        there = self._backend.present(keys)
-        opens = dict(enumerate(self._loader.opens(keys[:there], range(there))))
-        stored = sum(takewhile(bool, opens.values()))
+        present_count = self._backend.present(keys)
+        readable = dict(enumerate(self._loader.can_open(keys[:present_count], range(present_count))))
+        stored = sum(takewhile(bool, readable.values()))
         if stored < len(links):
-            check_held(cache, stored * self.chunk)
-        self._counters.add("present_chunks", sum(opens.values()))
+            check_complete(cache, stored * self.chunk)
+        self._counters.add("present_chunks", sum(readable.values()))
         if self._cipher is not None:
             # Beyond a gap. Only the key shows whether an encrypted entry can be read here; damaged entries are removed.
-            later = range(there + 1, len(keys))
-            held = [n for n, present in zip(later, self._backend.present_each(keys[there + 1 :]), strict=True) if present]
-            opens |= zip(held, self._loader.opens([keys[n] for n in held], held), strict=True)
+            later = range(present_count + 1, len(keys))
+            held = [n for n, present in zip(later, self._backend.present_each(keys[present_count + 1 :]), strict=True) if present]
+            readable |= zip(held, self._loader.can_open([keys[n] for n in held], held), strict=True)
         # An entry that others may be able to read stays, although not readable here; its descendants would not be found.
-        shut = [number for number, readable in opens.items() if not readable]
-        stays = zip(shut, self._backend.present_each([keys[number] for number in shut]), strict=True)
-        end = next((number for number, present in stays if present), len(links))
+        unreadable = [index for index, is_readable in readable.items() if not is_readable]
+        still_present = zip(unreadable, self._backend.present_each([keys[index] for index in unreadable]), strict=True)
+        end = next((index for index, present in still_present if present), len(links))
         # Ancestors must be evicted last, so they are in use from now on.
         now = time.time_ns()
-        chain = [*self._before, *keys]
-        first = len(self._before)
+        chain = [*self._leading_keys, *keys]
+        first = len(self._leading_keys)
         self._backend.touch(chain[: first + stored], now)
-        for batch in self._batches([n for n in range(stored, end) if not opens.get(n, False)], links, cache):
-            put = self._backend.put_all(chain, {first + number: pieces for number, pieces in batch.items()}, now)
-            opens |= zip(batch, put, strict=True)
+        for batch in self._batches([n for n in range(stored, end) if not readable.get(n, False)], links, cache):
+            put = self._backend.put_all(chain, {first + index: pieces for index, pieces in batch.items()}, now)
+            readable |= zip(batch, put, strict=True)
             if not all(put):
                 break
-        stored = sum(takewhile(bool, (opens.get(number, False) for number in range(end))))
+        stored = sum(takewhile(bool, (readable.get(index, False) for index in range(end))))
         return stored * self.chunk if self._states is None else self._states.save(states, chain[: first + stored], first, now)
 
-    def _batches(self, numbers: Sequence[int], links: Sequence[Link], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
+    def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
         """Yield the pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
         batch: dict[int, list[memoryview]] = {}
         left = BATCH_BYTES
-        for number in numbers:
-            pieces = self._pieces(cache, number, links[number])
+        for index in indices:
+            pieces = self._pieces(cache, index, links[index])
             if pieces is None:
                 break
             size = sum(map(len, pieces))
             if batch and (len(batch) == BATCH_ENTRIES or size > left):
                 yield batch
                 batch, left = {}, BATCH_BYTES
-            batch[number] = pieces
+            batch[index] = pieces
             left -= size
         if batch:
             yield batch
 
-    def _pieces(self, cache: Cache, number: int, link: Link) -> list[memoryview] | None:
+    def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
         """Return the entry of one chunk; count the fault and return None if it cannot be encoded."""
-        key, parent, part, digest = link
+        key, parent, chunk_ids, digest = link
         try:
-            chunk = self._named(cache[:, number * self.chunk : (number + 1) * self.chunk])
-            check_decoded(chunk, key, self._max_entry_bytes)
-            pieces = to_pieces(chunk, key, parent, part, digest)
+            chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
+            check_decoded_size(chunk, key, self._max_entry_bytes)
+            pieces = to_pieces(chunk, key, parent, chunk_ids, digest)
             if self._cipher is not None:
                 pieces = self._cipher.encrypt(key, pieces)
             check_size(f"the chunk of {key.hex()}", sum(map(len, pieces)), self._max_entry_bytes)
@@ -316,15 +320,15 @@ class Store:
         The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
         the process) and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
-        hold = hold_of(owner, seconds)
+        hold = make_hold(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
-        usable = self._usable(keys)
-        before = [key for key in self._before if self._backend.present([key])]
+        usable = self._resumable_keys(keys)
+        before = [key for key in self._leading_keys if self._backend.present([key])]
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
         """Undo ``pin`` of the same prefix, by ``owner`` or by all; return True if it was pinned. Raises InvalidParameter."""
-        keys, owner = self.keys(token_ids, inputs=inputs), checked_owner(owner)
+        keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
@@ -358,13 +362,13 @@ class Store:
         evicted in time.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
-        keys = chains_from(catalog, [self._root])
+        keys = chain_keys(catalog, [self._root])
         keys |= {catalog.states[key].stored.key for key in keys & set(catalog.states)}
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
         """Return the basis of the recipe, as given or from the store; None if the recipe needs none or neither has it."""
-        return None if self._stored is None else self._stored.get()
+        return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
         """Remove files of dead writers, entries of older layouts, and bases that no entry has needed for an hour.
@@ -375,7 +379,7 @@ class Store:
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
+        """Return the counters of this store since it was open_for_identity: counts by name, and ``faults`` by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
@@ -392,34 +396,34 @@ class Store:
         """Return ``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
         entries, size = self._backend.size()
         gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
-        text = told(self._counters, self._backend, gauges)
+        text = prometheus_text(self._counters, self._backend, gauges)
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
-    def _loaded(self, keys: Sequence[bytes]) -> Cache | None:
+    def _load(self, keys: Sequence[bytes]) -> Cache | None:
         """Return the cache of the longest stored prefix, once no other worker is computing the missing chunks."""
 
         def load() -> Cache | None:
             result = self._loader.load if self._states is None else self._states.load
-            return result(keys) if self._readable(keys) else None
+            return result(keys) if self._has_basis(keys) else None
 
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
-    def _readable(self, keys: Sequence[bytes]) -> bool:
+    def _has_basis(self, keys: Sequence[bytes]) -> bool:
         """Return True if the first entry exists and its basis is available, reading it from the store if needed."""
-        if self._stored is None or self._reader.basis is not None:
+        if self._stored_basis is None or self._reader.basis is not None:
             return True
         if not self._backend.present(keys[:1]):
             return False
-        self._reader.basis = self._stored.get()
+        self._reader.basis = self._stored_basis.get()
         if self._reader.basis is None:
-            self._stored.missing("load")
+            self._stored_basis.missing("load")
         return self._reader.basis is not None
 
-    def _determined(self, ids: bytes) -> bool:
+    def _has_fixed_frequencies(self, ids: bytes) -> bool:
         """Return True if ``ids`` plus one token have the same frequencies as every shorter sequence."""
-        return self._longest is None or len(ids) // ID_BYTES < self._longest
+        return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
-    def _moved(self, cache: Cache, device: torch.device | str) -> Cache | None:
+    def _move(self, cache: Cache, device: torch.device | str) -> Cache | None:
         """Copy the cache to ``device``; None if the device has no room."""
         import torch
 
@@ -429,5 +433,5 @@ class Store:
             self._counters.fault("load", error)
             return None
 
-    def _named(self, chunk: Cache) -> Cache:
+    def _with_identity(self, chunk: Cache) -> Cache:
         return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={}, position_offsets=None)

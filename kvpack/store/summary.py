@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .abouts import about_chunk, about_kind
+from .abouts import chunk_text, kind_text
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_catalog
 from .directory import Directory
@@ -41,13 +41,13 @@ class Summary:
         """Return (model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
-    def add(self, about: dict[str, Any], entries: int, size: int) -> None:
+    def add(self, text: dict[str, Any], entries: int, size: int) -> None:
         """Count entries of the same kind."""
-        if about["kind"] != "chunk":
-            self.kinds[about["kind"]].update(entries=entries, bytes=size)
+        if text["kind"] != "chunk":
+            self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
-        identity = (tuple(sorted(about["model"].items())), about["recipe"])
-        self.chunks.setdefault(identity, Counter()).update(entries=entries, bytes=size, tokens=entries * about["tokens"])
+        identity = (tuple(sorted(text["model"].items())), text["recipe"])
+        self.chunks.setdefault(identity, Counter()).update(entries=entries, bytes=size, tokens=entries * text["tokens"])
 
 
 def summarize(
@@ -63,8 +63,8 @@ def summarize(
         catalog = _describe(backend, progress)
     else:
         catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes)
-    for about, _, size in _kinds_of_entries(catalog):
-        summary.add(json.loads(about), 1, size)
+    for text, _, size in _kinds_of_entries(catalog):
+        summary.add(json.loads(text), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
     return summary
 
@@ -77,7 +77,7 @@ def describe_new(backend: Backend) -> None:
 
 def _describe(backend: Directory, progress: Progress | None) -> Catalog:
     catalog = read_catalog(backend, progress, listed=backend.undescribed())
-    backend.describe([(key, about) for about, key, _ in _kinds_of_entries(catalog)])
+    backend.describe([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
     return catalog
 
 
@@ -85,11 +85,11 @@ def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
     """Return the kind of each readable entry, with its key and size."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
-        result.append((about_chunk(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
+        result.append((chunk_text(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
     for kind, stored in (
         *(("pages", page) for page in catalog.pages.values()),
         *(("states", states.stored) for states in catalog.states.values()),
         *(("bases", basis.stored) for basis in catalog.bases.values()),
     ):
-        result.append((about_kind(kind), stored.key, stored.size))
+        result.append((kind_text(kind), stored.key, stored.size))
     return result

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.runtime.locks import Lock
 
-from .backend import Found, Stored
+from .backend import FoundEntry, StoredEntry
 from .write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ TierStats = list[dict[str, Any]]
 
 NOTE_SECONDS = 60.0
 """Seconds between notes to a tier that was not queried that a prefix is in use; a note may cost a request."""
-_NOTED = 4096
+_MAX_NOTED = 4096
 
 
 class Tiers:
@@ -52,46 +52,44 @@ class Tiers:
 
     def present(self, keys: Sequence[bytes]) -> int:
         result = 0
-        for _, more in self._in_turn(keys, lambda backend, rest: backend.present(rest), int):
-            result += more
+        for _, count in self._query_in_turn(keys, lambda backend, rest: backend.present(rest), int):
+            result += count
         return result
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         result = [False] * len(keys)
         for backend in self._backends:
-            missing = [number for number, is_present in enumerate(result) if not is_present]
-            for number, is_present in zip(
-                missing, backend.present_each([keys[number] for number in missing]) if missing else (), strict=True
-            ):
-                result[number] = is_present
+            missing = [index for index, is_present in enumerate(result) if not is_present]
+            for index, is_present in zip(missing, backend.present_each([keys[index] for index in missing]) if missing else (), strict=True):
+                result[index] = is_present
         return result
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         return [entry.data for entry in self.find(keys)]
 
-    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[Found]:
-        return [Found(data, tier) for tier, entries in self._in_turn(keys, self._timed_get, len, beyond) for data in entries]
+    def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
+        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._timed_get, len, beyond) for data in entries]
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[Found | None]:
-        result: list[Found | None] = [None] * len(keys)
+    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+        result: list[FoundEntry | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
-            missing = [number for number, entry in enumerate(result) if entry is None and beyond[number] < tier]
+            missing = [index for index, entry in enumerate(result) if entry is None and beyond[index] < tier]
             with self._timed(backend, "load") if missing else nullcontext():
-                entries = backend.find_each([keys[number] for number in missing], [-1] * len(missing), max_bytes) if missing else ()
-            for number, entry in zip(missing, entries, strict=True):
-                result[number] = None if entry is None else Found(entry.data, tier)
+                entries = backend.find_each([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
+            for index, entry in zip(missing, entries, strict=True):
+                result[index] = None if entry is None else FoundEntry(entry.data, tier)
         return result
 
-    def accept(self, keys: Sequence[bytes], found: Sequence[Found], now_ns: int) -> None:
+    def accept(self, keys: Sequence[bytes], found: Sequence[FoundEntry], now_ns: int) -> None:
         first = len(keys) - len(found)
         promoted: set[int] = set()
         for tier, (backend, counts) in enumerate(zip(self._backends, self._tier_counters, strict=True)):
             counts.add("hit_chunks", sum(entry.tier == tier for entry in found))
-            lower = {first + number: [memoryview(entry.data)] for number, entry in enumerate(found) if entry.tier > tier}
-            promoted |= {place for place, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
+            lower = {first + index: [memoryview(entry.data)] for index, entry in enumerate(found) if entry.tier > tier}
+            promoted |= {position for position, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
         self._counters.add("promoted_chunks", len(promoted))
         # Noting parts of a chain one by one would leave an ancestor older than its descendants.
-        self.touch(keys, now_ns, asked=max((entry.tier for entry in found), default=-1))
+        self.touch(keys, now_ns, queried=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         return self.peek_each([key], front=front)[0]
@@ -99,10 +97,10 @@ class Tiers:
     def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         result: list[Data | None] = [None] * len(keys)
         for backend in self._backends:
-            missing = [number for number, data in enumerate(result) if data is None]
-            results = backend.peek_each([keys[number] for number in missing], front=front) if missing else ()
-            for number, data in zip(missing, results, strict=True):
-                result[number] = data
+            missing = [index for index, data in enumerate(result) if data is None]
+            results = backend.peek_each([keys[index] for index in missing], front=front) if missing else ()
+            for index, data in zip(missing, results, strict=True):
+                result[index] = data
         return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
@@ -113,40 +111,40 @@ class Tiers:
         stored = [*self._put_in(waited_for, chain, entries, now_ns)]
         if self._write_back is not None:
             refused = {}
-            for (place, pieces), ok in zip(entries.items(), stored, strict=True):
+            for (position, pieces), ok in zip(entries.items(), stored, strict=True):
                 if ok:
-                    self._write_back.add(chain[: place + 1], b"".join(pieces), now_ns)
+                    self._write_back.add(chain[: position + 1], b"".join(pieces), now_ns)
                 else:
-                    refused[place] = pieces
+                    refused[position] = pieces
             # The first tier does not have these, so the others get them at once.
             late = dict(zip(refused, self._put_in(self._backends[1:], chain, refused, now_ns), strict=True))
-            stored = [ok or late.get(place, False) for place, ok in zip(entries, stored, strict=True)]
+            stored = [ok or late.get(position, False) for position, ok in zip(entries, stored, strict=True)]
         sizes = [sum(map(len, pieces)) for pieces in entries.values()]
         self._counters.add("saved_chunks", sum(stored))
         self._counters.add("saved_bytes", sum(size for size, ok in zip(sizes, stored, strict=True) if ok))
         self._counters.add("refused_chunks", len(stored) - sum(stored))
         return stored
 
-    def touch(self, chain: Sequence[bytes], now_ns: int, *, asked: int = 0) -> None:
+    def touch(self, chain: Sequence[bytes], now_ns: int, *, queried: int = 0) -> None:
         for tier, backend in enumerate(self._backends):
-            if chain and (tier <= asked or self._due(tier, chain[-1])):
+            if chain and (tier <= queried or self._due(tier, chain[-1])):
                 backend.touch(chain, now_ns)
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         if self._write_back is not None:
-            self._write_back.forget(keys)
+            self._write_back.cancel(keys)
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
-    def discard(self, key: bytes, found: Found) -> None:
+    def discard(self, key: bytes, found: FoundEntry) -> None:
         # The queued entry was saved here, and another tier's copy may be good.
-        self._backends[found.tier].discard(key, Found(found.data, 0))
+        self._backends[found.tier].discard(key, FoundEntry(found.data, 0))
 
-    def list(self) -> Iterator[Stored]:
-        listed: dict[bytes, Stored] = {}
+    def list(self) -> Iterator[StoredEntry]:
+        listed: dict[bytes, StoredEntry] = {}
         for backend in self._backends:
             for stored in backend.list():
                 known = listed.get(stored.key, stored)
-                listed[stored.key] = Stored(stored.key, known.size, max(known.used_ns, stored.used_ns))
+                listed[stored.key] = StoredEntry(stored.key, known.size, max(known.used_ns, stored.used_ns))
         yield from listed.values()
 
     def size(self) -> tuple[int, int]:
@@ -154,10 +152,10 @@ class Tiers:
         return len(sizes), sum(sizes)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        return _each(self._backends, lambda backend: backend.pin(keys, hold))
+        return _call_each(self._backends, lambda backend: backend.pin(keys, hold))
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        return _each(self._backends, lambda backend: backend.unpin(keys, owner))
+        return _call_each(self._backends, lambda backend: backend.unpin(keys, owner))
 
     def pins(self) -> Sequence[Pin]:
         merged = {(pin.key, pin.owner): pin for backend in self._backends for pin in backend.pins()}
@@ -198,8 +196,8 @@ class Tiers:
         return "\n".join(lines) + "\n"
 
     def _timed(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
-        number = next(number for number, other in enumerate(self._backends) if other is backend)
-        return self._tier_counters[number].timed(operation)
+        index = next(index for index, other in enumerate(self._backends) if other is backend)
+        return self._tier_counters[index].timed(operation)
 
     def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
         with self._timed(backend, "load"):
@@ -218,24 +216,25 @@ class Tiers:
                 answers.append(backend.put_all(chain, entries, now_ns))
         return [any(results) for results in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
-    def _in_turn(
-        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count: Callable[[Any], int], beyond: int = -1
+    def _query_in_turn(
+        self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (tier, reply) while a tier has the next of ``keys``; ``count`` returns the number of keys in a reply.
+        """Yield (tier, reply) while a tier has the next of ``keys``; ``count_keys`` counts the keys in a reply.
 
         The fastest tier is asked first each time, and no tier twice for a key that it lacks. For the first key, only tiers slower than
         ``beyond`` are asked.
         """
         found = 0
-        ended: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
+        exhausted_at: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
         while found < len(keys):
             for tier, backend in enumerate(self._backends):
-                if ended.get(tier) == found:
+                if exhausted_at.get(tier) == found:
                     continue
                 answer = ask(backend, keys[found:])
-                found += (more := count(answer))
-                ended[tier] = found
-                if more:
+                count = count_keys(answer)
+                found += count
+                exhausted_at[tier] = found
+                if count:
                     yield tier, answer
                     break
             else:
@@ -248,18 +247,18 @@ class Tiers:
                 return False
             self._noted[tier, key] = now
             self._noted.move_to_end((tier, key))
-            if len(self._noted) > _NOTED:
+            if len(self._noted) > _MAX_NOTED:
                 self._noted.popitem(last=False)
         return True
 
 
-def told(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
+def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
     """Return the metrics of a store in Prometheus' text format, with those of its tiers."""
     if not isinstance(backend, Tiers):
         return counters.prometheus(gauges)
     return counters.prometheus(gauges, backend.stats()) + backend.histograms()
 
 
-def _each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
+def _call_each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
     """Call every backend; return True if any call returned True."""
     return True in [ask(backend) for backend in backends]

@@ -18,7 +18,7 @@ from .counters import Counters
 from .encryption import decrypted_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
-from .open_store import opened
+from .open_store import open_for_identity
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +42,7 @@ CHUNK_FEATURE = "chunk-tokens"
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedPrefix:
     """An exported prefix and its identity, which has the basis. ``inputs``, if any, are the digests of each ``chunk`` tokens.
 
     ``chunk`` is None if the file does not name it.
@@ -86,7 +86,7 @@ def export_prefix(
             raise MissingFile(f"entry {key.hex()} no longer exists")
         file = open_entry(decrypted_entry(key, data, cipher), key)
         # A listed entry may have been replaced since.
-        if check_entry(file, entry.start, entry.model, entry.recipe) != entry.named:
+        if check_entry(file, entry.start, entry.model, entry.recipe) != entry.fields:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
         chunks.append(files.read(file, basis=basis))
     cache = concat(chunks)
@@ -94,8 +94,8 @@ def export_prefix(
         data = backend.peek(states.stored.key)
         if data is None:
             raise MissingFile(f"entry {states.stored.key.hex()} no longer exists")
-        clear, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
-        end_states = state_entries.read(clear, last.stored.key, last.start + last.tokens, last.model, last.recipe)
+        decrypted, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
+        end_states = state_entries.read(decrypted, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(end_states) != len(cache):
             raise InvalidHeader(
                 f"entry {states.stored.key.hex()}: has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
@@ -106,14 +106,14 @@ def export_prefix(
 
 
 def _features(prefix: Prefix) -> dict[str, bytes]:
-    named = [entry.named for entry in prefix.entries]
-    size = (len(named[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
-    if any(chunk.inputs for chunk in named):
-        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in named))
-    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in named))}
+    chunks_fields = [entry.fields for entry in prefix.entries]
+    size = (len(chunks_fields[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
+    if any(chunk.inputs for chunk in chunks_fields):
+        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunks_fields))
+    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunks_fields))}
 
 
-def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> Exported:
+def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
     """Read the prefix in a kvpack file; ``tokens`` is a JSON file of its token ids if the file has none itself.
 
     ``source`` is the path of the basis that the file needs, or of a folder that contains it. Raises InvalidParameter without ids,
@@ -127,17 +127,17 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     file = container.open_file(path, copy=True)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    named = basis_digest(Recipe.recorded(header.recipe))
-    basis = find(source, named) if source is not None and named is not None else None
+    chunks_fields = basis_digest(Recipe.recorded(header.recipe))
+    basis = find(source, chunks_fields) if source is not None and chunks_fields is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
-        return Exported(identity, _listed(ids), cache, digests, chunk)
+        return ExportedPrefix(identity, _to_list(ids), cache, digests, chunk)
     inputs = Inputs.from_features(header.ignorable, tokens=header.tokens)
-    data = (b"" if inputs is None else inputs.token_ids) if tokens is None else _ids_of(tokens)
+    data = (b"" if inputs is None else inputs.token_ids) if tokens is None else _read_ids(tokens)
     if not data:
         raise InvalidParameter(f"{file.where}: contains no token ids; give them as a JSON array with --tokens")
     if tokens is None and len(data) != cache.tokens * ID_BYTES:
@@ -146,15 +146,17 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             "with --tokens"
         )
     size = header.ignorable.get(CHUNK_FEATURE, b"")
-    return Exported(identity, _listed(data), cache, chunk=int.from_bytes(size, "little") or None if len(size) == _CHUNK_BYTES else None)
+    return ExportedPrefix(
+        identity, _to_list(data), cache, chunk=int.from_bytes(size, "little") or None if len(size) == _CHUNK_BYTES else None
+    )
 
 
-def chunk_at(location: Any, exported: Exported, options: StoreOptions) -> int | None:
+def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
     """Return the tokens per chunk in which a location has the beginning of a prefix; None if it does not have it. Changes nothing there.
 
     Raises the errors of opening the location.
     """
-    backend = opened(location, exported.identity, Counters(), options, looking=True).backend
+    backend = open_for_identity(location, exported.identity, Counters(), options, skip_sweep=True).backend
     try:
         return next(iter(stored_sizes(backend, exported.identity.root, token_bytes(exported.ids))), None)
     finally:
@@ -164,18 +166,18 @@ def chunk_at(location: Any, exported: Exported, options: StoreOptions) -> int | 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
     """Return (tokens per chunk, digest of each chunk, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
-    digests, ids, place = [], [], _CHUNK_BYTES
-    while place < len(data):
-        begin = place + 1 + data[place]
-        digests.append(data[place + 1 : begin])
+    digests, ids, offset = [], [], _CHUNK_BYTES
+    while offset < len(data):
+        begin = offset + 1 + data[offset]
+        digests.append(data[offset + 1 : begin])
         ids.append(data[begin : begin + chunk * ID_BYTES])
-        place = begin + chunk * ID_BYTES
-    if not chunk or place != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
+        offset = begin + chunk * ID_BYTES
+    if not chunk or offset != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
         raise InvalidHeader(f"{where}: the features {CHUNKS_FEATURE!r} have {len(data)} bytes, which are not chunks of {chunk} tokens")
     return chunk, digests, b"".join(ids)
 
 
-def _ids_of(tokens: str) -> bytes:
+def _read_ids(tokens: str) -> bytes:
     given = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
     try:
         return token_bytes(given)
@@ -183,5 +185,5 @@ def _ids_of(tokens: str) -> bytes:
         raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
 
 
-def _listed(data: bytes) -> list[int]:
+def _to_list(data: bytes) -> list[int]:
     return memoryview(data).cast("I").tolist()

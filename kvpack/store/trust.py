@@ -25,7 +25,7 @@ _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
 """Modes of files and folders for a trusted group; anything made in a folder with that mode belongs to its group."""
 _MAX_GROUP = 2**32 - 2
 
-_NEVER = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """The errors for a path that can never be a store for this user, whatever the state of its disk."""
 
 
@@ -55,29 +55,29 @@ class Trust:
         self._root = root
         self._user = os.geteuid()
         self.owner, self._group = self._user, os.getegid()
-        self.trusted = None if trusted_group is None else _group_number(trusted_group)
-        self._group_writes = self.trusted is not None
+        self.trusted_group = None if trusted_group is None else _group_number(trusted_group)
+        self._group_writes = self.trusted_group is not None
         self._folders: set[str] = set()
         try:
             status = os.stat(root)
         except OSError as error:
-            if error.errno in _NEVER:
+            if error.errno in _PERMANENT_ERRORS:
                 raise InvalidParameter(f"{root}: cannot be a store: {error.strerror}") from None
             # The folder is made with the first entry, or its disk fails, as it may at any time.
             return
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidParameter(f"{root}: is not a folder, expected the folder of a store")
-        if status.st_mode & self._refused(status):
+        if status.st_mode & self._forbidden_bits(status):
             mode, group = stat.S_IMODE(status.st_mode), status.st_gid
-            instead = ""
+            hint = ""
             if not status.st_mode & stat.S_IWOTH:
-                known = "" if self.trusted is None else f", and trusted_group is {self.trusted}"
-                instead = f". Its group is {group}{known}: trusted_group={group} trusts the members of this group to do so"
+                trusted_hint = "" if self.trusted_group is None else f", and trusted_group is {self.trusted_group}"
+                hint = f". Its group is {group}{trusted_hint}: trusted_group={group} trusts the members of this group to do so"
             raise InvalidParameter(
                 f"{root}: has the mode {mode:04o}, expected a folder that neither group nor others may write: "
-                f"anyone who can write entries decides what models read{instead}"
+                f"anyone who can write entries decides what models read{hint}"
             )
-        self._group_writes = self.trusted is not None and bool(status.st_mode & stat.S_IWGRP)
+        self._group_writes = self.trusted_group is not None and bool(status.st_mode & stat.S_IWGRP)
         if not os.access(root, os.X_OK, effective_ids=True):
             raise InvalidParameter(f"{root}: cannot be a store: {os.strerror(errno.EACCES)}")
         self.owner, self._group = status.st_uid, status.st_gid
@@ -85,7 +85,7 @@ class Trust:
     @property
     def private(self) -> bool:
         """True if this user owns the folder, so that nobody else changes its files."""
-        return self.owner == self._user and self.trusted is None
+        return self.owner == self._user and self.trusted_group is None
 
     @property
     def may_write(self) -> bool:
@@ -93,7 +93,7 @@ class Trust:
         return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
+    def open_checked(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
         """Open a regular file below the root for reading; yield its descriptor and status. Raises OSError and Untrusted."""
         try:
             descriptor = self._open(path)
@@ -131,23 +131,23 @@ class Trust:
             self._folders.add(folder)
             folder = os.path.dirname(folder)
 
-    def own(self, descriptor: int) -> None:
+    def assign_owner(self, descriptor: int) -> None:
         """Give a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
 
         Raises Untrusted if it belongs to an untrusted user, and OSError.
         """
-        if self.trusted is None and (self._user != 0 or self.owner == 0):
+        if self.trusted_group is None and (self._user != 0 or self.owner == 0):
             return
         status = os.fstat(descriptor)
         folder = stat.S_ISDIR(status.st_mode)
         if status.st_uid != self._user or not (folder or (stat.S_ISREG(status.st_mode) and status.st_nlink == 1)):
             self._check("what was made", status)
             return
-        group = self._group if self.trusted is None else self.trusted
+        group = self._group if self.trusted_group is None else self.trusted_group
         owner = self.owner if self._user == 0 else -1
         if status.st_gid != group or owner not in (-1, 0):
             os.fchown(descriptor, owner, group)
-        if self.trusted is not None:
+        if self.trusted_group is not None:
             os.fchmod(descriptor, _GROUP_FOLDER if folder else _GROUP_FILE)
 
     def make_folder(self, folder: str, *, durable: bool) -> None:
@@ -158,32 +158,32 @@ class Trust:
                 self.make_folder(parent, durable=durable)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
-                self._own_folder(folder)
+                self._assign_folder_owner(folder)
             if durable:
                 sync_folder(parent)
         if folder.startswith(f"{self._root}/"):
             self.check_folder(folder)
 
-    def _own_folder(self, folder: str) -> None:
-        if self.trusted is not None or self._user == 0 != self.owner:
+    def _assign_folder_owner(self, folder: str) -> None:
+        if self.trusted_group is not None or self._user == 0 != self.owner:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self.own(descriptor)
+                self.assign_owner(descriptor)
             finally:
                 os.close(descriptor)
 
     def _check(self, path: str, status: os.stat_result) -> None:
         # Root may write everything, and only a member of the group can have put a file of the group into the folder.
-        member = self.trusted is not None and (status.st_gid == self.trusted or status.st_uid in (0, self._user))
+        member = self.trusted_group is not None and (status.st_gid == self.trusted_group or status.st_uid in (0, self._user))
         if status.st_uid != self.owner and not member:
-            instead = "" if self.trusted is None else f", and is not of the group {self.trusted}"
-            raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}{instead}")
-        if status.st_mode & self._refused(status):
+            hint = "" if self.trusted_group is None else f", and is not of the group {self.trusted_group}"
+            raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}{hint}")
+        if status.st_mode & self._forbidden_bits(status):
             raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")
 
-    def _refused(self, status: os.stat_result) -> int:
+    def _forbidden_bits(self, status: os.stat_result) -> int:
         """Return the mode bits that would let an untrusted user write."""
-        return stat.S_IWOTH if self.trusted is not None and status.st_gid == self.trusted else OTHERS_WRITE
+        return stat.S_IWOTH if self.trusted_group is not None and status.st_gid == self.trusted_group else OTHERS_WRITE
 
 
 def _group_number(group: int | str) -> int:

@@ -23,27 +23,27 @@ class Windows:
         """Return the first of ``chunks`` chunks that any layer attends to after them: 0 if a layer has no window."""
         if not self.layers or None in self.layers:
             return 0
-        return min(self._first(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
+        return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
-    def reached(self, cache: Cache) -> Cache:
+    def crop(self, cache: Cache) -> Cache:
         """Return ``cache`` with only the chunks of each layer that are within its window after the last token."""
         # A chain that begins with a later chunk is a prefix whose layers have skipped the others.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
         cache = replace(cache, layers=tuple(layers), start=0)
         for number, (layer, window) in enumerate(zip(cache, self.layers, strict=False)):
-            first = 0 if window is None else self._first(cache.tokens, window)
+            first = 0 if window is None else self._first_token(cache.tokens, window)
             if layer.sides and first > layer.skipped:
                 sides = {name: side.slice(first - layer.skipped, side.tokens) for name, side in layer.sides.items()}
                 layers[number] = replace(layer, k=sides.get("k"), v=sides.get("v"), skipped=first)
         return replace(cache, layers=tuple(layers))
 
-    def _first(self, tokens: int, window: int) -> int:
+    def _first_token(self, tokens: int, window: int) -> int:
         """Return the first token of the first chunk that token ``tokens`` attends to."""
         return max(0, tokens - window + 1) // self.chunk * self.chunk
 
 
-def check_held(cache: Cache, stored: int) -> None:
+def check_complete(cache: Cache, stored: int) -> None:
     """Check that every layer still contains the tokens after the first ``stored``, which are already stored.
 
     Raises InvalidParameter if nothing is stored. If only later chunks are missing, they may have been evicted, and a KvpackWarning is

@@ -34,12 +34,12 @@ class WriteBack:
 
     def __init__(self, write: Write, counters: Counters) -> None:
         self._write, self._counters = write, counters
-        self._begin()
+        self._reset()
 
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
         """Queue an entry, or drop it and count the drop."""
-        self._begin_in_child()
-        with self._changed:
+        self._reset_in_child()
+        with self._condition:
             if self._bytes + len(data) > QUEUE_BYTES:
                 self._counters.add("dropped_writes")
                 return
@@ -48,42 +48,42 @@ class WriteBack:
             self._queue[chain[-1]] = (chain, data, now_ns)
             self._bytes += len(data)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="kvpack-write-back", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kvpack-write-back", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
-    def forget(self, keys: Iterable[bytes]) -> None:
+    def cancel(self, keys: Iterable[bytes]) -> None:
         """Stop writing ``keys``: drop queued ones, and wait for one that is being written."""
-        self._begin_in_child()
+        self._reset_in_child()
         forgotten = set(keys)
-        with self._changed:
+        with self._condition:
             for key in forgotten & set(self._queue):
                 self._bytes -= len(self._queue.pop(key)[1])
             while self._writing in forgotten:
-                self._changed.wait()
-            self._changed.notify_all()
+                self._condition.wait()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Write the queued entries for at most ``FLUSH_SECONDS``; the rest is dropped and counted."""
-        self._begin_in_child()
+        self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
-        with self._changed:
+        with self._condition:
             while (self._queue or self._writing is not None) and time.monotonic() < deadline:
-                self._changed.wait(max(0, deadline - time.monotonic()))
+                self._condition.wait(max(0, deadline - time.monotonic()))
             self._counters.add("dropped_writes", len(self._queue))
             self._queue.clear()
             self._bytes = 0
             self._thread = None
-            self._changed.notify_all()
+            self._condition.notify_all()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         thread = threading.current_thread()
         while True:
-            with self._changed:
+            with self._condition:
                 self._writing = None
-                self._changed.notify_all()
+                self._condition.notify_all()
                 while not self._queue and self._thread is thread:
-                    self._changed.wait()
+                    self._condition.wait()
                 if self._thread is not thread:
                     return
                 self._writing, (chain, data, now_ns) = self._queue.popitem(last=False)
@@ -91,16 +91,16 @@ class WriteBack:
                 self._write(chain, data, now_ns)
             except Exception as error:
                 self._counters.fault("put", error)
-            with self._changed:
+            with self._condition:
                 self._bytes -= len(data)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._queue = OrderedDict()
         self._bytes = 0
         self._writing = self._thread = None
 
-    def _begin_in_child(self) -> None:
+    def _reset_in_child(self) -> None:
         if os.getpid() != self._pid:
-            self._begin()
+            self._reset()

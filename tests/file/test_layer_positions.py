@@ -242,7 +242,7 @@ def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Pa
     moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))
     monkeypatch.setattr("kvpack.store.store.check_cache", lambda *_: None)
     monkeypatch.setattr("kvpack.store.store.check_ids", lambda *_: None)
-    monkeypatch.setattr("kvpack.store.store.check_held", lambda *_: None)
+    monkeypatch.setattr("kvpack.store.store.check_complete", lambda *_: None)
     monkeypatch.setattr(kvpack.Cache, "__getitem__", lambda *_: moved)
     assert store.save(ids, moved) == 32
     monkeypatch.undo()

@@ -91,8 +91,8 @@ USES = {"whole": use, "damaged": use_damaged}
 
 def check(folder: Path, *, damaged: bool = False) -> int:
     """That no entry is without its basis (unless it was ``damaged`` outside the store), and that the store works; the chunks found."""
-    bases, needing = held(folder)
-    assert bases or not needing or damaged, f"{needing} entries are left without their basis"
+    bases, dependents = held(folder)
+    assert bases or not dependents or damaged, f"{dependents} entries are left without their basis"
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
         store.collect()
         found = 0

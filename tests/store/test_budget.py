@@ -88,18 +88,18 @@ def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
     assert sum(count["saved_chunks"] for count in counts) > WRITERS * 10
     assert os.listdir(tmp_path / "unfinished") == []
     # The count is never less than what is there.
-    assert disk_usage.Usage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
+    assert disk_usage.DiskUsage(str(tmp_path / "usage"), lambda _: None).read().total >= held(tmp_path)
 
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("mutant", ["counts after writing", "counts no unfinished file"])
 def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "counts after writing":
-        monkeypatch.setattr(eviction.Reservation, "take", lambda self, descriptor: None)
+        monkeypatch.setattr(eviction.Reservation, "acquire", lambda self, descriptor: None)
     else:
         monkeypatch.setattr(Folder, "unfinished", lambda self: iter(()))
-        real = disk_usage.Usage.replace
-        monkeypatch.setattr(disk_usage.Usage, "replace", lambda self, total, before: real(self, total, None))
+        real = disk_usage.DiskUsage.replace
+        monkeypatch.setattr(disk_usage.DiskUsage, "replace", lambda self, total, before: real(self, total, None))
 
     def most_of(folder: Path) -> int:
         folder.mkdir()
@@ -112,7 +112,7 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
 def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that counts the folder therefore counts what a writer has yet to write."""
     backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
-    real, seen = eviction.Reservation.take, []
+    real, seen = eviction.Reservation.acquire, []
 
     def take(self: Any, descriptor: int) -> None:
         assert os.fstat(descriptor).st_size == 0
@@ -123,7 +123,7 @@ def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypa
         other.collect()
         seen.append(other._usage.read().total)
 
-    monkeypatch.setattr(eviction.Reservation, "take", take)
+    monkeypatch.setattr(eviction.Reservation, "acquire", take)
     assert backend.put([key_of(1, 1)], [memoryview(HEAD + bytes(5000))], time.time_ns())
     assert seen == [len(HEAD) + 5000] * 2
 
@@ -156,35 +156,35 @@ def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path:
     early = (tmp_path / "usage").read_bytes()
     save(store, prompt(3, seed=1))
     (tmp_path / "usage").write_bytes(early)
-    monkeypatch.setattr(disk_usage, "run_of_machine", lambda: b"this run")
+    monkeypatch.setattr(disk_usage, "boot_id", lambda: b"this run")
     save(store, prompt(1, seed=2))
     assert store._backend._usage.read().total == held(tmp_path)
 
 
 def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
     """A count of the folder that began after an entry was removed is without it already."""
-    counted = disk_usage.Usage(str(tmp_path / "usage"), lambda _: None)
+    counted = disk_usage.DiskUsage(str(tmp_path / "usage"), lambda _: None)
     counted.replace(1000, None)
     before = counted.read()
     counted.replace(900, before)
-    counted.give_back(100, before)
+    counted.release(100, before)
     assert counted.read().total == 900
-    counted.give_back(100, counted.read())
+    counted.release(100, counted.read())
     assert counted.read().total == 800
     # What is taken while the folder is counted is added to the count.
     before = counted.read()
-    assert counted.take(50, lambda total: total <= 850, lambda: None) is not None
-    assert counted.take(1, lambda total: total <= 850, lambda: None) is None
+    assert counted.reserve(50, lambda total: total <= 850, lambda: None) is not None
+    assert counted.reserve(1, lambda total: total <= 850, lambda: None) is None
     counted.replace(800, before)
     assert counted.read().total == 850
 
 
 def test_a_writer_that_dies_keeps_no_room(tmp_path: Path) -> None:
     def die(folder: str) -> None:
-        eviction.Reservation.take = lambda self, descriptor: (real(self, descriptor), os._exit(9))  # type: ignore[method-assign]
+        eviction.Reservation.acquire = lambda self, descriptor: (real(self, descriptor), os._exit(9))  # type: ignore[method-assign]
         write(folder, 1, 1)
 
-    real = eviction.Reservation.take
+    real = eviction.Reservation.acquire
     for _ in range(5):
         child = FORK.Process(target=die, args=(str(tmp_path),))
         child.start()

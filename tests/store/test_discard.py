@@ -51,7 +51,7 @@ def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvpack.store.entries.Reader._one" if step == "read" else "kvpack.cache.cache.concat", refuse)
+        patch.setattr("kvpack.store.entries.EntryReader._read_one" if step == "read" else "kvpack.cache.cache.concat", refuse)
         assert store.load(ids) == (0, None)
     assert store.counters()["unreadable_entries"] == 1
     assert store.counters()["damaged_entries"] == 0

@@ -85,7 +85,7 @@ def test_gc_evicts_to_its_own_budget(tmp_path: Path) -> None:
 
 
 def test_without_the_rule_the_smaller_budget_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_usage.Count, "largest", lambda self, budget: budget)
+    monkeypatch.setattr(disk_usage.UsageCount, "largest", lambda self, budget: budget)
     with pytest.raises(AssertionError):
         test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path)
 
@@ -94,15 +94,15 @@ def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytes
     """Each counts the folder once after it was started, and never again because another has put."""
     rounds: list[bytes] = []
     real = Evictor._try_round
-    monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(disk_usage.run_of_machine()) or real(self, *given))
+    monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(disk_usage.boot_id()) or real(self, *given))
     stores = [open_store(tmp_path, max_bytes=10**8) for _ in range(3)]
     for turn in range(4):
         for number, store in enumerate(stores):
-            monkeypatch.setattr(disk_usage, "run_of_machine", lambda number=number: b"run %04d" % number)
+            monkeypatch.setattr(disk_usage, "boot_id", lambda number=number: b"run %04d" % number)
             save(store, prompt(2, seed=10 * turn + number))
     assert rounds == [b"run %04d" % number for number in range(3)]
     # One that was started again may have lost what it wrote last.
-    monkeypatch.setattr(disk_usage, "run_of_machine", lambda: b"run 0009")
+    monkeypatch.setattr(disk_usage, "boot_id", lambda: b"run 0009")
     save(stores[0], prompt(2, seed=99))
     assert rounds[3:] == [b"run 0009"]
     assert on_disk(tmp_path) <= stores[0]._backend._usage.read().total
@@ -112,11 +112,11 @@ def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.M
     store = open_store(tmp_path, max_bytes=10**8)
     sizes = set()
     for number in range(40):
-        monkeypatch.setattr(disk_usage, "run_of_machine", lambda number=number: b"run %04d" % number)
+        monkeypatch.setattr(disk_usage, "boot_id", lambda number=number: b"run %04d" % number)
         save(store, prompt(1, seed=number))
         sizes.add(os.stat(tmp_path / "usage").st_size)
     assert max(sizes) == 64 + 32 * 8
-    assert store._backend._usage.read().runs[0] == b"run 0039"
+    assert store._backend._usage.read().boots[0] == b"run 0039"
 
 
 def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
 
 
 def test_without_its_order_a_copy_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_usage.Usage, "copied", lambda self: False)
+    monkeypatch.setattr(disk_usage.DiskUsage, "is_copy", lambda self: False)
     with pytest.raises(AssertionError, match="every entry that stays is found"):
         test_a_copy_keeps_the_order_of_ancestors(tmp_path)

@@ -44,7 +44,7 @@ def truth(folder: Path) -> tuple[int, int]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (directory, eviction):
-        monkeypatch.setattr(module, "ENTRIES", 1)
+        monkeypatch.setattr(module, "MIN_ENTRIES", 1)
 
 
 def opened(folder: Path, **options: Any) -> Directory:
@@ -57,8 +57,8 @@ def indexed(folder: Path, **options: Any) -> Directory:
     for number in range(20):
         assert put(backend, number)
     assert backend.size() == truth(folder)
-    assert backend._index.there
-    assert backend._index._stale() == []
+    assert backend._index.exists
+    assert backend._index._stale_folders() == []
     return backend
 
 
@@ -71,7 +71,7 @@ def unaware(backend: Directory, number: int) -> None:
 
 def test_what_its_users_do_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = indexed(tmp_path)
-    monkeypatch.setattr(index.Index, "_list", lambda *given: pytest.fail("a folder was listed"))
+    monkeypatch.setattr(index.Index, "_refresh_folder", lambda *given: pytest.fail("a folder was listed"))
     put(backend, 20)
     backend.delete([key(3), key(99)])
     assert backend.size() == truth(tmp_path) == (20, 20 * (100 + len(HEAD)))
@@ -120,7 +120,7 @@ def test_an_index_in_any_state_is_no_fault(damage: str, tmp_path: Path, monkeypa
             connection.execute("PRAGMA user_version = 99")
         backend.close()
     elif damage == "of another run":
-        monkeypatch.setattr(index, "run_of_machine", lambda: bytes(8))
+        monkeypatch.setattr(index, "boot_id", lambda: bytes(8))
     else:
         file.write_bytes({"junk": b"junk" * 5000, "empty": b"", "cut": file.read_bytes()[:5000]}[damage])
     backend = opened(tmp_path, max_bytes=20 * (100 + len(HEAD)))
@@ -130,7 +130,7 @@ def test_an_index_in_any_state_is_no_fault(damage: str, tmp_path: Path, monkeypa
         assert opened(tmp_path).size() == truth(tmp_path)
     assert backend._counters.as_dict()["faults"] == {}
     assert truth(tmp_path)[1] <= 20 * (100 + len(HEAD))
-    assert backend._index.there == (damage != "of another version")
+    assert backend._index.exists == (damage != "of another version")
 
 
 def test_a_copy_of_the_folder_is_listed_again(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_dead_writers_took_is_found_again(tmp_path: Path) -> None:
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
     lost = backend._usage
-    assert lost.take(10 * size, lambda total: True, lambda: None) is not None
+    assert lost.reserve(10 * size, lambda total: True, lambda: None) is not None
     for number in range(20, 60):
         assert put(backend, number)
     assert 30 < truth(tmp_path)[0] <= 40
@@ -243,7 +243,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(user=st.integers(0, 1))
     def lose(self, user: int) -> None:
-        for name in index.INDEX:
+        for name in index.INDEX_FILES:
             (self.folder / name).unlink(missing_ok=True)
 
     @invariant()
@@ -251,7 +251,7 @@ class IndexMachine(RuleBasedStateMachine):
         there = truth(self.folder)
         assert [user.size() for user in self.users] == [there] * 2
         assert there[1] <= 30 * self.size
-        count = disk_usage.Usage(str(self.folder / "usage"), lambda _: None).read()
+        count = disk_usage.DiskUsage(str(self.folder / "usage"), lambda _: None).read()
         assert count is None or count.total >= there[1]
 
 
@@ -295,9 +295,9 @@ def test_only_new_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     read.clear()
     store.collect()
     assert set(read) <= {bytes(32)}
-    for name in index.INDEX:
+    for name in index.INDEX_FILES:
         (tmp_path / name).unlink(missing_ok=True)
-    monkeypatch.setattr(directory, "ENTRIES", 100)
+    monkeypatch.setattr(directory, "MIN_ENTRIES", 100)
     assert _stat(tmp_path)["chunks"][0][2]["entries"] == 10
 
 
@@ -313,10 +313,10 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """What must go at once goes in several rounds, between which others have their turn."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
-    monkeypatch.setattr(eviction, "_MAX_AT_ONCE", 3)
+    monkeypatch.setattr(eviction, "_MAX_PER_ROUND", 3)
     small, rounds = opened(tmp_path, max_bytes=8 * size), []
-    real = eviction.Evictor._freed
-    monkeypatch.setattr(eviction.Evictor, "_freed", lambda self, keys, before: rounds.append(len(keys)) or real(self, keys, before))
+    real = eviction.Evictor._remove_page
+    monkeypatch.setattr(eviction.Evictor, "_remove_page", lambda self, keys, before: rounds.append(len(keys)) or real(self, keys, before))
     assert put(small, 50)
     assert truth(tmp_path) == (8, 8 * size)
     assert max(rounds) == 3
@@ -327,13 +327,13 @@ def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     """Nobody waits for a round: the process whose entry leaves little room makes more, and others go on with what is left."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
-    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+    monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a writer waits"))
     for number in range(20, 50):
         assert put(backend, number)
     assert 28 < truth(tmp_path)[0] <= 30
     other = opened(tmp_path, max_bytes=40 * size)
-    with other._evictor._locked() as held:
+    with other._evictor._try_lock() as held:
         assert held
         for number in range(50, 60):
             assert put(backend, number)
@@ -345,7 +345,7 @@ def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.Mon
 def test_room_that_nothing_can_make_is_not_tried_for_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, rounds = 100 + len(HEAD), []
     backend = indexed(tmp_path, max_bytes=40 * size)
-    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+    monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
     monkeypatch.setattr(eviction.Evictor, "_remove", lambda *given: rounds.append(given) or 0)
     for number in range(20, 39):
         assert put(backend, number)
@@ -355,7 +355,7 @@ def test_room_that_nothing_can_make_is_not_tried_for_every_entry(tmp_path: Path,
 def test_a_fault_while_room_is_made_early_costs_the_entry_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
-    monkeypatch.setattr(eviction, "_LOW_PART", 4)
+    monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
 
     def failing(*given: Any, **more: Any) -> None:
         raise OSError(errno.EIO, "no round")
@@ -386,7 +386,7 @@ def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_pat
 def test_what_a_busy_index_misses_is_indexed_by_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders need not be listed: each user notes what it did."""
     backend = indexed(tmp_path)
-    monkeypatch.setattr(index.Index, "_list", lambda *given, **more: pytest.fail("a folder was listed"))
+    monkeypatch.setattr(index.Index, "_refresh_folder", lambda *given, **more: pytest.fail("a folder was listed"))
     other = opened(tmp_path)
     with other._index._transaction():
         assert put(backend, 21)
@@ -410,15 +410,15 @@ def test_a_folder_that_others_change_before_the_miss_is_indexed_is_listed(tmp_pa
         assert put(backend, 21)
     unaware(other, 28)
     assert put(backend, 22)
-    real = backend._index._list
-    backend._index._list = lambda folder, **more: listed.append(folder) or real(folder, **more)  # type: ignore[method-assign]
+    real = backend._index._refresh_folder
+    backend._index._refresh_folder = lambda folder, **more: listed.append(folder) or real(folder, **more)  # type: ignore[method-assign]
     assert backend.size() == truth(tmp_path)
     assert listed == [0]
 
 
 def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, changes = indexed(tmp_path), iter(range(21, 70, 7))
-    real = index.Index._listing
+    real = index.Index._list_folder
 
     def changing(self: index.Index, folder: int) -> Any:
         found = real(self, folder)
@@ -428,10 +428,10 @@ def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path
 
     unaware(backend, 14)
     backend._folder.remove(backend._folder.path(key(7)))
-    monkeypatch.setattr(index.Index, "_listing", changing)
+    monkeypatch.setattr(index.Index, "_list_folder", changing)
     # A round leaves it for later.
     assert not backend._index.refresh(10.0)
-    assert backend._index.there
+    assert backend._index.exists
     while next(changes, None) is not None:
         pass
     assert backend._index.refresh()
@@ -441,16 +441,16 @@ def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path
 def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, entries = 100 + len(HEAD), []
     # One entry of a few is little here.
-    monkeypatch.setattr(eviction, "_LOST", 1)
+    monkeypatch.setattr(eviction, "_LOST_FRACTION", 1)
     backend = indexed(tmp_path, max_bytes=20 * size)
     unaware(opened(tmp_path), 21)
-    real = backend._index._list
+    real = backend._index._refresh_folder
 
     def counted(folder: int, *, certain: bool) -> bool:
         entries.append(truth(tmp_path)[0])
         return real(folder, certain=certain)
 
-    backend._index._list = counted  # type: ignore[method-assign]
+    backend._index._refresh_folder = counted  # type: ignore[method-assign]
     assert put(backend, 22)
     assert len(entries) == 1
     assert entries[0] < 21
@@ -459,7 +459,7 @@ def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, 
 
 def test_listing_a_folder_again_writes_only_the_rows_that_are_wrong(tmp_path: Path) -> None:
     backend = indexed(tmp_path)
-    (connection,) = [backend._index._opened()]
+    (connection,) = [backend._index._open()]
     assert connection is not None
     os.utime(backend._folder.path(key(7)), ns=(5, 5))
     backend._folder.remove(backend._folder.path(key(14)))

@@ -18,7 +18,7 @@ from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
 from kvpack.store import catalog
 from kvpack.store.backend import Hold
-from kvpack.store.entries import FEATURE, Named
+from kvpack.store.entries import FEATURE, ChunkFields
 from kvpack.store.keys import token_bytes
 from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, rewrite, same, save
 
@@ -157,7 +157,7 @@ def test_verify_recomputes_keys_with_their_inputs(tmp_path: Path) -> None:
     path = entry_of_key(store, store.keys(ids, inputs=[IMAGE, b""])[0])
     with open(path, "rb") as file:
         opened = container.open_bytes(file.read())
-    named = Named.of(opened.header.ignorable[FEATURE], "here")
+    named = ChunkFields.of(opened.header.ignorable[FEATURE], "here")
     assert (named.inputs, named.ids) == (IMAGE, token_bytes(ids[:CHUNK]))
     swapped = opened.header.ignorable[FEATURE].replace(IMAGE, b"z" * 32)
     rewrite(path, {FEATURE: swapped})
@@ -168,7 +168,7 @@ def test_verify_recomputes_keys_with_their_inputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("feature", [b"", b"x" * 80, b"x" * 80 + b"\x01", b"x" * 80 + b"\x41" + b"x" * 69, b"x" * 80 + b"\x00" + b"x" * 7])
 def test_a_feature_that_is_cut_is_refused(feature: bytes) -> None:
     with pytest.raises(InvalidHeader, match=f"here: the feature 'prefix-store-2' has {len(feature)} bytes"):
-        Named.of(feature, "here")
+        ChunkFields.of(feature, "here")
 
 
 def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

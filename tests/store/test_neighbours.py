@@ -19,7 +19,7 @@ import xxhash
 from kvpack import cli
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import directory, trust
-from kvpack.store.backend import Found
+from kvpack.store.backend import FoundEntry
 from kvpack.store.entries import FEATURE
 from support.file_parts import edit
 from support.parts import Parts
@@ -162,7 +162,7 @@ def test_what_cannot_be_replaced_is_not_said_to_be_stored(tmp_path: Path, monkey
     path = entry_of(store, ids, 1)
     os.unlink(path)
     os.mkdir(path)
-    monkeypatch.setattr(directory.Directory, "_clear", lambda self, path: None)
+    monkeypatch.setattr(directory.Directory, "_remove_junk", lambda self, path: None)
     again = open_store(tmp_path)
     assert again.save(ids, whole) == again.match(ids) == again.load(ids)[0] == CHUNK
 
@@ -222,7 +222,7 @@ def test_a_good_entry_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path)
     store, ids = open_store(tmp_path), prompt(1)
     whole = save(store, ids)
     (key,) = store.keys(ids)
-    store._backend.discard(key, Found(b"what was read before another process put this one", 0))
+    store._backend.discard(key, FoundEntry(b"what was read before another process put this one", 0))
     assert same(store.load(ids)[1], whole)
 
 

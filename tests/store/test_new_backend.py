@@ -9,14 +9,14 @@ import pytest
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import locations
-from kvpack.store.backend import OneTier, Stored
+from kvpack.store.backend import OneTier, StoredEntry
 from support.store_caches import CHUNK, IDENTITY, prompt, same, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvpack.store.backend import Data, Found, Hold, Pin
+    from kvpack.store.backend import Data, FoundEntry, Hold, Pin
     from kvpack.store.counters import Counters
     from kvpack.store.entry_kind import Form
 
@@ -53,11 +53,11 @@ class Toy(OneTier):
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         return {key for key in keys if self._entries.pop(key, None) is not None}
 
-    def discard(self, key: bytes, found: Found) -> None:
+    def discard(self, key: bytes, found: FoundEntry) -> None:
         self.delete([key])
 
-    def list(self) -> Iterator[Stored]:
-        return iter([Stored(key, len(data), 0) for key, data in self._entries.items()])
+    def list(self) -> Iterator[StoredEntry]:
+        return iter([StoredEntry(key, len(data), 0) for key, data in self._entries.items()])
 
     def size(self) -> tuple[int, int]:
         return len(self._entries), sum(map(len, self._entries.values()))
@@ -78,14 +78,14 @@ class Toy(OneTier):
         pass
 
 
-def _open(location: str, counters: Counters, form: Form, *, looking: bool) -> Toy:
+def _open(location: str, counters: Counters, form: Form, *, skip_sweep: bool) -> Toy:
     return Toy(location, counters)
 
 
 @pytest.fixture(autouse=True)
 def kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that a new backend adds."""
-    row = locations.Kind("a toy", set(), ("toy://",), lambda location: str(location).startswith("toy://"), _open)
+    row = locations.LocationKind("a toy", set(), ("toy://",), lambda location: str(location).startswith("toy://"), _open)
     monkeypatch.setattr(locations, "KINDS", [*locations.KINDS, row])
     monkeypatch.setattr(Toy, "shelves", {})
 

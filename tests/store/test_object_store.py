@@ -413,7 +413,7 @@ def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
 
 @pytest.mark.scenario
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
     monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0.05)
     check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
 
@@ -452,11 +452,11 @@ def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypa
             store.load(prompt(1))
             assert "get LimitExceeded" not in store.counters()["faults"], "a size that no entry has is believed, and the body is asked for"
     elif mutant == "no breaker":
-        monkeypatch.setattr(breaker.Breaker, "allows", lambda self: True)
+        monkeypatch.setattr(breaker.CircuitBreaker, "allows", lambda self: True)
         with pytest.raises((AssertionError, KeyError)):
             test_a_server_that_dies_and_comes_back(server, monkeypatch)
     else:
-        real = last_used.Uses.note
-        monkeypatch.setattr(last_used.Uses, "note", lambda self, chain: real(self, chain[::-1]))
+        real = last_used.UseLog.note
+        monkeypatch.setattr(last_used.UseLog, "record_use", lambda self, chain: real(self, chain[::-1]))
         with pytest.raises(AssertionError):
             test_the_budget_holds_and_leaves_go_first(place, monkeypatch)

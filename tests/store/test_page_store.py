@@ -223,7 +223,7 @@ def test_a_load_leaves_the_first_page_to_be_evicted_last(location: Any) -> None:
             store.put([key], given, [slot])
         assert store.get_into(keys, target, range(20)) == [True] * 20
         used = {stored.key: stored.used_ns for stored in store._backend.list()}
-        times = [used[name] for name in store._names(keys)]
+        times = [used[name] for name in store._entry_keys(keys)]
         assert times == sorted(times, reverse=True)
 
 

@@ -22,7 +22,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
 from kvpack.store.entries import FEATURE, to_pieces
 from kvpack.store.entry_kind import MAGIC, Form, Kind, sealed_bytes
-from kvpack.store.keys import chained, token_bytes
+from kvpack.store.keys import chunk_links, token_bytes
 from support import warm_python
 from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save
 
@@ -120,9 +120,7 @@ print(json.dumps(raised))
 
 
 def test_where_memory_ends_nothing_panics() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == {"MemoryError", ""}, done.stderr
     assert "panicked" not in done.stderr
@@ -245,7 +243,7 @@ def test_what_is_no_map_of_keys_is_refused(tmp_path: Path) -> None:
 
 def planted_entry(store: kvpack.Store, cache: kvpack.Cache, ids: list[int], *, compress: bool = False) -> bytes:
     """An entry of the store's first chunk of ``ids``, right in its key, model, recipe and digests, that holds ``cache``."""
-    ((key, parent, part, digest), *_) = chained(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
+    ((key, parent, part, digest), *_) = chunk_links(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
     named = replace(cache, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
     data = b"".join(to_pieces(named, key, parent, part, digest))
     if not compress:
@@ -345,7 +343,7 @@ def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Pat
     features = {f"junk-{number}": bytes(65536) for number in range(45)}
     named = replace(whole, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
     chunk = named[:, :CHUNK]
-    ((key, parent, part, digest), *_) = chained(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
+    ((key, parent, part, digest), *_) = chunk_links(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
     with container.open_bytes(b"".join(to_pieces(chunk, key, parent, part, digest))) as file:
         arrays = {name: bytes(file.tensor(name)) for name in file.tensors}
         path.write_bytes(container.to_bytes(replace(file.header, ignorable={**file.header.ignorable, **features}), arrays))

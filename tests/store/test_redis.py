@@ -224,7 +224,7 @@ def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.M
     keys = [b"a", b"b", b"c", b"d"]
     with kvpack.PageStore(server.url, EVEN, geometry, timeout=5) as store:
         assert store.put(keys, pages, range(4)) == [True] * 4
-        client(server).append(b"{kvpack}:entry:" + store._names(keys)[2], bytes(30 * 2**20))
+        client(server).append(b"{kvpack}:entry:" + store._entry_keys(keys)[2], bytes(30 * 2**20))
         taken = [0]
         recv = redis_client._Exchange.recv
 
@@ -334,7 +334,7 @@ def test_a_store_goes_on_in_a_fork(server: Server) -> None:
 
 @pytest.mark.scenario
 def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
     size = entry_bytes(server)
     check_hits_of_an_unsteady_server(server, lambda: open_store(server, IDENTITY, max_bytes=10 * size, timeout=0.5), steps=6, seconds=0.3)
 

@@ -17,17 +17,17 @@ from kvpack.store import redis_client
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.redis_answers import (
     NotRedis,
-    data,
-    data_list,
+    byte_strings,
+    bytes_up_to,
+    count_page,
     integer,
     integers,
     member_list,
-    numbers,
-    page,
-    progress,
-    scanned,
+    put_results,
+    scan_page,
     sizes_and_uses,
-    stored,
+    sum_progress,
+    two_integers,
 )
 from support.store_caches import CHUNK, IDENTITY, cache, prompt
 
@@ -326,19 +326,19 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
     [
         (integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
         (integers(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
-        (data(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
-        (data_list, [[], [b"a"]], [[1], None, b"a", [None]]),
+        (bytes_up_to(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
+        (byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
         (member_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
         (sizes_and_uses, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
-        (page, [[b"0", 0], [b"18446744073709551615", 5]], [[b"", 0], [b"x", 0], [b"1" * 21, 0], [1, 0], [b"0", -1], [b"0"], None]),
-        (progress, [-1, 0, 1], [2, -2, True, b"1", None]),
-        (numbers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
+        (count_page, [[b"0", 0], [b"18446744073709551615", 5]], [[b"", 0], [b"x", 0], [b"1" * 21, 0], [1, 0], [b"0", -1], [b"0"], None]),
+        (sum_progress, [-1, 0, 1], [2, -2, True, b"1", None]),
+        (two_integers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
         (
-            stored(5),
+            put_results(5),
             [[-1], [1, 0, b"", [1, 0, 3]], [0, 0, b"why", [[b"front", 9]]]],
             [[0, 0, b"", [[b"longer", 9]]], [0, 0, b"", [[b"f", -1]]], [0, 0, b"", [b"x"]], [0, 0, b"", 1], [0, 0, 1, []], [1], None, 2],
         ),
-        (lambda answer: scanned(answer, 5), [(0, []), (6, [b"n"])], [(5, []), (b"6", []), (6, [1]), (6,), [6, []], (-1, []), None]),
+        (lambda answer: scan_page(answer, 5), [(0, []), (6, [b"n"])], [(5, []), (b"6", []), (6, [1]), (6,), [6, []], (-1, []), None]),
     ],
 )
 def test_answers_are_checked(check: Callable[[Any], Any], good: list[Any], bad: list[Any]) -> None:

@@ -157,14 +157,14 @@ def test_nothing_larger_than_an_entry_is_fetched(shared: Server, client: Any, mo
     assert store.save(ids, whole) == 3 * CHUNK
     assert same(store.load(ids)[1], whole)
     # One that grows between the question and the answer: no more is asked for than was said.
-    real = redis_module.Redis._fetched
+    real = redis_module.Redis._fetch
 
     def grown(self: Any, keys: Any, sizes: Any) -> Any:
         client.append(name, bytes(10**6))
         return real(self, keys, sizes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(redis_module.Redis, "_fetched", grown)
+        patch.setattr(redis_module.Redis, "_fetch", grown)
         assert store.load(ids)[0] == 3 * CHUNK, "the bytes that were said are the good ones"
 
 
@@ -327,7 +327,7 @@ def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, clien
 
     monkeypatch.setattr(redis_client.Client, "call", changing)
     store = open_store(shared, max_bytes=10**6)
-    assert store._backend._count.ready()
+    assert store._backend._count.prepare()
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
 
 

@@ -14,10 +14,10 @@ from kvpack.store import backend as backend_module
 from kvpack.store import catalog as catalog_module
 from kvpack.store import object_store
 from kvpack.store import redis as redis_module
-from kvpack.store.backend import Hold, Stored
+from kvpack.store.backend import Hold, StoredEntry
 from kvpack.store.catalog import read_catalog, verify
 from kvpack.store.counters import Counters
-from kvpack.store.entry_kind import PLAIN
+from kvpack.store.entry_kind import UNENCRYPTED
 from kvpack.store.locations import open_backend
 from kvpack.store.memory import Memory
 from kvpack.store.object_store import REQUESTS, ObjectStore
@@ -229,7 +229,7 @@ def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.
         backend: Any = engine._backend
         backend._max_bytes = 20 * size
         assert engine.put(KEYS[:20], given, range(20)) == [True] * 20
-        backend.pin(engine._names(KEYS[:20]), Hold("test", 2**40))
+        backend.pin(engine._entry_keys(KEYS[:20]), Hold("test", 2**40))
         listed: list[int] = []
         real = ObjectStore._entries
         # Records of uses are merged by luck, which lists the entries too.
@@ -264,7 +264,7 @@ def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_p
     """What commands need for 200 entries takes as many requests as what they need for 100, or one page of names more."""
     asked: list[dict[str, int]] = []
     for number in (1, 2):
-        backend = open_backend(server.url, Counters(), PLAIN, LocationOptions())
+        backend = open_backend(server.url, Counters(), UNENCRYPTED, LocationOptions())
         with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
             for turn in range(10 * number):
                 save(store, prompt(10, seed=turn))
@@ -297,8 +297,8 @@ def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.Monkey
             parts.append(len(keys))
             return list(keys)
 
-    listed = [Stored(bytes([number]), size, 1) for number, size in enumerate([400, 400, 400, 0, 5000, 100, 999, 1001])]
-    found = list(catalog_module.fronts_of(cast("Backend", Fronts()), listed, 4000))
+    listed = [StoredEntry(bytes([number]), size, 1) for number, size in enumerate([400, 400, 400, 0, 5000, 100, 999, 1001])]
+    found = list(catalog_module.read_fronts(cast("Backend", Fronts()), listed, 4000))
     assert [stored.key for stored, _ in found] == [stored.key for stored in listed]
     assert [front is not None for _, front in found] == [size not in (0, 5000) for size in [400, 400, 400, 0, 5000, 100, 999, 1001]]
     assert parts == [2, 2, 1, 1]
@@ -310,9 +310,9 @@ def test_an_entry_that_changes_while_it_is_read_is_missing_alone(server: Server,
     with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
         save(store, ids)
         keys = store.keys(ids)
-        backend = open_backend(server.url, Counters(), PLAIN, LocationOptions())
+        backend = open_backend(server.url, Counters(), UNENCRYPTED, LocationOptions())
         whole = backend.peek_each(keys)
-        real = redis_module.Redis._fetched
+        real = redis_module.Redis._fetch
 
         def changed_before(self: Any, *arguments: Any) -> Any:
             with redis.Redis.from_url(server.url) as client:
@@ -320,7 +320,7 @@ def test_an_entry_that_changes_while_it_is_read_is_missing_alone(server: Server,
                 client.delete(redis_module.ENTRY + keys[4])
             return real(self, *arguments)
 
-        monkeypatch.setattr(redis_module.Redis, "_fetched", changed_before)
+        monkeypatch.setattr(redis_module.Redis, "_fetch", changed_before)
         found = backend.peek_each([b"nothing" * 4, *keys])
         assert [data is None for data in found] == [True, False, False, True, False, True, False]
         assert [bytes(data) for data in found if data is not None] == [bytes(whole[at]) for at in (0, 1, 3, 5)]

@@ -135,7 +135,7 @@ def moved(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
 
     def changed(data: bytes) -> bytes:
         file = container.open_bytes(bytearray(data), where="entry")
-        named = state_entries.NamedStates.of(file)
+        named = state_entries.StatesFields.of(file)
         return b"".join(change((named, file)))
 
     return changed
@@ -186,10 +186,10 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
     kvpack.save(dataclasses.replace(stateful(CHUNK, []), recipe="kv=raw", model=model), path)
     file = container.open_file(path)
     with pytest.raises(InvalidHeader, match=r"the feature 'prefix-states' has 0 bytes, expected 80"):
-        state_entries.NamedStates.of(file)
+        state_entries.StatesFields.of(file)
     file.header.ignorable[state_entries.FEATURE] = states_key(chunk) + chunk + bytes(16)  # type: ignore[index]
     with pytest.raises(InvalidHeader, match="expected states and no tokens"):
-        state_entries.NamedStates.of(file)
+        state_entries.StatesFields.of(file)
 
 
 def test_states_are_evicted_before_their_prefix(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvpack.formats.errors import InvalidParameter, MissingPackage
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.runtime import mapping
 from kvpack.store import entries as entries_module
-from kvpack.store.counters import NAMES, Latency
+from kvpack.store.counters import NAMES, LatencyHistogram
 from kvpack.store.encryption import Cipher
 from kvpack.store.keys import basis_keys
 from kvpack.store.metrics import register_metrics
@@ -381,7 +381,7 @@ def test_counters_as_prometheus_text(tmp_path: Path) -> None:
 
 
 def test_latencies_are_counted_below_their_bounds() -> None:
-    latency = Latency()
+    latency = LatencyHistogram()
     for seconds in (0.0001, 0.0002, 0.5, 100.0):
         latency.add(seconds)
     found = dict(line.split("} ") for line in latency.lines("kvpack_store_seconds", {"operation": "load"}))
@@ -501,7 +501,7 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
         data = bytearray(file.read())
     readers = [store._reader, dataclasses.replace(store._reader, check_values=True, _templates={})]
     for reader in readers:
-        assert reader._one(memoryview(bytearray(data)), key, 1).tokens == CHUNK
+        assert reader._read_one(memoryview(bytearray(data)), key, 1).tokens == CHUNK
     assert readers[0]._templates
     front, json = 4096 * 2, len(bytes(data[:4096]).rstrip(b" "))
     places = [*range(0, json, 3), *range(json, 4096, 31), *range(4096, front, 3), *range(front, len(data), 97)]
@@ -511,7 +511,7 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
         for reader in readers:
             # The rest of the front is parsed anew where it is not what the shape says, as a whole file is.
             with pytest.raises(kvpack.KvpackError):
-                reader._one(memoryview(data), key, 1)
+                reader._read_one(memoryview(data), key, 1)
         data[place] ^= bit
 
 

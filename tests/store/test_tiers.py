@@ -290,7 +290,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
     save(store, prompt(2))
     results = FORK.Queue()
     # As another thread of the parent would leave them at that moment.
-    with store._backend._write_back._changed, store._backend._lock._lock:
+    with store._backend._write_back._condition, store._backend._lock._lock:
         child = FORK.Process(target=_in_child, args=(store, results), daemon=True)
         child.start()
     assert results.get(timeout=600) == (2 * CHUNK,) * 3
@@ -302,7 +302,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
 def test_tiers_over_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
-    monkeypatch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.01))
+    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.01))
     ids, more = prompt(3, seed=1), prompt(3, seed=2)
     with redis_server.running(tmp_path) as redis, s3_server.running() as s3:
         remote = kvpack.Tier(s3.url, storage_options=s3.options, timeout=5)
@@ -530,7 +530,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(whole, "find", promoting)
         failing = lambda path: test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
-        monkeypatch.setattr(write_back.WriteBack, "forget", lambda self, keys: None)
+        monkeypatch.setattr(write_back.WriteBack, "cancel", lambda self, keys: None)
         failing = lambda path: test_deletion_reaches_what_is_queued(path, monkeypatch)  # noqa: E731
     else:
         monkeypatch.setattr(whole, "touch", lambda *_, **__: time.sleep(0))

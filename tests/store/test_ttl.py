@@ -98,7 +98,7 @@ def test_a_pass_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     store = open_store(tmp_path, ttl=100)
     looked: list[int] = []
     steps = store._backend._expiry
-    monkeypatch.setattr(steps, "_look", looked.append)
+    monkeypatch.setattr(steps, "_remove_expired_in", looked.append)
     for budget in (-1.0, 60.0):
         monkeypatch.setattr(expiry, "_STEP_SECONDS", budget)
         steps._due = 0.0
@@ -191,23 +191,23 @@ def test_merged_records_keep_times_and_ends() -> None:
     now, keys = 10**18, [bytes([number]) * 32 for number in range(6)]
     ages = [10**7, 10**6, 10**6 - 5, 100, 30, 0]
     aged = enumerate(zip(keys, ages, strict=True))
-    last = {key: last_used.Use(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in aged}
-    records = last_used.merged(last, now)
+    last = {key: last_used.LastUse(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in aged}
+    records = last_used.merge_records(last, now)
     # Put now, by the store's clock; those of about one age and of one ttl are together.
-    found = last_used.order_of([(now, f"uses/{name}", record) for name, record in records.items()])
+    found = last_used.last_uses_in([(now, f"uses/{name}", record) for name, record in records.items()])
     assert len(records) < len(keys) + 1
     assert [*found] == keys
     for key, use in found.items():
         assert use.ttl == last[key].ttl
         assert 0 <= use.used_ns - last[key].used_ns <= (now - last[key].used_ns) // 4
     # A time to come is that of a clock that was wrong.
-    (name,) = last_used.merged({keys[0]: last_used.Use(now + 10**15, None)}, now)
-    assert last_used.order_of([(now, name, keys[0])])[keys[0]].used_ns == now
+    (name,) = last_used.merge_records({keys[0]: last_used.LastUse(now + 10**15, None)}, now)
+    assert last_used.last_uses_in([(now, name, keys[0])])[keys[0]].used_ns == now
 
 
 @pytest.mark.parametrize("name", ["x", "1-ttl5", f"{1:020d}-{'0' * 16}-ttl99999999999", f"{1:020d}-{'0' * 16}-merged-ttl5"])
 def test_names_of_records_that_say_nothing_of_ends(name: str) -> None:
-    assert last_used.order_of([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.Use(5, None)}
+    assert last_used.last_uses_in([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.LastUse(5, None)}
 
 
 def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:

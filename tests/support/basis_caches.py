@@ -53,12 +53,12 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
 
 def held(folder: Path | str) -> tuple[int, int]:
     """Return the number of complete bases, and of entries that need a basis, in an unencrypted folder."""
-    bases = needing = 0
+    bases = dependents = 0
     for path in entries(folder):
         try:
             with container.open_file(path) as file:
                 bases += file.header.is_basis and Basis.load(path).digest.hex() == os.path.basename(path)
-                needing += BASIS.digest.hex() in file.header.recipe
+                dependents += BASIS.digest.hex() in file.header.recipe
         except KvpackError:
             continue
-    return bases, needing
+    return bases, dependents

@@ -10,4 +10,4 @@ from kvpack.store import folder
 def install(patch: Any) -> None:
     """Patch this process, and those that it forks, so that every folder is on such a disk; ``patch`` is pytest's monkeypatch."""
     patch.setattr(folder, "block_bytes", lambda path: 1)
-    patch.setattr(folder, "taken_by", lambda *paths: 0)
+    patch.setattr(folder, "allocated_bytes", lambda *paths: 0)

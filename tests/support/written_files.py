@@ -47,7 +47,7 @@ NAMES = [*(name for name in RECORDED if name not in ADDITIONS), "klt-2", "transf
 GEOMETRY = kvpack.pages.PageGeometry(1, 2, 16, 64, 64)
 PAGE_KEYS = [b"first page", b"second page"]
 CONTINUATION = 24
-PLAIN = kvpack.Identity("model", RECIPE, weights="w1", dtype="bfloat16", tenant="tenant")
+UNENCRYPTED = kvpack.Identity("model", RECIPE, weights="w1", dtype="bfloat16", tenant="tenant")
 
 
 def shape(name: str) -> tuple[int, int, int, int]:
@@ -86,7 +86,7 @@ def page_identities() -> dict[str, kvpack.Identity]:
 
 
 def store_identities() -> dict[str, kvpack.Identity]:
-    return {"plain": PLAIN, "model": kvpack.Identity.of(demo_model(), RECIPE)}
+    return {"plain": UNENCRYPTED, "model": kvpack.Identity.of(demo_model(), RECIPE)}
 
 
 def store_ids(name: str) -> list[int]:

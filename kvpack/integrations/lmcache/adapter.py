@@ -18,12 +18,12 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.pages.codec import key_digest
 from kvpack.pages.geometry import DTYPES
-from kvpack.store.catalog import descriptions_of
+from kvpack.store.catalog import row_descriptions
 from kvpack.store.counters import Counters
 from kvpack.store.key_files import read_key_file
 from kvpack.store.keys import page_key
 from kvpack.store.metrics import shared_collector
-from kvpack.store.open_store import opened
+from kvpack.store.open_store import open_for_identity
 from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
 
@@ -130,7 +130,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._descriptions: set[tuple[bytes, bytes]] = set()
         self._looked: float | None = None
         self._accounts = Accounts(self, self._there)
-        self._refused = Counters(tell=lambda operation, error: None)
+        self._refused = Counters(report=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
         self._events = {kind: create_event_notifier() for kind in ("store", "lookup", "load")}
@@ -184,12 +184,12 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         LMCache's keys do not name the layout, so all entries are inspected from time to time.
         """
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
-        backend, cipher, _ = opened(self._location, self._identity, self._refused, options, looking=True)
+        backend, cipher, _ = open_for_identity(self._location, self._identity, self._refused, options, skip_sweep=True)
         try:
             with self._lock:
                 if self._looked is None or time.monotonic() - self._looked > LOOK_SECONDS:
                     digests = [self._identity.digest, *(other.digest for other in self._others.values())]
-                    self._descriptions = {(digest, one) for digest in digests for one in descriptions_of(backend, digest, cipher)}
+                    self._descriptions = {(digest, one) for digest in digests for one in row_descriptions(backend, digest, cipher)}
                     self._looked = time.monotonic()
                 descriptions = [*self._descriptions]
             for digest, description in descriptions:
@@ -253,7 +253,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _check_location(self) -> None:
         """Raise InvalidParameter, and a backend's errors, for an unusable location, before there is an object."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
-        opened(self._location, self._identity, Counters(), options, looking=True).backend.close()
+        open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 
     def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """Return the store for objects of one layout. Raises InvalidParameter."""

@@ -27,7 +27,7 @@ ERRORS = (
     *(errno.ESTALE, errno.EPERM),
 )
 SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
-BESIDE = (*KEPT, (0, 2), (1, 3))
+OTHER_FILES = (*KEPT, (0, 2), (1, 3))
 """What is saved without pins where there is no budget: nothing may go."""
 
 
@@ -35,7 +35,7 @@ def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Try ``count`` cases of (operation, call, errno, once or permanently), with and without a budget."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
+        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))
         without = FaultyOs(tuple(_operations(place)), 10**9)
         _run(place, cell, without, BUDGET)
         cell.counts["operations"] = len(without.counts)
@@ -73,8 +73,8 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
     keep(place)
     kept = KEPT
     if budget is None:
-        kept = BESIDE
-        for who, number in BESIDE:
+        kept = OTHER_FILES
+        for who, number in OTHER_FILES:
             with place.open(who) as store:
                 store.save(prompt(number), packed(who, number))
     before = open_files()

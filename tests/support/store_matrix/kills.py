@@ -38,7 +38,7 @@ def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         # A server that comes back is asked again soon.
-        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.02))
+        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
         keep(place)
         choice, left = random.Random(seed), count
         while left:

@@ -121,7 +121,7 @@ def _full_server(place: Place, cell: Cell, count: int) -> None:
     """Use a server that refuses what does not fit, or evicts arbitrary keys, including bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaker.Breaker.__init__, "__defaults__", (2, 0.0))
+        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))
         for policy in ("noeviction", "allkeys-random"):
             full = replace(place, budget=BUDGET)
             full.clear()

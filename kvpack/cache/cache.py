@@ -378,7 +378,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
                 )
         stop += count
     layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
-    inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)])
+    inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)], first.start)
     computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
     states_at = {
         position: layer_states for cache in caches for position, layer_states in all_states(cache).items() if position != caches[-1].stop

@@ -47,7 +47,7 @@ def contents_of(
     required = (*required, *of_states, *of_offsets, *features_of(codecs))
     ignorable = ignorable | listed_states | listed_offsets
     if inputs is not None:
-        of_inputs, listed_inputs = inputs.to_features()
+        of_inputs, listed_inputs = inputs.to_features(start)
         required, ignorable = (*required, *of_inputs), ignorable | listed_inputs
     if metadata:
         ignorable[FEATURE] = to_bytes(metadata)

@@ -91,7 +91,8 @@ def pack(
             basis: ``Recipe("klt-2", basis)``.
         model: The model that computed the values: a transformers model, an Identity, a name, or a map of fields.
         start: Position of the first token.
-        inputs: The inputs that the tokens were computed from, if known.
+        inputs: The inputs that the tokens were computed from, if known. Recorded ones must fit the values; those that you make yourself
+            are believed, because keys and values do not contain ids.
         progress: Called as ``progress(done, total)`` after every layer.
         states_at: States of all layers at earlier positions, as ``recording`` collects them for a store.
 

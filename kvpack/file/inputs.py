@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -23,6 +24,9 @@ IDS_FEATURE = "token-ids"
 """Prefix of the names of the ignorable features with all known ids, if ``inputs`` does not contain them."""
 ROWS_FEATURE = "row-ids"
 """Prefix of the names of the ignorable features with the ids of each row, if rows differ."""
+EARLIER_FEATURE = "earlier-ids"
+"""The name of the ignorable feature with digests of the ids before a file's first token."""
+_DIGEST_BYTES = 32
 MAX_IDS = 2**20
 """Maximum number of ids that a file keeps, those of all rows together: they fill half of the largest header."""
 ID_BYTES = 4
@@ -55,6 +59,7 @@ class Inputs:
         count: Number of tokens that the inputs were recorded for.
         sums: Checksums of keys and values ``[row, token]`` by layer and side, each with the position of its first token.
         before: Ids of each row up to the first token, of the cache that these tokens were cut from; None if they are not known.
+        earlier: SHA-256 of the ids of each row from position 0 up to the first token, as a file records it instead of ``before``.
 
     Raises:
         InvalidParameter: The values contradict one another.
@@ -74,6 +79,7 @@ class Inputs:
     count: int | None = field(default=None, compare=False)
     sums: Mapping[tuple[int, str], tuple[int, Any]] | None = field(default=None, compare=False, repr=False)
     before: tuple[bytes, ...] | None = field(default=None, compare=False, repr=False)
+    earlier: tuple[bytes, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
@@ -137,7 +143,7 @@ class Inputs:
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
         cut_inputs = _joined_inputs(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
-        cut_inputs = replace(cut_inputs, before=self._before(start))
+        cut_inputs = replace(cut_inputs, before=self._before(start), earlier=None if start else self.earlier)
         if self.sums is None:
             return cut_inputs
         sums = {
@@ -152,10 +158,7 @@ class Inputs:
             return self.before
         if self.tokens < start:
             return None
-        earlier = self.before or (b"",)
-        count = max(len(earlier), len(self.known))
-        cut = slice(start * ID_BYTES)
-        return tuple(a + b[cut] for a, b in zip(_for_rows(earlier, count), _for_rows(self.known, count), strict=True))
+        return _following(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
@@ -176,10 +179,8 @@ class Inputs:
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
         sums = None if self.sums is None else {place: (position, kept[list(indices)]) for place, (position, kept) in self.sums.items()}
-        before = self.before
-        if before is not None and len(before) > 1:
-            before = tuple(before[index] for index in indices)
-        return replace(_joined_inputs(token_ids, items, rows, hidden, self.first), sums=sums, before=before)
+        selected = replace(_joined_inputs(token_ids, items, rows, hidden, self.first), sums=sums)
+        return replace(selected, before=_select_rows(self.before, indices), earlier=_select_rows(self.earlier, indices))
 
     def to_bytes(self) -> bytes:
         """Return the feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
@@ -192,11 +193,12 @@ class Inputs:
         ids = self.token_ids[: (MAX_BINARY_BYTES - 8 - len(items)) // ID_BYTES * ID_BYTES]
         return (len(ids) // ID_BYTES).to_bytes(8, "little") + ids + items
 
-    def to_features(self) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
         """Return the required and the ignorable features of a file with these inputs.
 
-        The ignorable feature ``inputs`` is always present; ``token-ids.0`` and on if it does not hold all ids, and ``row-ids.0`` and on if
-        rows differ. Raises LimitExceeded for more hidden tokens than a file lists.
+        The ignorable feature ``inputs`` is always present; ``token-ids.0`` and on if it does not hold all ids, ``row-ids.0`` and on if rows
+        differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known. Raises LimitExceeded for more
+        hidden tokens than a file lists.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
@@ -207,7 +209,15 @@ class Inputs:
             rows = len(self.rows).to_bytes(4, "little") + count.to_bytes(8, "little") + b"".join(ids)
         stored = self._without_ids_after(len(kept) // ID_BYTES + count).to_bytes()
         more = kept if len(Inputs.from_bytes(stored).token_ids) < len(self.token_ids) else b""
-        return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **ignorable}
+        digests = b"".join(self._earlier(start) or ())
+        earlier = {EARLIER_FEATURE: digests} if 0 < len(digests) <= MAX_BINARY_BYTES else {}
+        return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
+
+    def _earlier(self, start: int) -> tuple[bytes, ...] | None:
+        """Return the digests of the ids of each row before the first token, at position ``start``; None if not all are known."""
+        if self.earlier is not None or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
+            return self.earlier
+        return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
         """Return the clauses about the ids that do not fit a file with room for only ``count`` ids per row."""
@@ -246,7 +256,10 @@ class Inputs:
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
             reason = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
             inputs = _joined_inputs(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), reason], inputs.rows)
-        return replace(inputs, hidden=hidden)
+        earlier = ignorable.get(EARLIER_FEATURE, b"")
+        digests = tuple(earlier[at : at + _DIGEST_BYTES] for at in range(0, len(earlier), _DIGEST_BYTES))
+        named = start > 0 and len(earlier) in (_DIGEST_BYTES, batch * _DIGEST_BYTES)
+        return replace(inputs, hidden=hidden, earlier=digests if named else None)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
@@ -268,10 +281,11 @@ class Inputs:
         return _joined_inputs(ids, items)
 
 
-def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
+def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
 
-    Raises InvalidParameter if a cache was computed after other tokens than those that it would follow.
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than those that it would
+    follow.
     """
     if all(inputs is None for inputs, _ in parts):
         return None
@@ -279,10 +293,11 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
     ids, rows, known, rows_known = b"", [b""] * count, True, count > 0
     undetermined: list[tuple[str, int]] = []
     hidden: dict[int, list[Hidden]] = {}
+    beginning, position = parts[0][0] or Inputs(), start
     for number, (inputs, tokens) in enumerate(parts):
         inputs = inputs or Inputs()
         if number and (known or rows_known):
-            _check_follows(tuple(rows) if rows_known else (ids,), inputs, number)
+            _check_follows(tuple(rows) if rows_known else (ids,), beginning, inputs, number, start, position)
         if known:
             ids += inputs.token_ids
             known = len(inputs.token_ids) == tokens * ID_BYTES
@@ -298,27 +313,56 @@ def joined(parts: Sequence[tuple[Inputs | None, int]]) -> Inputs | None:
                 own_row[-1] = Hidden(stretch.row, own_row[-1].start, stretch.stop)
             else:
                 own_row.append(stretch)
+        position += tokens
     in_order = tuple(stretch for row in sorted(hidden) for stretch in hidden[row])
-    first = next((inputs.first for inputs, _ in parts[:1] if inputs is not None), None)
-    return _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), in_order, first)
+    whole = _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), in_order, beginning.first)
+    return replace(whole, before=beginning.before, earlier=beginning.earlier)
 
 
-def _check_follows(ids: tuple[bytes, ...], inputs: Inputs, number: int) -> None:
-    """Raise InvalidParameter if ``inputs``, of part ``number``, were computed after tokens with other ids than ``ids`` of each row."""
-    before = inputs.before or ()
-    if not before or not before[0] or not ids[0]:
-        return
+def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, start: int, position: int) -> None:
+    """Raise InvalidParameter if ``inputs``, of part ``number`` at ``position``, were computed after other tokens than those joined so far.
+
+    The latter have these known ``ids`` in each row, from position ``start`` on, and follow the ids before ``beginning``.
+    """
+    joined_ids = _following(beginning.before or (b"",), ids)
+    before = inputs.before or (b"",)
     # Both end where the part begins.
-    size = min(len(before[0]), len(ids[0]))
-    count = max(len(before), len(ids))
-    for row, pair in enumerate(zip(_for_rows(before, count), _for_rows(ids, count), strict=True)):
-        computed, joined_ids = (memoryview(one[len(one) - size :]).cast("I") for one in pair)
-        if computed != joined_ids:
-            back = next(back for back in range(1, len(computed) + 1) if computed[-back] != joined_ids[-back])
+    size = min(len(before[0]), len(joined_ids[0]))
+    count = max(len(before), len(joined_ids))
+    for row, pair in enumerate(zip(_for_rows(before, count), _for_rows(joined_ids, count), strict=True)):
+        computed, here = (memoryview(one[len(one) - size :]).cast("I") for one in pair)
+        if computed != here:
+            back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
             raise InvalidParameter(
                 f"caches[{number}] was computed after other tokens than those before it here: {back} before its first, row {row} had the "
-                f"id {computed[-back]}, and here it has {joined_ids[-back]}; join slices of one cache"
+                f"id {computed[-back]}, and here it has {here[-back]}; join slices of one cache"
             )
+    if len(joined_ids[0]) == position * ID_BYTES:
+        digests, expected = inputs.earlier, joined_ids
+    elif len(before[0]) == position * ID_BYTES:
+        digests, expected = beginning.earlier, tuple(row[: start * ID_BYTES] for row in before)
+    else:
+        return
+    if digests is None:
+        return
+    count = max(len(digests), len(expected))
+    for row, (digest, row_ids) in enumerate(zip(_for_rows(digests, count), _for_rows(expected, count), strict=True)):
+        if digest != hashlib.sha256(row_ids).digest():
+            raise InvalidParameter(
+                f"caches[{number}] was computed after other tokens than those before it here: the SHA-256 of the ids of row {row} up to "
+                f"position {len(row_ids) // ID_BYTES} differs; join slices of one cache"
+            )
+
+
+def _following(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return the ids of each row ``before`` a token, followed by those from it on."""
+    count = max(len(before), len(ids))
+    return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
+
+
+def _select_rows(values: tuple[bytes, ...] | None, indices: Sequence[int]) -> tuple[bytes, ...] | None:
+    """Return the values of the rows ``indices``; one element stands for all rows."""
+    return values if values is None or len(values) == 1 else tuple(values[index] for index in indices)
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:

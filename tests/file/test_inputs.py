@@ -102,10 +102,46 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
             concat([one[:, :4], one[:, 4:8], tail])
     for tail in (one[:, 8:], one[:, 2:][:, 6:]):
         assert concat([one[:, :8], tail]).inputs == one.inputs
+    with pytest.raises(InvalidParameter, match="5 before its first, row 0 had the id 50"):
+        concat([one[:, 6:8], other[:, 8:]])
+    with pytest.raises(InvalidParameter, match="3 before its first, row 0 had the id 50"):
+        concat([one[:, :6], concat([other[:, 6:8], other[:, 8:]])])
     # What came before a difference, and pieces of which nothing is known, may be joined.
     assert concat([one[:, :3], other[:, 3:]]).inputs == other.inputs
-    assert concat([one[:, 6:8], other[:, 8:]]).token_ids.tolist() == [list(range(6, 12))]
     assert concat([replace(one, inputs=None)[:, :8], other[:, 8:]]).tokens == 12
+
+
+def test_a_slice_in_a_file_of_its_own_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:
+    def saved(cache: kvpack.Cache) -> kvpack.Cache:
+        kvpack.save(cache, tmp_path / "slice")
+        return kvpack.load(tmp_path / "slice")
+
+    one = cache_of(12, 0, Inputs(ids(*range(12))))
+    other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
+    told = r"^caches\[1\] was computed after other tokens .* SHA-256 of the ids of row 0 up to position {} differs; join slices of one "
+    for tail in (saved(other[:, 8:]), saved(saved(other[:, 8:])[:, :2]), saved(saved(other)[:, 8:])):
+        with pytest.raises(InvalidParameter, match=told.format(8)):
+            concat([one[:, :8], tail])
+    with pytest.raises(InvalidParameter, match=told.format(6)):
+        concat([saved(one[:, 6:8]), other[:, 8:]])
+    for head in (one, saved(one)):
+        assert concat([saved(head[:, :8]), saved(head[:, 8:])]).inputs == one.inputs
+        assert concat([saved(head[:, 6:8]), head[:, 8:]]).inputs == one[:, 6:].inputs
+    # Neither file has the ids in between, and those of a hand-made slice are not known.
+    assert concat([saved(one[:, 6:8]), saved(other[:, 8:])]).tokens == 6
+    assert concat([one[:, :8], saved(cache_of(4, 8, Inputs(ids(8, 9, 10, 11))))]).inputs == one.inputs
+
+
+def test_a_row_in_a_file_of_its_own_follows_only_its_own_tokens(tmp_path: Path) -> None:
+    rows = (ids(*range(8)), ids(*range(20, 28)))
+    side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
+    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
+    kvpack.save(batch[:, 5:], tmp_path / "slice")
+    tail = kvpack.load(tmp_path / "slice")
+    for kept in ([0, 1], [1, 0], [1]):
+        assert torch.equal(concat([batch[:, :5].select(kept), tail.select(kept)]).token_ids, batch.select(kept).token_ids)
+    with pytest.raises(InvalidParameter, match="SHA-256 of the ids of row 0 up to position 5 differs"):
+        concat([batch[:, :5].select([0]), tail.select([1])])
 
 
 def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:

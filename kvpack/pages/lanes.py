@@ -22,6 +22,7 @@ from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, replaced, stored_positions, tokens_of_slots, values_of
+from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,11 @@ class Lane:
     @property
     def watched(self) -> RawPositions | None:
         """Rule that finds raw tokens, and tokens that cost others precision although the page has no room for them."""
-        return self.raw or (RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO) if self.plain.shared_scales else None)
+        # One of high norm moves the mean of its page.
+        has_means = isinstance(self.plain, WithSideCars) and self.plain.page_vectors
+        if self.raw is not None or not (self.plain.shared_scales or has_means):
+            return self.raw
+        return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)
 
     @property
     def shared(self) -> frozenset[str]:

@@ -118,7 +118,7 @@ def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
         assert isinstance(error, InvalidPayload)
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "oscar-2", "oscar-2-scaled", "kv=group:b=2,g=16"])
+@pytest.mark.parametrize("recipe", ["kivi-2", "oscar-2", "oscar-2-scaled", "hqmq-s24-r3", "kv=group:b=2,g=16"])
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_a_token_that_costs_others_and_has_no_room_is_warned_of_once(recipe: str, tokens: int) -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=64, dim_v=64)

@@ -446,9 +446,9 @@ def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, 
     unaware(opened(tmp_path), 21)
     real = backend._index._refresh_folder
 
-    def counted(folder: int, *, certain: bool) -> bool:
+    def counted(folder: int, *, wait: bool) -> bool:
         entries.append(truth(tmp_path)[0])
-        return real(folder, certain=certain)
+        return real(folder, wait=wait)
 
     backend._index._refresh_folder = counted  # type: ignore[method-assign]
     assert put(backend, 22)

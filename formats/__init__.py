@@ -16,7 +16,7 @@ from .key_mean import KeyMean
 from .klt import Klt
 from .lossless import Lossless
 from .minifloat import Minifloat
-from .norm_rule import SKETCHED
+from .norm_rule import SKETCHED_NORM_RULE
 from .octahedral import Octahedral
 from .outliers import Outliers
 from .polar import Polar
@@ -70,8 +70,8 @@ def side_car_words() -> tuple[str, ...]:
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     """Create the codec, with any side-cars, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
     side_cars: list[SideCar | None] = []
-    if options.mention(side_car_words()):
-        side_cars = [side_car.of_words(dim, side, options) for side_car in SIDE_CARS.values()]
+    if options.mentions_any(side_car_words()):
+        side_cars = [side_car.from_options(dim, side, options) for side_car in SIDE_CARS.values()]
         options.sketched = any(isinstance(side_car, ResidualSketch) for side_car in side_cars)
     return _with_side_cars(codec_class(codec_id).create(dim, side, options), side_cars)
 
@@ -80,9 +80,9 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """Create the codec from a header's map: ``id``, parameters, then side-cars. Raises UnknownCodec and InvalidParameter."""
     codec_params = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
     codec = codec_class(params["id"]).from_params(codec_params)
-    side_cars = [side_car.of_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
+    side_cars = [side_car.from_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
     if hasattr(codec, "norm_rule") and any(isinstance(side_car, ResidualSketch) for side_car in side_cars):
-        codec = dataclasses.replace(codec, norm_rule=SKETCHED)  # type: ignore[type-var]
+        codec = dataclasses.replace(codec, norm_rule=SKETCHED_NORM_RULE)  # type: ignore[type-var]
     return _with_side_cars(codec, side_cars)
 
 

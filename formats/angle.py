@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, stored_norm
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
-from .encoding_blocks import encoded_in_blocks
+from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import functional, torch
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .rotation import KINDS
-from .tables import TABLES_KEPT, kept_on_device
+from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +33,9 @@ RANGES = ("fp16", "fp32")
 _NORM_WORDS = ("fp32", *(f"{kind}{bits}" for kind in NORMS[1:] for bits in range(1, 9)))
 _TOKENS_OF_ONE_HEAD = 1 << 11
 # A token of zeros stores the most negative binary16 as its minimum: 2^-65504 is 0 in binary32.
-_ZERO = -65504.0
+_ZERO_TOKEN_MINIMUM = -65504.0
 # Norms below 1/256 of the largest are stored as 1/256: they would widen the logarithmic range more than they are worth.
-_OCTAVES = 8.0
+_MAX_OCTAVES = 8.0
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -50,16 +50,16 @@ class Angle(CodecFamily):
 
     id: ClassVar[str] = "angle"
 
-    dim: int = field(metadata=ranged(2, MAX_DIM))
-    bins: int = field(metadata=ranged(2, MAX_BINS))
-    norm: str = field(metadata=among(NORMS))
-    norm_bits: int = field(metadata=ranged(0, 8))
-    arrangement: str = field(metadata=among(ARRANGEMENTS))
-    range: str = field(metadata=among(RANGES))
-    rotation_kind: str = field(metadata=among(KINDS))
+    dim: int = field(metadata=in_range(2, MAX_DIM))
+    bins: int = field(metadata=in_range(2, MAX_BINS))
+    norm: str = field(metadata=one_of(NORMS))
+    norm_bits: int = field(metadata=in_range(0, 8))
+    arrangement: str = field(metadata=one_of(ARRANGEMENTS))
+    range: str = field(metadata=one_of(RANGES))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     fields: Fields
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +82,7 @@ class Angle(CodecFamily):
         range_dtype = cls.option(options, "range", "fp16")
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
         streams = _streams(dim, bins, norm_bits, arrangement)
@@ -108,7 +108,7 @@ class Angle(CodecFamily):
         return {"range": Layout(self._range_dtype, (batch, heads, tokens, 2))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -123,13 +123,13 @@ class Angle(CodecFamily):
             projected = turns.sub_(bins).sub_(0.5).mul_(2 * pi / self.bins).cos_().mul_(norms)
         if self.norm == "fp32":
             if projected is not None:
-                norms = norms * _unbiased(norms, projected, norms)
+                norms = norms * _unbiased_factor(norms, projected, norms)
             return self.pack_digits(bins) | {"norm": stored_norm(norms, "F32", f"norm of a pair, tokens from {start},")}
         measured = norms
         if self.norm == "log":
             norms = norms.log2()
             # Every logarithm in a token of zeros is minus infinity.
-            norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _OCTAVES).clamp_min_(_ZERO)
+            norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _MAX_OCTAVES).clamp_min_(_ZERO_TOKEN_MINIMUM)
         low, high = norms.aminmax(dim=-1)
         span = torch.stack([(high - low) / (2**self.norm_bits - 1), low], -1)
         stored = stored_norm(span, self._range_dtype, f"step or minimum of the norms, tokens from {start},")
@@ -137,7 +137,7 @@ class Angle(CodecFamily):
         # Codes are rounded against the stored range; a zero step gives zero codes.
         codes = (norms - minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)
         if projected is not None:
-            factor = _unbiased(measured, projected, self._norms(step, minimum, codes))
+            factor = _unbiased_factor(measured, projected, self._norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
             wanted = torch.cat([step, minimum], -1).to(stored.dtype)
             # Its largest norm, too: of values near the largest of binary32 the factor makes an infinite one.
@@ -184,7 +184,7 @@ class Angle(CodecFamily):
         return "F16" if self.range == "fp16" else "F32"
 
 
-def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
     """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, shape ``[..., 1]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
     product, squares, length = (
@@ -194,36 +194,36 @@ def _unbiased(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tenso
     return unbiased_factor(torch.ones_like(product), product, length, "F32", squares)
 
 
-Stream = tuple[tuple[int, ...], tuple[int, ...]]
+StreamDigits = tuple[tuple[int, ...], tuple[int, ...]]
 """The bases and the alphabets of a code stream's digits."""
 
 
-@lru_cache(TABLES_KEPT)
-def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, Stream]:
+@lru_cache(MAX_CACHED_TABLES)
+def _streams(dim: int, bins: int, norm_bits: int, arrangement: str) -> dict[str, StreamDigits]:
     """Return the digits of each code stream (spec/codecs/angle.md, Layout)."""
     rounded, norm = next_power_of_two(bins), 1 << norm_bits
     if arrangement == "direct":
         return {"symbol": ((rounded, norm), (bins, norm))}
     low = 1 << factors_of_two(bins)
-    candidates: list[dict[str, Stream]] = [{"angle": ((rounded,), (bins,))}]
+    candidates: list[dict[str, StreamDigits]] = [{"angle": ((rounded,), (bins,))}]
     if 1 < low < bins:
         candidates.append({"angle_low": ((low,), (low,)), "angle_high": ((bins // low,), (bins // low,))})
     if not is_power_of_two(bins):
         candidates.append({"angle": ((bins,), (bins,))})
 
-    def stored_bytes(streams: dict[str, Stream]) -> int:
+    def stored_bytes(streams: dict[str, StreamDigits]) -> int:
         return sum(row_bytes(dim // 2, bases, default_fields(dim // 2, bases)) for bases, _ in streams.values())
 
     return min(candidates, key=stored_bytes) | ({"norm_codes": ((norm,), (norm,))} if norm_bits else {})
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     streams = _streams(dim, bins, norm_bits, arrangement)
     return {name: Columns(dim // 2, streams[name][0], count, streams[name][1]) for name, count in fields}
 
 
-@kept_on_device
+@cache_per_device
 def bin_directions(bins: int) -> torch.Tensor:
     """Return (cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.

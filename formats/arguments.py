@@ -10,18 +10,18 @@ from typing import Any
 from .errors import InvalidParameter, InvalidType
 from .lazy import torch
 
-_SHOWN = 80
+_MAX_SHOWN = 80
 """Maximum number of characters of a value in a message."""
-_FLAGS = {"bool", "bool_"}
+_BOOL_TYPES = {"bool", "bool_"}
 """The type names of truth values: Python's and NumPy's."""
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Format ``value`` for a message: numbers and short strings in full, bytes by size, anything else by type."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     if value is None or isinstance(value, bool | float | complex | str):
-        return f"{value!r:.{_SHOWN}}"
+        return f"{value!r:.{_MAX_SHOWN}}"
     if isinstance(value, int):
         # The digits of huge integers are refused by Python itself.
         return str(value) if -(2**63) <= value < 2**64 else f"an integer of {value.bit_length()} bits"
@@ -33,7 +33,7 @@ def shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def integer(value: Any, what: str) -> int:
+def as_integer(value: Any, what: str) -> int:
     """Convert ``value`` to an integer. Raises InvalidType; ``what`` names the value in the message."""
     if type(value) is int:
         return value
@@ -41,39 +41,39 @@ def integer(value: Any, what: str) -> int:
         # Tensors on the meta device and arrays of several values have an index that fails.
         return int(operator.index(value))
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidType(f"{what} is {shown(value)}, expected an integer") from None
+        raise InvalidType(f"{what} is {describe(value)}, expected an integer") from None
 
 
 def check_flag(value: Any, what: str) -> None:
     """Raise InvalidType unless ``value`` is True or False; a string such as "no" would be truthy."""
-    if type(value).__name__ not in _FLAGS and not (type(value) is int and value in (0, 1)):
-        raise InvalidType(f"{what} is {shown(value)}, expected True or False")
+    if type(value).__name__ not in _BOOL_TYPES and not (type(value) is int and value in (0, 1)):
+        raise InvalidType(f"{what} is {describe(value)}, expected True or False")
 
 
 def check_callback(value: Any, what: str = "progress") -> None:
     """Raise InvalidType unless ``value`` is None or callable."""
     if value is not None and not callable(value):
-        raise InvalidType(f"{what} is {shown(value)}, expected a callable that takes (done, total), or None")
+        raise InvalidType(f"{what} is {describe(value)}, expected a callable that takes (done, total), or None")
 
 
 def check_mapping(value: Any, what: str, example: str) -> None:
     """Raise InvalidType unless ``value`` is None or a mapping; the message shows ``example``."""
     if value is not None and not isinstance(value, Mapping):
-        raise InvalidType(f"{what} is {shown(value)}, expected a map such as {example}")
+        raise InvalidType(f"{what} is {describe(value)}, expected a map such as {example}")
 
 
-def items(value: Any, what: str, expected: str) -> list[Any]:
+def as_list(value: Any, what: str, expected: str) -> list[Any]:
     """Return the items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` describes the items."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
-    raise InvalidType(f"{what} is {shown(value)}, expected a list of {expected}")
+    raise InvalidType(f"{what} is {describe(value)}, expected a list of {expected}")
 
 
 def check_text(value: Any, what: str) -> None:
     """Raise InvalidType unless ``value`` is a string."""
     if not isinstance(value, str):
-        raise InvalidType(f"{what} is {shown(value)}, expected text")
+        raise InvalidType(f"{what} is {describe(value)}, expected text")
 
 
 def checked_device(device: Any) -> torch.device:
@@ -81,7 +81,7 @@ def checked_device(device: Any) -> torch.device:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise InvalidParameter(f"device is {shown(device)}, expected a torch.device or a name such as 'cpu' or 'cuda:0'") from None
+        raise InvalidParameter(f"device is {describe(device)}, expected a torch.device or a name such as 'cpu' or 'cuda:0'") from None
     if parsed.type == "cpu":
         return parsed
     if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
@@ -101,7 +101,7 @@ def checked_device(device: Any) -> torch.device:
 def check_floating(dtype: Any) -> None:
     """Raise InvalidType unless ``dtype`` is a floating-point torch.dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidType(f"dtype is {shown(dtype)}, expected a torch dtype, such as torch.bfloat16")
+        raise InvalidType(f"dtype is {describe(dtype)}, expected a torch dtype, such as torch.bfloat16")
     if not dtype.is_floating_point:
         raise InvalidType(f"{dtype} cannot represent decoded values: use a floating-point dtype")
 
@@ -110,4 +110,4 @@ def check_number(value: Any, what: str) -> None:
     """Raise InvalidType unless ``value`` is None or a number that fits a float; ``what`` names it in the message."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
-        raise InvalidType(f"{what} is {shown(value)}, expected a number")
+        raise InvalidType(f"{what} is {describe(value)}, expected a number")

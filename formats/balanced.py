@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .basis import DIGEST_BYTES, MAX_LAYER, not_given
+from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
 from .errors import InvalidParameter
 from .products import plain_product, product
-from .side_car import ValueMap, typed_map
+from .side_car import ValueMap, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Balanced(ValueMap):
             raise InvalidParameter(f"side-car {self.name}: frame is {self.frame!r}, expected one of {', '.join(FRAMES)}")
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         frame = options.choice(OPTION, "", FRAMES)
         if not frame:
             return None
@@ -66,7 +66,7 @@ class Balanced(ValueMap):
             raise InvalidParameter(
                 f"codec {options.codec}: frame={frame} applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
             )
-        if frame == "centered" and not options.given("mean"):
+        if frame == "centered" and not options.is_given("mean"):
             raise InvalidParameter(
                 f"codec {options.codec}: frame=centered needs keys with their mean subtracted: add mean=<tokens>, such as mean=128, or "
                 "write frame=balanced"
@@ -81,8 +81,8 @@ class Balanced(ValueMap):
         return cls(dim, balanced.digest, balanced.layer, frame, balanced.frames)
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, **typed_map(cls.name, value, {"basis": bytes, "layer": int, "frame": str}))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **parse_map(cls.name, value, {"basis": bytes, "layer": int, "frame": str}))
 
     def params(self) -> dict[str, Any]:
         return {"basis": self.basis, "layer": self.layer, "frame": self.frame}
@@ -92,30 +92,30 @@ class Balanced(ValueMap):
         return frozenset({self.basis})
 
     @property
-    def place(self) -> str:
+    def basis_location(self) -> str:
         """The part of the basis that the codec needs, for messages."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
         """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
-            raise not_given(self.place)
+            raise missing_basis(self.basis_location)
         try:
-            return self.source.of_heads(heads)
+            return self.source.for_heads(heads)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.place}: {error}") from None
+            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return product(x, self.source_for(x.shape[1]).on(x.device).inverse)
+        return product(x, self.source_for(x.shape[1]).on_device(x.device).inverse)
 
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return product(x, self.source_for(x.shape[1]).on(x.device).matrices)
+        return product(x, self.source_for(x.shape[1]).on_device(x.device).matrices)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return plain_product(q, self.source_for(q.shape[1]).on(q.device).matrices.transpose(1, 2))
+        return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Map queries by ``query`` and then ``rotation``, as one matrix product."""
-        matrices = self.source_for(q.shape[1]).on(q.device).query_matrices(rotation)
+        matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A product of three dimensions is called faster than one that is broadcast.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import InvalidParameter, OutOfRange
-from .inverses import inverse_of
+from .inverses import invert_for_encoding
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class BalancedFrames:
 
     def __init__(self, matrices: torch.Tensor) -> None:
         self.matrices = matrices
-        self._elsewhere: dict[str, BalancedFrames] = {}
+        self._device_copies: dict[str, BalancedFrames] = {}
         self._query_matrices: dict[Rotation, torch.Tensor] = {}
 
     @property
@@ -32,7 +32,7 @@ class BalancedFrames:
     def dim(self) -> int:
         return self.matrices.shape[2]
 
-    def of_heads(self, heads: int) -> BalancedFrames:
+    def for_heads(self, heads: int) -> BalancedFrames:
         """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
@@ -44,7 +44,7 @@ class BalancedFrames:
 
         Raises OutOfRange if a matrix is too badly conditioned (rules basis-19 and basis-24).
         """
-        result = inverse_of(self.matrices, "a balanced frame of the basis")
+        result = invert_for_encoding(self.matrices, "a balanced frame of the basis")
         growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), result.abs().sum(-2).amax(-1))
         if not bool((growth <= MAX_GROWTH).all()):
             raise OutOfRange(
@@ -65,17 +65,17 @@ class BalancedFrames:
                 self._query_matrices[rotation] = turned.to(torch.float32).contiguous()
         return self._query_matrices[rotation]
 
-    def on(self, device: torch.device) -> BalancedFrames:
+    def on_device(self, device: torch.device) -> BalancedFrames:
         """Return a copy of the frames on ``device``, which is cached."""
         if self.matrices.device == device:
             return self
         key = str(device)
-        if key not in self._elsewhere:
+        if key not in self._device_copies:
             result = BalancedFrames(self.matrices.to(device))
             if "inverse" in self.__dict__:
                 result.__dict__["inverse"] = self.inverse.to(device)
-            self._elsewhere[key] = result
-        return self._elsewhere[key]
+            self._device_copies[key] = result
+        return self._device_copies[key]
 
 
 class CalibratedFrames(NamedTuple):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
-from .head_norms import norms_of
+from .head_norms import norms_per_head
 from .lazy import numpy, torch
 from .rotation import Rotation, rotation_of
-from .tables import Kept
+from .tables import BoundedCache
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .value_blocks import Array
 
-OneSideCar = TypeVar("OneSideCar")
+SideCarType = TypeVar("SideCarType")
 
 HALF_LIMIT = 65520.0
 """The smallest number that rounds to infinity in binary16; the largest finite binary16 is 65504."""
@@ -43,7 +43,7 @@ NORMS = {"fp16": "F16", "fp32": "F32"}
 
 MAX_DIM = 1024
 
-_PACKING = {"arrangement", "fields"}
+_PACKING_PARAMETERS = {"arrangement", "fields"}
 """Parameters that say how codes are packed and do not change the codes."""
 
 Fields = tuple[tuple[str, int], ...]
@@ -124,9 +124,9 @@ class _Checks(NamedTuple):
     packed: list[tuple[str, Columns, list[str]]]
     finite: list[str]
     payload: tuple[PayloadRule, ...]
-    of_runs: tuple[RunRule, ...]
-    of_chunks: tuple[PayloadRule, ...]
-    of_batch: str
+    run_rules: tuple[RunRule, ...]
+    chunk_rules: tuple[PayloadRule, ...]
+    batch_stream: str
 
 
 class CodecSummary(NamedTuple):
@@ -149,8 +149,8 @@ class Codec(ABC):
     """A codec with parameters bound to one head dim: a family member (``family.CodecFamily``), or one with side-cars."""
 
     id: ClassVar[str]
-    takes_side_cars: ClassVar[bool] = True
-    """True if a codec that is lossy can have all side-cars, and not only those ``of_every_codec``."""
+    supports_all_side_cars: ClassVar[bool] = True
+    """True if a codec that is lossy can have all side-cars, and not only those ``supports_every_codec``."""
     dim: int
     side_cars: tuple[Any, ...] = ()
 
@@ -159,7 +159,7 @@ class Codec(ABC):
     def nominal_bits(self) -> float:
         """Bits per value as the source paper counts them; the file size gives the actual figure."""
 
-    def side_car(self, wanted: type[OneSideCar]) -> OneSideCar | None:
+    def side_car(self, wanted: type[SideCarType]) -> SideCarType | None:
         """Return the codec's side-car of class ``wanted``, or None."""
         for side_car in self.side_cars:
             if isinstance(side_car, wanted):
@@ -182,7 +182,7 @@ class Codec(ABC):
         ``before`` has the same meaning as in ``begin``. Raises OutOfRange for values that cannot be encoded.
         """
         none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
-        return torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
+        return torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
     @property
     def error_spread(self) -> float:
@@ -196,7 +196,7 @@ class Codec(ABC):
         """
         raise NotImplementedError(self.id)
 
-    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the root mean square that values must have for a scale that their run shares: float32 ``[batch, kv_head or 1, 1]``.
 
         Tokens of smaller values have over twice the usual relative error. None: nothing depends on the largest value of a run.
@@ -219,7 +219,7 @@ class Codec(ABC):
         return self
 
     @property
-    def without_raw(self) -> Codec:
+    def without_raw_positions(self) -> Codec:
         """The codec without raw tokens chosen by position."""
         return self
 
@@ -291,7 +291,7 @@ class Codec(ABC):
         """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
         return self.original(self.decode_frame(streams), streams)
 
-    def tokens_of(self, streams: Mapping[str, torch.Tensor]) -> int:
+    def token_count(self, streams: Mapping[str, torch.Tensor]) -> int:
         """Return the number of tokens encoded in ``streams``."""
         layouts = self.layout(1, 1, 1)
         name = next((name for name, layout in layouts.items() if layout.per == "token" and layout.tokens_per_row == 1), next(iter(streams)))
@@ -317,7 +317,7 @@ class Codec(ABC):
         """Map queries so that their products with coded keys equal those of ``q`` with original keys: the transpose of ``original``."""
         return self.rotation.forward(q)
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         """Return, for each stream with one row per entry, its number of rows in a run of ``tokens`` ordinary tokens."""
         return {}
 
@@ -328,16 +328,16 @@ class Codec(ABC):
         """
         return {}
 
-    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return, for each stream whose entries name their tokens, the token of each entry in use, int64, ascending."""
         return {}
 
-    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``ordered`` with token numbers increased by ``tokens``; unused entries are dropped."""
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``; unused entries are dropped."""
         return {}
 
-    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``ordered`` for the sequences ``indices``, int64 ``[row]``, in that order."""
+    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -350,9 +350,9 @@ class Codec(ABC):
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
         """Return the layouts of the streams whose number of rows does not depend on the tokens, for a side of this size."""
-        if (batch, heads) not in self.made:
-            self.made[batch, heads] = self.layout(batch, heads, 0)
-        layouts: Mapping[str, Layout] = self.made[batch, heads]
+        if (batch, heads) not in self.derived_values:
+            self.derived_values[batch, heads] = self.layout(batch, heads, 0)
+        layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
         return layouts
 
     @cached_property
@@ -374,9 +374,9 @@ class Codec(ABC):
         )
 
     @cached_property
-    def made(self) -> Kept:
+    def derived_values(self) -> BoundedCache:
         """Cache of values derived from this codec, keyed by use; sides of many layers and files share it."""
-        return Kept()
+        return BoundedCache()
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
@@ -425,7 +425,7 @@ class Codec(ABC):
     def same_codes(self, other: Codec) -> bool:
         """Return True if ``other`` stores the same codes, whatever their packing."""
         params, others = self.params(), other.params()
-        return params.keys() == others.keys() and all(params[name] == others[name] for name in params.keys() - _PACKING)
+        return params.keys() == others.keys() and all(params[name] == others[name] for name in params.keys() - _PACKING_PARAMETERS)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
         """Repack the streams for ``other``, which has the ``same_codes``; no value is decoded or lost."""
@@ -451,8 +451,8 @@ class Codec(ABC):
         packed = [
             (stream, packing, [f"{stream}.{plane}" for plane in range(len(packing.planes))]) for stream, packing in self.packings().items()
         ]
-        of_batch = next(name for name, layout in self.row_layouts.items() if layout.batch_axis is not None)
-        return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), of_batch)
+        batch_stream = next(name for name, layout in self.row_layouts.items() if layout.batch_axis is not None)
+        return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), batch_stream)
 
     def finite_streams(self) -> list[str]:
         """Return the streams other than codes whose values must be finite: by default all with floating-point numbers."""
@@ -472,17 +472,17 @@ class Codec(ABC):
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
         """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
-        for rule in self._checks.of_runs:
-            rule(arrays, runs, self.batch_of(arrays), where)
+        for rule in self._checks.run_rules:
+            rule(arrays, runs, self.batch_size(arrays), where)
 
-    def batch_of(self, streams: Mapping[str, Any]) -> int:
+    def batch_size(self, streams: Mapping[str, Any]) -> int:
         """Return the number of sequences of ``streams``, arrays or tensors."""
-        batch: int = streams[self._checks.of_batch].shape[0]
+        batch: int = streams[self._checks.batch_stream].shape[0]
         return batch
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload for errors visible only after decoding all symbols, in streams that passed the other checks."""
-        for rule in self._checks.of_chunks:
+        for rule in self._checks.chunk_rules:
             rule(arrays, where)
 
     @abstractmethod

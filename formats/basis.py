@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import InvalidParameter, MissingBasis
-from .inverses import check_reach, inverse_of
+from .inverses import check_reach, invert_for_encoding
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MAX_LAYER = 4095
 """The largest layer of a basis that a codec or side-car may name."""
 
 
-def not_given(place: str) -> MissingBasis:
+def missing_basis(place: str) -> MissingBasis:
     """Create the error for a codec that needs ``place`` of its basis and was given no basis."""
     return MissingBasis(f"the {place} are needed, and were not given: pass basis= when loading or converting the cache")
 
@@ -46,17 +46,17 @@ LARGEST_GAIN = 65504.0
 """The largest gain of a token, the largest binary16."""
 
 
-def runs_of(dim: int) -> int:
+def run_count(dim: int) -> int:
     """Return the number of runs of columns of a head; the last one may be partial."""
     return -(-dim // RUN_COLUMNS)
 
 
-def rows_of(dim: int) -> int:
+def row_count(dim: int) -> int:
     """Return the number of rows, of ``dim`` values each, in a head's basis."""
-    return 2 + dim + -(-TABLE_VALUES * runs_of(dim) // dim)
+    return 2 + dim + -(-TABLE_VALUES * run_count(dim) // dim)
 
 
-def run_slice(run: int, dim: int) -> slice:
+def run_columns(run: int, dim: int) -> slice:
     """Return the columns of a run."""
     return slice(RUN_COLUMNS * run, min(RUN_COLUMNS * (run + 1), dim))
 
@@ -64,14 +64,14 @@ def run_slice(run: int, dim: int) -> slice:
 class BasisRows:
     """The rows of one layer and side, float32 ``[batch or 1, kv_head, row, dim]``, and views of their parts.
 
-    Raises InvalidParameter for fewer than ``rows_of(dim)`` rows.
+    Raises InvalidParameter for fewer than ``row_count(dim)`` rows.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        if rows.dim() != 4 or rows.shape[2] < rows_of(rows.shape[3]):
-            raise InvalidParameter(f"a basis has shape {list(rows.shape)}, expected [batch, kv_head, >= {rows_of(rows.shape[-1])}, dim]")
+        if rows.dim() != 4 or rows.shape[2] < row_count(rows.shape[3]):
+            raise InvalidParameter(f"a basis has shape {list(rows.shape)}, expected [batch, kv_head, >= {row_count(rows.shape[-1])}, dim]")
         self.rows = rows
-        self._elsewhere: dict[str, BasisRows] = {}
+        self._device_copies: dict[str, BasisRows] = {}
 
     @property
     def heads(self) -> int:
@@ -81,7 +81,7 @@ class BasisRows:
     def dim(self) -> int:
         return self.rows.shape[3]
 
-    def of_heads(self, heads: int) -> BasisRows:
+    def for_heads(self, heads: int) -> BasisRows:
         """Return these rows if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
@@ -104,7 +104,7 @@ class BasisRows:
 
     @cached_property
     def _tables(self) -> torch.Tensor:
-        runs = runs_of(self.dim)
+        runs = run_count(self.dim)
         values = self.rows[:, :, 2 + self.dim :].to(torch.float32).flatten(2)
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
@@ -112,7 +112,7 @@ class BasisRows:
         """Return the decoded values of a run's codes at ``width`` bits, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
-    def tables_of(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
+    def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
         """Return the decoded values of codes of ``width`` bits for ``runs`` of 8 columns of ``heads``: float32 ``[batch, run, code]``.
 
         Two runs of 8 columns share the table of one run of ``RUN_COLUMNS``.
@@ -124,23 +124,23 @@ class BasisRows:
     def inverse(self) -> torch.Tensor:
         """Return the inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
-        Raises the errors of ``check_reach`` and ``inverse_of``.
+        Raises the errors of ``check_reach`` and ``invert_for_encoding``.
         """
         largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
         check_reach(LARGEST_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")
-        return inverse_of(self.matrix, "a matrix of the basis").to(self.rows.device)
+        return invert_for_encoding(self.matrix, "a matrix of the basis").to(self.rows.device)
 
-    def on(self, device: torch.device) -> BasisRows:
+    def on_device(self, device: torch.device) -> BasisRows:
         """Return a copy of the rows on ``device``, which is cached."""
         if self.rows.device == device:
             return self
         key = str(device)
-        if key not in self._elsewhere:
-            self._elsewhere[key] = BasisRows(self.rows.to(device))
-        return self._elsewhere[key]
+        if key not in self._device_copies:
+            self._device_copies[key] = BasisRows(self.rows.to(device))
+        return self._device_copies[key]
 
 
-class Calibrated(NamedTuple):
+class CalibratedRows(NamedTuple):
     """Calibrated input of a codec: the ``rows`` of a layer and side, the SHA-256 of the basis, and values derived from the bit budget.
 
     The derived values are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
@@ -154,10 +154,10 @@ class Calibrated(NamedTuple):
     step: int = 0
 
 
-def flat_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
+def flatten_tables(tables: Sequence[Sequence[torch.Tensor]], dim: int) -> torch.Tensor:
     """Return a head's tables as rows ``[row, dim]``: for each run, its tables of 1 to ``MAX_WIDTH`` bits."""
     values = torch.cat([table for run in tables for table in run])
-    rows = rows_of(dim) - 2 - dim
+    rows = row_count(dim) - 2 - dim
     padded = torch.zeros(rows * dim, dtype=values.dtype, device=values.device)
     padded[: len(values)] = values
     return padded.view(rows, dim)

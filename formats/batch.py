@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from .base import Codec
 
 
-def select(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the streams of the sequences ``indices``, int64 ``[row]``, in that order.
 
     Indices must be within the batch and on the streams' device. Rows are copied, never decoded. A repeated index repeats its sequence.
     """
-    counts, named = codec.entries(streams), codec.selected(streams, indices)
+    counts, named = codec.entries(streams), codec.select_sequences(streams, indices)
     result = {}
     for name, layout in codec.row_layouts.items():
         if name in named:
             result[name] = named[name]
         elif layout.batch_axis is not None:
-            result[name] = rows_of(streams[name], layout.batch_axis, indices)
+            result[name] = take_rows(streams[name], layout.batch_axis, indices)
         else:
-            result[name] = rows_of(streams[name], 2, _entries_of(counts[name], indices))
+            result[name] = take_rows(streams[name], 2, _entry_indices(counts[name], indices))
     return result
 
 
-def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the entry numbers of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
@@ -39,7 +39,7 @@ def _entries_of(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return shift + torch.arange(len(shift), device=counts.device)
 
 
-def rows_of(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
+def take_rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
     """Return the rows ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
     # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:

@@ -37,12 +37,12 @@ class BlockRotation(ValueMap):
         check_order(self.size)
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        size = size_of_words(options)
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
+        size = read_block_size(options)
         return cls(dim, size) if size else None
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
+    def from_params(cls, dim: int, value: Any) -> Self:
         if type(value) is not int:
             raise InvalidParameter(f"side-car block_rotation is {value!r}, expected an integer")
         return cls(dim, value)
@@ -64,6 +64,6 @@ class BlockRotation(ValueMap):
         return x.reshape(*x.shape[:-1], self.dim // self.size, self.size)
 
 
-def size_of_words(options: Options) -> int:
+def read_block_size(options: Options) -> int:
     """Return the block size that a recipe requests, or 0. Raises InvalidParameter for a size out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
-from .block_rotation import size_of_words
+from .block_rotation import read_block_size
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
-from .side_car import ValueMap, known_word
-from .value_blocks import first_place, row_blocks
+from .side_car import ValueMap, parse_choice
+from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,19 +47,19 @@ class ChannelOrder(ValueMap):
             raise InvalidParameter(f"side-car {STREAM} is u8, which can index only {_MAX_OF_U8} channels, but the head dim is {self.dim}")
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("channel_order", "", tuple(DTYPES))
         if not dtype:
             return None
-        size = size_of_words(options)
+        size = read_block_size(options)
         if not size:
             message = f"channel_order is {dtype}, which has no effect without block_rotation=<size>: add that, or leave channel_order out"
             raise InvalidParameter(f"codec {options.codec}: {message}")
         return cls(dim, dtype, size)
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, known_word(cls.name, value, DTYPES))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, DTYPES))
 
     def params(self) -> str:
         return self.dtype
@@ -81,11 +81,11 @@ class ChannelOrder(ValueMap):
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return ``x`` ``[batch, kv_head, row, dim]`` with its channels in the stored order."""
-        return x.gather(-1, _order(streams).expand(x.shape))
+        return x.gather(-1, _stored_order(streams).expand(x.shape))
 
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return ``x`` ``[batch, kv_head, row, dim]`` with its channels in the original order."""
-        return x.gather(-1, _order(streams).argsort(-1).expand(x.shape))
+        return x.gather(-1, _stored_order(streams).argsort(-1).expand(x.shape))
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless every row names each channel once."""
@@ -93,9 +93,9 @@ class ChannelOrder(ValueMap):
         for first, (rows,) in row_blocks(orders):
             wrong = (numpy.sort(rows, -1) != numpy.arange(self.dim)).any(-1)
             if wrong.any():
-                at = first_place(wrong, first, orders.shape[:-1])
+                at = first_index(wrong, first, orders.shape[:-1])
                 raise InvalidPayload(f"{where}.{STREAM}: the row at {at} must list each of the {self.dim} channels exactly once")
 
 
-def _order(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _stored_order(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return streams[STREAM].to(torch.int64)

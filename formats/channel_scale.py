@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from .base import NORMS, Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
-from .side_car import ValueMap, known_word
-from .value_blocks import first_place, value_blocks
+from .side_car import ValueMap, parse_choice
+from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 STREAM = "channel_scale"
 
-_ORDINARY = 4.0
+_ORDINARY_RATIO = 4.0
 """A channel up to this many times the median root mean square is not scaled."""
 
-_ORDINARY_LESS_MEAN = 8.0
+_ORDINARY_RATIO_WITH_MEANS = 8.0
 """The same without the means of pages: where keys vary by themselves, so do queries, and errors in large channels count more."""
 
-_OUTLIER = 2.0
+_OUTLIER_FACTOR = 2.0
 """A head with a larger factor than this has outlier channels."""
 
-_LARGEST = 65504.0
+_MAX_FACTOR = 65504.0
 
 BALANCED = "balanced"
 """The value of the option that requests factors by keys and queries."""
 
-_LEAST = 2.0**-10
+_MIN_WEIGHT = 2.0**-10
 """Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""
 
-_MOST_MEAN = 8.0
+_MAX_MEAN_RATIO = 8.0
 """A channel's mean square is taken to be at most this many times that of its rest: biases of keys say nothing about queries."""
 
-_SPAN = 16
+_SPAN_TOKENS = 16
 """Tokens whose root mean square is one sample."""
 
 
@@ -66,7 +66,7 @@ class ChannelScale(ValueMap):
     queries: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("channel_scale", "", (*NORMS, BALANCED))
         if dtype != BALANCED:
             return cls(dim, dtype, paired=side == "k") if dtype else None
@@ -75,7 +75,7 @@ class ChannelScale(ValueMap):
             raise InvalidParameter(
                 f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
             )
-        if options.given("frame"):
+        if options.is_given("frame"):
             raise InvalidParameter(f"codec {options.codec}: frame= balances channels too: leave out channel_scale=balanced")
         balanced = options.balanced
         queries = None if balanced is None else balanced.queries
@@ -86,8 +86,8 @@ class ChannelScale(ValueMap):
         return cls(dim, "fp16", queries=queries)
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, known_word(cls.name, value, NORMS))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, NORMS))
 
     def params(self) -> str:
         return self.dtype
@@ -103,9 +103,9 @@ class ChannelScale(ValueMap):
         Without the means of pages, the factors are max(1, min((r / 8)^6, 3 sqrt(r))), or in a head without outlier channels those of
         ``_mean_factors``. Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
-        squares = _squares(run, run.blocks)
+        squares = _span_squares(run, run.blocks)
         if self.queries is not None:
-            return {STREAM: _balanced(squares.mean(2, keepdim=True) / _SPAN, self.queries).to(torch.float16)}
+            return {STREAM: _balanced_factors(squares.mean(2, keepdim=True) / _SPAN_TOKENS, self.queries).to(torch.float16)}
         squares = squares.median(2, keepdim=True).values
         size = squares.sqrt()
         median = size.median(3, keepdim=True).values
@@ -115,15 +115,15 @@ class ChannelScale(ValueMap):
             low, high = ratio.chunk(2, 3)
             ratio = torch.maximum(low, high).repeat(1, 1, 1, 2)
         if run.whole is None:
-            factor = (ratio / _ORDINARY).clamp_min(1.0)
+            factor = (ratio / _ORDINARY_RATIO).clamp_min(1.0)
         else:
             # Steep, so that few channels are left large. Queries may be large where keys are, so the root of a channel's size is the limit.
-            factor = torch.minimum((ratio / _ORDINARY_LESS_MEAN) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
+            factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
-                by_means = _mean_factors(squares, _squares(run, run.whole).median(2, keepdim=True).values)
+                by_means = _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
                 # Outlier channels rule the norm of a key, which then tells no attention sink: sinks are coded, and are far from the mean.
-                factor = torch.where((factor > _OUTLIER).any(3, keepdim=True), factor, by_means)
-        return {STREAM: factor.clamp_max(_LARGEST).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
+                factor = torch.where((factor > _OUTLIER_FACTOR).any(3, keepdim=True), factor, by_means)
+        return {STREAM: factor.clamp_max(_MAX_FACTOR).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return x / factors(streams)
@@ -140,24 +140,24 @@ class ChannelScale(ValueMap):
         for first, block in value_blocks(factors):
             odd = ~((block > 0) & numpy.isfinite(block))
             if odd.any():
-                at = first_place(odd, first, factors.shape)
+                at = first_index(odd, first, factors.shape)
                 raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, expected a finite number above 0")
 
 
-def _squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
+def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:
     """Return the sums of squares of each channel over spans of 16 tokens of ``run``, float64 ``[batch, kv_head, span, dim]``.
 
     The last span is scaled up to 16 tokens.
     """
     batch, heads, tokens, dim = run.shape
-    squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN)), dim, dtype=torch.float64, device=run.device)
+    squares = torch.zeros(batch, heads, max(1, -(-tokens // _SPAN_TOKENS)), dim, dtype=torch.float64, device=run.device)
     start = 0
     for block in blocks():
-        first, before = divmod(start, _SPAN)
+        first, before = divmod(start, _SPAN_TOKENS)
         start += block.shape[2]
-        spans = functional.pad(block, (0, 0, before, -start % _SPAN)).reshape(batch, heads, -1, _SPAN, dim)
+        spans = functional.pad(block, (0, 0, before, -start % _SPAN_TOKENS)).reshape(batch, heads, -1, _SPAN_TOKENS, dim)
         squares[:, :, first : first + spans.shape[2]] += spans.to(torch.float64).square_().sum(3)
-    squares[:, :, -1] *= _SPAN / ((tokens - 1) % _SPAN + 1)
+    squares[:, :, -1] *= _SPAN_TOKENS / ((tokens - 1) % _SPAN_TOKENS + 1)
     return squares
 
 
@@ -168,11 +168,11 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     balanced by keys and queries are in proportion to (``rest`` / ``whole``)^(1/4). The smallest one is 1.
     """
     rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
-    share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MOST_MEAN, 1.0)
+    share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
     return (share / share.amin(3, keepdim=True)) ** 0.25
 
 
-def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``; values below 2^-10 of the average are raised to it.
 
     Raises InvalidParameter if ``queries`` has another number of heads.
@@ -182,7 +182,7 @@ def _balanced(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
             f"the basis has query statistics for {len(queries)} heads, but the keys have {keys.shape[1]} heads: use the basis of this model"
         )
     query = queries.to(keys.device, keys.dtype)[None, :, None]
-    parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_LEAST) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]
+    parts = [torch.where(total > 0, x / total, 1.0).clamp_min(_MIN_WEIGHT) for x in (keys, query) for total in (x.mean(3, keepdim=True),)]
     scale = (parts[0].log2() - parts[1].log2()) / 4
     return torch.exp2(scale - scale.mean(3, keepdim=True))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
-from .value_blocks import in_memory, row_blocks
+from .value_blocks import arrays_in_memory, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ MAX_COLUMN_VALUES = 1 << 53
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
 """Maximum number of fields of a column: one-bit symbols fill the widest column."""
 
-_EXACT_IN_FLOAT32 = 1 << 24
-_WORDS_SIDE_BY_SIDE = 1 << 13
+_MAX_EXACT_FLOAT32 = 1 << 24
+_WORDS_AT_ONCE = 1 << 13
 """Words that are combined over rows at once: 16 KiB, half of a core's first-level cache."""
 
 
@@ -182,7 +182,7 @@ class Columns:
         if self.column_bytes % 2:
             words[-1] = torch.cat([words[-1] & 0xFF, words[-1] >> 8], -1)[..., : self.width]
         if not self.binary:
-            column = _joined(words)
+            column = _join_words(words)
             return [self._symbols(column[..., None, :] // self._weights(digit, column) % base) for digit, base in enumerate(self.bases)]
         return [self._digit_from_bits(words, digit) for digit in range(len(self.bases))]
 
@@ -201,8 +201,8 @@ class Columns:
         dtype = torch.int32 if self.column_values <= 1 << 31 else torch.int64
         column = None
         for digit, base, places in zip(digits, self.bases, self.place_values, strict=True):
-            exact = digit.dtype == torch.float32 and self.column_values <= _EXACT_IN_FLOAT32
-            part = _folded(self._fields(digit if exact else digit.to(dtype)), base).to(dtype)
+            exact = digit.dtype == torch.float32 and self.column_values <= _MAX_EXACT_FLOAT32
+            part = _fold(self._fields(digit if exact else digit.to(dtype)), base).to(dtype)
             column = part if column is None else torch.add(column, part, alpha=places[0])
         assert column is not None
         words = (self.column_bytes + 1) // 2
@@ -238,12 +238,12 @@ class Columns:
         if self.binary and self.alphabets == self.bases and not self._spare_bits:
             # Every bit of every word belongs to a symbol that may have any value.
             return
-        arrays = in_memory(planes)
+        arrays = arrays_in_memory(planes)
         if arrays is not None and self._are_valid(arrays):
             return
         for first, blocks in row_blocks(*planes):
             if not self._are_valid(blocks):
-                self._check_rows(blocks, _Place(where, first, planes[0].shape[:-1]))
+                self._check_rows(blocks, _RowPosition(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
         """Return the rules that ``check`` applies to the words of each plane, or None if single words cannot show all errors."""
@@ -260,23 +260,23 @@ class Columns:
         """Return True if reductions show that these rows are valid, and False if some values must be checked one by one."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
-        return self._column_limits is not None and bool((over_rows(planes[0], numpy.maximum) <= self._column_limits).all())
+        return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
 
-    def _check_rows(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _Place) -> None:
+    def _check_rows(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _RowPosition) -> None:
         if self.binary:
             for number in self._wrong_planes(planes):
                 spare = planes[number] & self._spare_bits[number]
-                _refuse(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", spare, 0)
+                _check_limit(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", spare, 0)
         words = [plane.astype(numpy.uint64) for plane in planes]
         if self.column_bytes % 2:
             tail = numpy.concatenate([words[-1] & numpy.uint64(0xFF), words[-1] >> numpy.uint64(8)], -1)
-            _refuse(where, "the unused byte", tail[..., self.width :], 0, self.width)
+            _check_limit(where, "the unused byte", tail[..., self.width :], 0, self.width)
             words[-1] = tail[..., : self.width]
         column = words[0]
         if not self.binary:
             for number, word in enumerate(words[1:], 1):
                 column = column | word << numpy.uint64(16 * number)
-            _refuse(where, "column", column, self.column_values - 1)
+            _check_limit(where, "column", column, self.column_values - 1)
         for base, alphabet, places in zip(self.bases, self.alphabets, self.place_values, strict=True):
             for k, place in enumerate(places):
                 if self.binary:
@@ -284,14 +284,14 @@ class Columns:
                 else:
                     value = column // numpy.uint64(place) % numpy.uint64(base)
                 used = max(self.symbols - k * self.width, 0)
-                _refuse(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
-                _refuse(where, f"unused field {k}", value[..., used:], 0, used)
+                _check_limit(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
+                _check_limit(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
         """Return the numbers of the planes with nonzero spare bits."""
         wrong = []
         for number, spare in self._spare_bits.items():
-            if (over_rows(planes[number], numpy.bitwise_or) & spare).any():
+            if (reduce_rows(planes[number], numpy.bitwise_or) & spare).any():
                 wrong.append(number)
         return wrong
 
@@ -326,22 +326,22 @@ class Columns:
         return planes
 
 
-def _joined(words: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
     column = words[0].to(torch.int64)
     for number, word in enumerate(words[1:], 1):
         column = column | word.to(torch.int64) << 16 * number
     return column
 
 
-def _folded(fields: torch.Tensor, base: int) -> torch.Tensor:
+def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
     """Return sum_k base^k fields[..., k, :], halving the number of fields per step: a few passes over long contiguous rows."""
     count = fields.shape[-2]
     if count == 1:
         return fields[..., 0, :]
     if count % 2:
-        return torch.add(_folded(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
+        return torch.add(_fold(fields[..., :-1, :], base), fields[..., -1, :], alpha=base ** (count - 1))
     half = count // 2
-    return _folded(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
+    return _fold(torch.add(fields[..., :half, :], fields[..., half:, :], alpha=base**half), base)
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
@@ -351,10 +351,10 @@ def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.n
     return both >> numpy.uint64(shift)
 
 
-def over_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
+def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
     """Combine each word of a row over all rows; combining many rows at once keeps the reduction contiguous in memory."""
     rows = plane.reshape(-1, plane.shape[-1])
-    at_once = max(1, _WORDS_SIDE_BY_SIDE // max(1, rows.shape[1]))
+    at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
     wide = combine.reduce(rows[:whole].reshape(-1, at_once * rows.shape[1]), axis=0, initial=0)
     result: numpy.ndarray[Any, Any] = combine.reduce(numpy.concatenate([wide.reshape(-1, rows.shape[1]), rows[whole:]]), axis=0, initial=0)
@@ -368,7 +368,7 @@ class WordRule(NamedTuple):
     limits: tuple[int, ...]
 
 
-class _Place(NamedTuple):
+class _RowPosition(NamedTuple):
     """Position of checked rows for messages: rows from ``first`` of the stream ``where``; ``axes`` is its shape without the last axis."""
 
     where: str
@@ -376,7 +376,7 @@ class _Place(NamedTuple):
     axes: tuple[int, ...]
 
 
-def _refuse(place: _Place, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
+def _check_limit(place: _RowPosition, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
     """Raise InvalidPayload when a value is above ``limit``; ``values`` starts at column ``first``."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def encoded_in_blocks(
+def encode_in_blocks(
     x: torch.Tensor, tokens_of_one_head: int, encode_block: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Call ``encode_block(block, first token)`` on blocks of tokens that fit a core's cache, and join the streams.
@@ -22,7 +22,7 @@ def encoded_in_blocks(
     return {name: torch.cat([block[name] for block in blocks], 2) for name in blocks[0]}
 
 
-def encoded_by_rows(
+def encode_by_rows(
     x: torch.Tensor, rows_at_once: int, encode_rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Call ``encode_rows`` on chunks of rows ``[row, dim]`` that fit a core's cache, and join the streams in the shape of ``x``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from .base import Codec, Fields, check_choice, check_range
 from .errors import InvalidParameter
-from .tables import TABLES_KEPT
+from .tables import MAX_CACHED_TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 OPTIONAL = {"optional": True}
 """Metadata of a parameter that is stored unless it has its default."""
-STEERING = {"stored": False}
+ENCODER_ONLY = {"stored": False}
 """Metadata of a parameter that only steers the encoder and is never stored."""
 
 
-def ranged(low: int, high: int) -> dict[str, Any]:
+def in_range(low: int, high: int) -> dict[str, Any]:
     """Return the metadata of an integer parameter from ``low`` to ``high``."""
     return {"range": (low, high)}
 
 
-def among(known: Iterable[Any]) -> dict[str, Any]:
+def one_of(known: Iterable[Any]) -> dict[str, Any]:
     """Return the metadata of a parameter that is one of the strings or integers ``known``."""
     return {"known": tuple(known)}
 
 
-SEED = ranged(0, 2**64 - 1)
+SEED = in_range(0, 2**64 - 1)
 
 
 class CodecFamily(Codec):
@@ -40,9 +40,9 @@ class CodecFamily(Codec):
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,
     repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``. A field's metadata
-    declares its values, once for recipes and headers: ``ranged(low, high)`` or ``among(known)``. A field with ``STEERING`` and a default
-    only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default, so that files written before
-    the field existed keep their bytes.
+    declares its values, once for recipes and headers: ``in_range(low, high)`` or ``one_of(known)``. A field with ``ENCODER_ONLY`` and a
+    default only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default, so that files
+    written before the field existed keep their bytes.
     """
 
     def __post_init__(self) -> None:
@@ -117,14 +117,14 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(codec) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=TABLES_KEPT)
+@lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
     """Return the metadata of every parameter with declared values."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 
 
-@lru_cache(maxsize=TABLES_KEPT)
+@lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
     """Return the ranges and choices of ``_declared``, cached because files have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]

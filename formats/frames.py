@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
 from .errors import InvalidParameter
-from .inverses import check_reach, inverse_of
+from .inverses import check_reach, invert_for_encoding
 from .lazy import numpy, torch
-from .tables import TABLES_KEPT
+from .tables import MAX_CACHED_TABLES
 
 if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
@@ -24,7 +24,7 @@ PAIRINGS = ("halves", "neighbours")
 
 MAX_TABLES = 64
 MAX_ALPHABET = 256
-LARGEST_FREQUENCY = 2.0
+MAX_FREQUENCY = 2.0
 """Radians per position, at most: angles of all positions are then exact enough in binary64."""
 
 SCALES_PER_TABLE = 4
@@ -33,10 +33,10 @@ SCALES_PER_TABLE = 4
 SCALES_PER_OCTAVE = 16
 """Scales, and steps of the codec, by which a size changes by a factor of 2."""
 
-LARGEST_LEVEL = 2**31 - 1
+MAX_LEVEL = 2**31 - 1
 """The largest level of a column, in steps of at most 1."""
 
-_TURNED_TOKENS = 1 << 12
+_ROTATED_TOKENS = 1 << 12
 """Tokens that are rotated at once; the angles of all others follow from those of the first."""
 
 
@@ -50,7 +50,7 @@ class Rope(NamedTuple):
     pairing: str
     longest: int | None = None
 
-    def turned(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate ``x``, float32 ``[..., token, dim]``, by the positions from ``first`` on, or ``back``; write to ``out`` if given."""
         pairs = len(self.frequencies)
         sign = -1 if back else 1
@@ -58,15 +58,15 @@ class Rope(NamedTuple):
         ones, others = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
         out = torch.empty_like(x) if out is None else out
         out[..., 2 * pairs :] = x[..., 2 * pairs :]
-        for start in range(0, x.shape[-2], _TURNED_TOKENS):
-            own, to = x[..., start : start + _TURNED_TOKENS, :], out[..., start : start + _TURNED_TOKENS, :]
+        for start in range(0, x.shape[-2], _ROTATED_TOKENS):
+            own, to = x[..., start : start + _ROTATED_TOKENS, :], out[..., start : start + _ROTATED_TOKENS, :]
             cos, sin = (part.to(x.device) for part in self._cos_sin(first + start, own.shape[-2]))
             torch.mul(own[..., ones], cos, out=to[..., ones]).addcmul_(own[..., others], sin, value=-sign)
             torch.mul(own[..., others], cos, out=to[..., others]).addcmul_(own[..., ones], sin, value=sign)
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for at most ``_TURNED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        """Return the cosines and sines for at most ``_ROTATED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -74,15 +74,15 @@ class Rope(NamedTuple):
         return (cos * shift_cos).addcmul_(sin, shift_sin, value=-1), (sin * shift_cos).addcmul_(cos, shift_sin)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines for the first ``_TURNED_TOKENS`` positions, float32 ``[token, pair]``."""
-    angles = torch.arange(_TURNED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
+    """Return the cosines and sines for the first ``_ROTATED_TOKENS`` positions, float32 ``[token, pair]``."""
+    angles = torch.arange(_ROTATED_TOKENS, dtype=torch.float64, device="cpu")[:, None]
     angles = angles * torch.tensor(frequencies, dtype=torch.float64, device="cpu")
     return angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 
 
-class Tables:
+class SymbolTables:
     """Symbol tables: ``frequencies`` int64 ``[table, symbol]`` and ``values``, the decoded value in steps of every symbol but the first
     (escape).
 
@@ -107,7 +107,7 @@ class Tables:
         return (self.alphabet - 2) // 2
 
     @cached_property
-    def by_symbol(self) -> torch.Tensor:
+    def symbol_values(self) -> torch.Tensor:
         """Decoded value of every symbol in steps, 0 for the escape: float32 ``[table · symbol]``."""
         return torch.nn.functional.pad(self.values, (1, 0)).flatten()
 
@@ -115,7 +115,7 @@ class Tables:
     def bits(self) -> Numbers:
         """Average bits per symbol of each table, float64 ``[table]``, including escapes."""
         counts = self.frequencies.astype(numpy.float64)
-        return (rans.cost(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
+        return (rans.cost_bits(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
 
 
 ESCAPE_BITS = 32
@@ -129,12 +129,12 @@ class Frames:
     There is one frame per head, or a single frame over all channels of all heads.
     """
 
-    def __init__(self, rows: torch.Tensor, scales: Numbers, tables: Tables, rope: Rope | None = None) -> None:
+    def __init__(self, rows: torch.Tensor, scales: Numbers, tables: SymbolTables, rope: Rope | None = None) -> None:
         self.rows = rows.to(torch.float32)
         self.scales = scales.astype(numpy.int64)
         self.tables = tables
         self.rope = rope
-        self._elsewhere: dict[str, torch.Tensor] = {}
+        self._device_copies: dict[str, torch.Tensor] = {}
 
     @property
     def count(self) -> int:
@@ -148,29 +148,29 @@ class Frames:
     def heads(self, dim: int) -> int:
         return self.count * self.columns // dim
 
-    def of_heads(self, heads: int, dim: int) -> Frames:
+    def for_heads(self, heads: int, dim: int) -> Frames:
         """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
         return self
 
-    def rows_on(self, device: torch.device) -> torch.Tensor:
+    def rows_on_device(self, device: torch.device) -> torch.Tensor:
         """Return a copy of ``rows`` on ``device``, which is cached."""
         if self.rows.device == device:
             return self.rows
-        if str(device) not in self._elsewhere:
-            self._elsewhere[str(device)] = self.rows.to(device)
-        return self._elsewhere[str(device)]
+        if str(device) not in self._device_copies:
+            self._device_copies[str(device)] = self.rows.to(device)
+        return self._device_copies[str(device)]
 
     @cached_property
     def inverse(self) -> torch.Tensor:
         """Return the inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
-        Raises the errors of ``check_reach`` and ``inverse_of``.
+        Raises the errors of ``check_reach`` and ``invert_for_encoding``.
         """
-        largest = self.rows.new_full(self.rows[:, 1:, 0].shape, LARGEST_LEVEL)
+        largest = self.rows.new_full(self.rows[:, 1:, 0].shape, MAX_LEVEL)
         check_reach(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")
-        return inverse_of(self.rows[:, 1:], "a frame of the basis")
+        return invert_for_encoding(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:
         """Return the table number of every column at ``step``, int64 ``[frame, column]``."""

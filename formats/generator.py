@@ -50,13 +50,13 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
     Source: Marsaglia 1972, two points of the unit disc; only +, -, x, / and square root.
     """
-    x, y, square = _points_of_the_disc(seed, 2 * count)
+    x, y, square = _disc_points(seed, 2 * count)
     stretch = numpy.sqrt((1.0 - square[0::2]) / square[1::2])
     result: numpy.ndarray[Any, Any] = numpy.stack([x[0::2], y[0::2], x[1::2] * stretch, y[1::2] * stretch], -1)
     return result
 
 
-def _points_of_the_disc(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
+def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
     """Return the results of ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, left = 0, count

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from . import scale_range
 from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
 from .columns import Columns, default_fields
-from .family import OPTIONAL, SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, OPTIONAL, SEED, CodecFamily, in_range, one_of
 from .head_norms import HEADS, TOKENS
 from .lazy import torch
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .rotation import KINDS
-from .tables import TABLES_KEPT
+from .tables import MAX_CACHED_TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .options import Options
 
 AXES = ("token", "channel")
-SIZES = (4, 8, 16, 32, 64, 128)
+GROUP_SIZES = (4, 8, 16, 32, 64, 128)
 PER_HEAD = "-per-head"
 """Suffix of the names of token scales that each head has for itself."""
 
@@ -42,9 +42,9 @@ SMALLEST_HALF = 2.0**-24
 """The smallest positive binary16."""
 
 
-_SPREAD, _WIDE = 2.0, 64
-"""Scales of groups of ordinary channels are less than ``_SPREAD`` times the usual ones. An outlier costs groups of ``_WIDE`` channels and
-more twice the usual error."""
+_MAX_SCALE_RATIO, _WIDE_GROUP = 2.0, 64
+"""Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the usual ones. In groups of ``_WIDE_GROUP`` channels or
+more, an outlier doubles the usual error."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class Group(CodecFamily):
 
     id: ClassVar[str] = "group"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    bits: int = field(metadata=ranged(1, 8))
-    axis: str = field(metadata=among(AXES))
-    size: int = field(metadata=among(SIZES))
-    rotation_kind: str = field(metadata=among(KINDS))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    bits: int = field(metadata=in_range(1, 8))
+    axis: str = field(metadata=one_of(AXES))
+    size: int = field(metadata=one_of(GROUP_SIZES))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
-    token_scale: str = field(metadata=among(TOKEN_SCALES))
+    token_scale: str = field(metadata=one_of(TOKEN_SCALES))
     fields: Fields
-    scale_dtype: str = field(default="fp16", metadata=among(SCALE_DTYPES) | OPTIONAL)
-    centre: str = field(default="middle", compare=False, metadata=among(CENTRES) | STEERING)
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    scale_dtype: str = field(default="fp16", metadata=one_of(SCALE_DTYPES) | OPTIONAL)
+    centre: str = field(default="middle", compare=False, metadata=one_of(CENTRES) | ENCODER_ONLY)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +88,7 @@ class Group(CodecFamily):
         token_scale = cls.option(options, "token_scale", "none")
         scale_dtype = cls.option(options, "scale_dtype", "fp16", "scales")
         centre = cls.option(options, "centre", "middle")
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         fields = (("codes", default_fields(dim, (2**bits,))),)
         return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, centre, rule)
@@ -137,14 +137,14 @@ class Group(CodecFamily):
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         empty = torch.zeros(*run.shape[:2], 1, 4, dtype=torch.float16, device=run.device)
         last = before["scale_range"] if before else None
-        chosen = scale_range.chosen(self._scales_and_centres(run), last, empty, self._middle)
+        chosen = scale_range.choose_range(self._scales_and_centres(run), last, empty, self._middle)
         return RunEncoder({"scale_range": chosen}, lambda block, _: self._encode(block, chosen))
 
     def _scales_and_centres(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for block in run.blocks():
             if block.numel():
-                grouped = self._grouped(self._divided(block)[0])
-                low, high = grouped.amin(self._members), grouped.amax(self._members)
+                grouped = self._grouped(self._divide_by_token_scale(block)[0])
+                low, high = grouped.amin(self._member_axis), grouped.amax(self._member_axis)
                 centre = self._centre(low, high)
                 yield self._scale(low, high, centre), centre
 
@@ -154,8 +154,8 @@ class Group(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def _encode(self, x: torch.Tensor, chosen_range: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        u, streams = self._divided(x)
-        grouped, dim = self._grouped(u), self._members
+        u, streams = self._divide_by_token_scale(x)
+        grouped, dim = self._grouped(u), self._member_axis
         low, high = grouped.amin(dim), grouped.amax(dim)
         # The scale is measured from the stored centre, so that rounding the centre costs range and not accuracy.
         if chosen_range is None:
@@ -164,8 +164,8 @@ class Group(CodecFamily):
             stored_scale = stored_norm(self._scale(low, high, centre), "F16", "scale of a group")
             scale = stored_scale.to(torch.float32)
         else:
-            stored_centre, centre = scale_range.nearest(self._centre(low, high), chosen_range, scale_range.CENTRE)
-            stored_scale, scale = scale_range.nearest(self._scale(low, high, centre), chosen_range, scale_range.SCALE)
+            stored_centre, centre = scale_range.encode_nearest(self._centre(low, high), chosen_range, scale_range.CENTRE)
+            stored_scale, scale = scale_range.encode_nearest(self._scale(low, high, centre), chosen_range, scale_range.SCALE)
         per_step = scale.clamp_min(SMALLEST_HALF).reciprocal()
         offset = self._middle - centre * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
@@ -177,22 +177,22 @@ class Group(CodecFamily):
     def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which are already divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
-        squares, product, length = ((a * b).sum(self._scaled_together, keepdim=True)[..., 0] for a, b in pairs)
+        squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
-    def _divided(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Map ``x`` to the coded frame and divide it by the token scales if the codec has them; also return the stream of token scales."""
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
         # Divide by the root mean square, not by the norm: scaled values are then near 1, if binary16 scales are precise.
-        root = u.square().mean(self._scaled_together, keepdim=True).sqrt()
+        root = u.square().mean(self._token_scale_axes, keepdim=True).sqrt()
         stored = stored_norm(root[..., 0], TOKEN_SCALE_DTYPES[self.token_scale], "token scale")
         factor = stored.to(torch.float32)[..., None]
         return u / torch.where(factor > 0, factor, 1.0), {"token_scale": stored}
 
     @property
-    def _scaled_together(self) -> tuple[int, ...]:
+    def _token_scale_axes(self) -> tuple[int, ...]:
         """Axes of the values that share a token scale."""
         return (3,) if self.scale_per_head else (1, 3)
 
@@ -203,33 +203,33 @@ class Group(CodecFamily):
         return torch.maximum(high - centre, centre - low) * (1.0 / self._middle)
 
     @property
-    def _members(self) -> int:
+    def _member_axis(self) -> int:
         """Axis of ``_grouped`` that runs over the members of a group."""
         return 3 if self.axis == "token" else 4
 
-    def with_pairs(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
+    def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
         """Return an equivalent codec with binary16 scales and its streams: 8-bit scales are looked up, and decoded bits stay the same."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
-        pairs = scale_range.pairs(streams["scales"], streams["scale_range"])
+        pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])
         return replace(self, scale_dtype="fp16"), {name: streams[name] for name in streams if name != "scale_range"} | {"scales": pairs}
 
     @property
     def error_spread(self) -> float:
         # A rotation spreads a large channel over all groups of its token, and a group of few channels widens it too little.
-        wide = self.axis == "channel" and min(self.size, self.dim) >= _WIDE
-        return _SPREAD if wide and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
+        wide = self.axis == "channel" and min(self.size, self.dim) >= _WIDE_GROUP
+        return _MAX_SCALE_RATIO if wide and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The root mean square of the scales of a token's groups."""
-        scales = self.with_pairs(streams)[1]["scales"][..., 0]
+        scales = self.with_fp16_scales(streams)[1]["scales"][..., 0]
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 
-    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         # Values that are divided by token scales are alike.
         if self.scale_dtype == "fp16" or self.token_scale != "none":
             return None
-        return scale_range.least_sizes(streams["scale_range"], (1 << self.bits) - 1)
+        return scale_range.min_sizes(streams["scale_range"], (1 << self.bits) - 1)
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
         return (scale_range.check,) if self.scale_dtype == "u8" else ()
@@ -252,17 +252,17 @@ class Group(CodecFamily):
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         (codes,) = digits
-        u = self._values(codes, *self.with_pairs(streams)[1]["scales"].to(torch.float32).unbind(-1))
+        u = self._values(codes, *self.with_fp16_scales(streams)[1]["scales"].to(torch.float32).unbind(-1))
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """Return the values of ``codes`` with the given scales and centers, before the token scale."""
-        dim = self._members
+        dim = self._member_axis
         grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))
         return grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, bits: int, fields: Fields) -> dict[str, Columns]:
     return {"codes": Columns(dim, (2**bits,), dict(fields)["codes"])}

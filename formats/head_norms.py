@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import functional, torch
-from .value_blocks import BLOCK_VALUES, caches_of
+from .value_blocks import BLOCK_VALUES, block_factor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-PAGE = 128
+PAGE_TOKENS = 128
 """Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
 of tokens up to them.
 """
@@ -24,90 +24,90 @@ SHARED_RATIO = 1.5
 GROUP_RATIO = 2.0
 """A token costs the others of its group precision if its norm in a head is more than this many times the usual one."""
 
-OWN_RATIO = 1.75
+ERROR_RATIO = 1.75
 """A token loses precision itself if what is encoded of a head is more than this many times the usual, and the head's own norm is not."""
 
-FEW = 4
+MAX_PER_PAGE = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
 
 
-compiled: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
-"""Returns what ``has_large`` does, in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
+compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
+"""Returns what ``has_large_size`` does, in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
 
 
-def norms_of(x: torch.Tensor) -> torch.Tensor:
+def norms_per_head(x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
-    size = max(PAGE, BLOCK_VALUES * caches_of(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    size = max(PAGE_TOKENS, BLOCK_VALUES * block_factor(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
 
 
-def over_heads(norms: torch.Tensor) -> torch.Tensor:
+def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
     """Return the norm of each token over all heads, ``[batch, token]``, from the norms per head, ``[batch, kv_head, token]``."""
     return norms.square().sum(1).sqrt()
 
 
-def usual(norms: torch.Tensor) -> torch.Tensor:
+def usual_norms(norms: torch.Tensor) -> torch.Tensor:
     """Return each token's page median of ``norms`` ``[..., token]``; NaN norms do not count."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
         median = pages.nanmedian(-1).values
-        medians.append(median.repeat_interleave(PAGE, -1) if count == PAGE else median.expand(*norms.shape[:-1], count))
+        medians.append(median.repeat_interleave(PAGE_TOKENS, -1) if count == PAGE_TOKENS else median.expand(*norms.shape[:-1], count))
     return torch.cat([norms[..., tokens:], *medians], -1)
 
 
-def have_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
+def has_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask, bool ``[batch, token]``, of tokens with a norm above ``ratio`` times the usual norm in some head; None if there are
     none.
 
     A head with a usual norm of 0 is skipped: among zero tokens, such as padding, every other token is far from the median.
     """
-    large = above_usual(norms, ratio)
+    large = exceeds_usual(norms, ratio)
     return None if large is None else large.any(1)
 
 
-def above_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0; None if there are none.
 
     Sizes that are NaN do not count, and are not above it.
     """
-    if not has_large(sizes, ratio):
+    if not has_large_size(sizes, ratio):
         return None
-    medians = usual(sizes)
+    medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 
-def misfit(
+def misfit_scores(
     norms: torch.Tensor, shared: Collection[str], given: torch.Tensor | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return how badly each token fits the scales or means it shares, float32 ``[batch, token]``; values above 1 are too large.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms that scales are measured from, and ``shared`` says what shares a scale: ``HEADS``,
-    ``TOKENS`` or both. ``given`` and ``kept`` are the arguments of ``own_excess``, for codecs that change norms.
+    ``TOKENS`` or both. ``given`` and ``kept`` are the arguments of ``error_factors``, for codecs that change norms.
     """
-    result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else excess(norms) / SHARED_RATIO
+    result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
     if given is not None:
-        result = torch.maximum(result, own_excess(norms, given, kept) / OWN_RATIO)
-    return result if TOKENS not in shared else torch.maximum(result, widening(norms, shared) / GROUP_RATIO)
+        result = torch.maximum(result, error_factors(norms, given, kept) / ERROR_RATIO)
+    return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)
 
 
-def widening(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """Return the factor by which each token widens the usual range of its group, in its largest head: float32 ``[batch, token]``.
 
     A scale that heads share has already been divided out. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
     """
     none = torch.zeros_like(norms[:, 0])
     # One of two tokens is not an outlier.
-    if norms.shape[2] < 3 or (HEADS not in shared and not has_large(norms, GROUP_RATIO)):
+    if norms.shape[2] < 3 or (HEADS not in shared and not has_large_size(norms, GROUP_RATIO)):
         return none
-    medians = usual(norms)
+    medians = usual_norms(norms)
     largest = torch.where(medians > 0, norms / medians, 0.0).amax(1)
     if HEADS in shared:
-        scale = over_heads(norms)
-        largest = torch.where(scale > 0, largest / (scale / usual(scale)), 0.0)
+        scale = norms_over_heads(norms)
+        largest = torch.where(scale > 0, largest / (scale / usual_norms(scale)), 0.0)
     return torch.where(largest > GROUP_RATIO, largest, none)
 
 
-def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+def error_factors(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Return the factor by which each token's own error exceeds the usual one, in its largest head: float32 ``[batch, token]``.
 
     ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` the norms of what the codec encodes instead; its error
@@ -121,52 +121,52 @@ def own_excess(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | No
     left_out = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     sizes = (size.masked_fill(left_out, torch.nan) for size in (coded, coded / given))
     # Where the usual size is 0, all that is left of most tokens is rounding.
-    return torch.minimum(*(size / usual(size) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
+    return torch.minimum(*(size / usual_norms(size) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
 
 
-def excess(norms: torch.Tensor) -> torch.Tensor:
+def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
     """Return the factor by which a scale shared by heads is too large for the head that it fits least: float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs as much of it as its norm exceeds
     its usual norm, and at least the usual scale. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
     """
-    scale = over_heads(norms)
-    medians = usual(scale)
+    scale = norms_over_heads(norms)
+    medians = usual_norms(scale)
     large = (scale > SHARED_RATIO * medians) & (medians > 0)
     if norms.shape[1] == 1 or not large.any():
         return torch.zeros_like(scale)
-    return torch.where(large, scale / medians / relative(norms).amin(1).clamp_min(1.0), 0.0)
+    return torch.where(large, scale / medians / relative_norms(norms).amin(1).clamp_min(1.0), 0.0)
 
 
-def relative(norms: torch.Tensor) -> torch.Tensor:
+def relative_norms(norms: torch.Tensor) -> torch.Tensor:
     """Divide norms by the usual norm of their head; infinite where that is 0."""
-    medians = usual(norms)
+    medians = usual_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
 
-def few(chosen: torch.Tensor) -> torch.Tensor:
-    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``FEW`` chosen tokens."""
+def drop_crowded_pages(chosen: torch.Tensor) -> torch.Tensor:
+    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``MAX_PER_PAGE`` chosen tokens."""
     batch, tokens = chosen.shape
-    counts = functional.pad(chosen, (0, -tokens % PAGE)).reshape(batch, -1, PAGE).sum(2)
-    return chosen & (counts <= FEW).repeat_interleave(PAGE, 1)[:, :tokens]
+    counts = functional.pad(chosen, (0, -tokens % PAGE_TOKENS)).reshape(batch, -1, PAGE_TOKENS).sum(2)
+    return chosen & (counts <= MAX_PER_PAGE).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield the norms that tokens are compared with, ``[..., page, token]``, and how many tokens to judge by them: the last ones."""
     tokens = norms.shape[-1]
-    whole = tokens // PAGE * PAGE
+    whole = tokens // PAGE_TOKENS * PAGE_TOKENS
     if whole:
-        yield norms[..., :whole].reshape(*norms.shape[:-1], whole // PAGE, PAGE), PAGE
+        yield norms[..., :whole].reshape(*norms.shape[:-1], whole // PAGE_TOKENS, PAGE_TOKENS), PAGE_TOKENS
     if whole < tokens:
-        yield norms[..., max(0, tokens - PAGE) :].unsqueeze(-2), tokens - whole
+        yield norms[..., max(0, tokens - PAGE_TOKENS) :].unsqueeze(-2), tokens - whole
 
 
-def has_large(sizes: torch.Tensor, ratio: float) -> bool:
+def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page; NaN sizes do not count.
 
     No median is needed: a size is above ``ratio`` times it if it is above ``ratio`` times more than half of the others.
     """
-    answer = compiled(sizes, ratio)
+    answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:
         return answer
     for pages, count in _pages(sizes):

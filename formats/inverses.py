@@ -7,17 +7,17 @@ import math
 from .errors import OutOfRange
 from .lazy import numpy, torch
 
-LARGEST_DECODED = (2 - 2.0**-23) * 2.0**127
+MAX_DECODED = (2 - 2.0**-23) * 2.0**127
 """The largest float32."""
 
-INVERSE_ERROR = 2.0**-8
+MAX_INVERSE_ERROR = 2.0**-8
 """The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""
 
 
-def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
+def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
     """Invert ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names them in errors.
 
-    Raises OutOfRange if there is no inverse, or if it changes values by more than ``INVERSE_ERROR``.
+    Raises OutOfRange if there is no inverse, or if it changes values by more than ``MAX_INVERSE_ERROR``.
     """
     # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
     exact = matrices.to(torch.float64).cpu().numpy()
@@ -27,10 +27,10 @@ def inverse_of(matrices: torch.Tensor, what: str) -> torch.Tensor:
             error = float(numpy.abs(inverse.astype(numpy.float64) @ exact - numpy.eye(exact.shape[-1])).sum(-2).max())
     except numpy.linalg.LinAlgError:
         error = math.inf
-    if not error <= INVERSE_ERROR:
+    if not error <= MAX_INVERSE_ERROR:
         raise OutOfRange(
             f"{what} has no inverse that is accurate enough: the error is {error:.3g} of a token's largest value, the limit is "
-            f"{INVERSE_ERROR:.3g}. "
+            f"{MAX_INVERSE_ERROR:.3g}. "
             "This basis can decode values, but not encode them: run kvpack calibrate on more text"
         )
     return torch.from_numpy(inverse)
@@ -44,8 +44,8 @@ def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tenso
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()
     result = float(reach.max())
-    if not result <= LARGEST_DECODED:
+    if not result <= MAX_DECODED:
         raise OutOfRange(
-            f"with {what}, a channel could decode to {result:.6g}, but the limit is {LARGEST_DECODED:.6g}. This basis can decode values, "
+            f"with {what}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
             "but not encode them: make one with kvpack calibrate, which keeps the scale of the model's values"
         )

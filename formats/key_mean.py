@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .base import Layout, stored_norm
 from .errors import InvalidParameter
 from .lazy import torch
-from .side_car import PageVector, RunStep, typed_map
+from .side_car import PageVector, RunStep, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CODES, SCALE = "key_mean", "key_mean_scale"
 
-PAGES = (8, 16, 32, 64, 128, 256, 512, 1024)
+PAGE_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 """The tokens that a page may have."""
 
 BITS = (4, 8)
@@ -45,15 +45,15 @@ class KeyMean(PageVector):
     bits: int
 
     def __post_init__(self) -> None:
-        for name, value, known in (("tokens", self.tokens, PAGES), ("bits", self.bits, BITS)):
+        for name, value, known in (("tokens", self.tokens, PAGE_SIZES), ("bits", self.bits, BITS)):
             if value not in known:
                 raise InvalidParameter(f"side-car {self.name}: {name} is {value}, expected one of {', '.join(map(str, known))}")
         if self.bits == 4 and self.dim % 2:
             raise InvalidParameter(f"side-car {self.name}: bits is 4, which needs an even head dim, but dim is {self.dim}: use mean_bits=8")
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
-        text = options.choice("mean", "", tuple(map(str, PAGES)))
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
+        text = options.choice("mean", "", tuple(map(str, PAGE_SIZES)))
         bits = options.choice("mean_bits", "", tuple(map(str, BITS)), omitted="8")
         if not text:
             if bits:
@@ -67,8 +67,8 @@ class KeyMean(PageVector):
         return cls(dim, int(text), int(bits or 8))
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, **typed_map(cls.name, value, {"tokens": int, "bits": int}))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **parse_map(cls.name, value, {"tokens": int, "bits": int}))
 
     def params(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "bits": self.bits}
@@ -93,13 +93,13 @@ class KeyMean(PageVector):
         """Subtract the mean of each page from the blocks of ``run``; rounding may leave the rest a small mean."""
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            streams = self.stored(rotation.forward(self.measured(block)))
+            streams = self.encode_means(rotation.forward(self.page_means(block)))
             # By linearity the means alone are rotated.
-            return block - self._of_tokens(rotation.inverse(self.vectors(streams)), block.shape[2]), streams
+            return block - self._expand_to_tokens(rotation.inverse(self.vectors(streams)), block.shape[2]), streams
 
         return RunStep({}, encode)
 
-    def measured(self, x: torch.Tensor) -> torch.Tensor:
+    def page_means(self, x: torch.Tensor) -> torch.Tensor:
         """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]``, float32 ``[batch, kv_head, page, dim]``."""
         batch, heads, tokens, dim = x.shape
         whole = tokens // self.tokens * self.tokens
@@ -108,10 +108,10 @@ class KeyMean(PageVector):
             parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=torch.float64))
         return torch.cat(parts, 2).to(torch.float32)
 
-    def rest(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self._of_tokens(self.measured(x), x.shape[2])
+    def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self._expand_to_tokens(self.page_means(x), x.shape[2])
 
-    def stored(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode means ``[batch, kv_head, page, dim]`` in the coded frame to streams. Raises OutOfRange for a scale above binary16."""
         most = 2 ** (self.bits - 1) - 1
         scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")

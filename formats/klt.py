@@ -17,13 +17,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_fields
-from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, not_given, rows_of, run_slice, runs_of
+from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis, row_count, run_columns, run_count
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .family import CodecFamily, among, ranged
+from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
 from .products import product
-from .tables import TABLES_KEPT
+from .tables import MAX_CACHED_TABLES
 from .value_blocks import row_blocks
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SIDES = ("k", "v")
-GAINS = {"none": None, "fp16": "F16"}
+GAIN_DTYPES = {"none": None, "fp16": "F16"}
 """Stored dtypes of the gains of tokens, by parameter value."""
-ROWS = {"basis": None, **NORMS}
+ROW_DTYPES = {"basis": None, **NORMS}
 """Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
 
 MAX_WITHOUT_GAIN = 64
@@ -50,7 +50,7 @@ HEAD_RUN_COLUMNS = 8
 CODES = "codes"
 """The code stream of all heads, where each head has its own widths; F of it is ``HEAD_RUN_COLUMNS``."""
 
-WIDTHS = ("shared", "heads")
+WIDTH_SCOPES = ("shared", "heads")
 """True if heads share widths or have their own."""
 
 
@@ -64,15 +64,15 @@ class Klt(CodecFamily):
     """
 
     id: ClassVar[str] = "klt"
-    takes_side_cars: ClassVar[bool] = False
+    supports_all_side_cars: ClassVar[bool] = False
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
     basis: bytes
-    layer: int = field(metadata=ranged(0, MAX_LAYER))
-    side: str = field(metadata=among(SIDES))
-    rows: str = field(metadata=among(ROWS))
+    layer: int = field(metadata=in_range(0, MAX_LAYER))
+    side: str = field(metadata=one_of(SIDES))
+    rows: str = field(metadata=one_of(ROW_DTYPES))
     widths: bytes
-    gain: str = field(metadata=among(GAINS))
+    gain: str = field(metadata=one_of(GAIN_DTYPES))
     fields: Fields
     source: BasisRows | None = field(default=None, compare=False, repr=False, metadata={"stored": False, "steers": False})
 
@@ -91,7 +91,7 @@ class Klt(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        own = options.choice("widths", WIDTHS[0], WIDTHS) == "heads"
+        own = options.choice("widths", WIDTH_SCOPES[0], WIDTH_SCOPES) == "heads"
         gain = cls.option(options, "gain", default_gain(dim, own), omitted=None if own else "fp16")
         rows = cls.option(options, "rows", "basis")
         for name in ("bits", "basis"):
@@ -100,16 +100,16 @@ class Klt(CodecFamily):
         cls.check_value("dim", dim)
         calibrated = options.calibrated
         if calibrated is None:
-            return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * runs_of(dim)), gain, rows, None)
+            return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * run_count(dim)), gain, rows, None)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
                 f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
             )
-        make = cls.of_heads if own else cls.of
+        make = cls.with_head_widths if own else cls.of
         return make(dim, calibrated.digest, calibrated.layer, side, calibrated.widths, gain, rows, calibrated.rows)
 
     @classmethod
-    def of_heads(
+    def with_head_widths(
         cls,
         dim: int,
         basis: bytes,
@@ -136,7 +136,7 @@ class Klt(CodecFamily):
         source: BasisRows | None = None,
     ) -> Self:
         """Create the codec for heads that share ``widths`` of runs of 16 columns, with the default F of every stream."""
-        counts = columns_of(widths, dim)
+        counts = columns_by_width(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)
 
@@ -145,13 +145,13 @@ class Klt(CodecFamily):
         gain = 0 if self.gain == "none" else 16
         if self.fixed_heads is not None:
             return (8 * self.row_bytes / self.fixed_heads + gain) / self.dim
-        bits = sum(width * len(columns) for width, columns in columns_of(self.widths, self.dim).items())
+        bits = sum(width * len(columns) for width, columns in columns_by_width(self.widths, self.dim).items())
         return (bits + gain) / self.dim
 
     @property
     def fixed_heads(self) -> int | None:
         """Number of heads that ``widths`` covers; None if heads share widths."""
-        return len(self.widths) // head_runs_of(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
+        return len(self.widths) // head_run_count(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
 
     @property
     def row_bytes(self) -> int:
@@ -168,22 +168,22 @@ class Klt(CodecFamily):
         return result
 
     @property
-    def runs(self) -> tuple[Runs, ...]:
+    def runs(self) -> tuple[RunsOfWidth, ...]:
         """Runs with codes, by width, if each head has its own widths; otherwise empty."""
-        return () if self.fixed_heads is None else _runs(self.widths, self.dim)
+        return () if self.fixed_heads is None else _runs_by_width(self.widths, self.dim)
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
         return frozenset({self.basis} if self.rows == "basis" else ())
 
     @property
-    def place(self) -> str:
+    def basis_location(self) -> str:
         """The part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
     def run_values(self) -> int:
-        return rows_of(self.dim) * self.dim if self.rows != "basis" else 0
+        return row_count(self.dim) * self.dim if self.rows != "basis" else 0
 
     def packings(self) -> dict[str, Columns]:
         return _packings(self.widths, self.dim, self.fields) if self.fixed_heads is None else {}
@@ -192,58 +192,58 @@ class Klt(CodecFamily):
         result = {}
         if self.fixed_heads is not None:
             result[CODES] = Layout("U8", (batch, 1, tokens, self.row_bytes))
-        if (gain := GAINS[self.gain]) is not None:
+        if (gain := GAIN_DTYPES[self.gain]) is not None:
             result["gain"] = Layout(gain, (batch, heads, tokens))
-        if (dtype := ROWS[self.rows]) is not None:
-            result["rows"] = Layout(dtype, (batch, heads, 1, rows_of(self.dim), self.dim), per="run")
+        if (dtype := ROW_DTYPES[self.rows]) is not None:
+            result["rows"] = Layout(dtype, (batch, heads, 1, row_count(self.dim), self.dim), per="run")
         return result
 
-    def parts(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
+    def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         stream = next(iter(streams.values()))
-        return self.source_for(self.fixed_heads or stream.shape[1]).on(stream.device)
+        return self.source_for(self.fixed_heads or stream.shape[1]).on_device(stream.device)
 
-    def given(self, streams: Mapping[str, torch.Tensor]) -> Klt:
+    def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """Return the same codec with its rows as ``source``; rows stored in ``streams`` are named by their own digest.
 
         Raises MissingBasis, or InvalidParameter for another number of heads.
         """
-        parts = self.parts(streams)
+        parts = self.basis_rows(streams)
         if "rows" not in streams:
             return self
-        stored = parts.rows[:, :, : rows_of(self.dim)].cpu().contiguous()
+        stored = parts.rows[:, :, : row_count(self.dim)].cpu().contiguous()
         digest = hashlib.sha256(f"{list(stored.shape)} {stored.dtype} ".encode() + stored.numpy().tobytes()).digest()
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
         """Return the rows that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
-            raise not_given(self.place)
+            raise missing_basis(self.basis_location)
         try:
-            return self.source.of_heads(heads)
+            return self.source.for_heads(heads)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.place}: {error}") from None
+            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads, _, _ = run.shape
-        dtype = ROWS[self.rows]
+        dtype = ROW_DTYPES[self.rows]
         if dtype is None:
-            source = self.source_for(heads).on(run.device)
+            source = self.source_for(heads).on_device(run.device)
             return RunEncoder({}, lambda block, _: self._encode(block, source))
         if before is not None:
             # Runs of equal rows can be joined.
             stored = before["rows"]
         else:
             wanted = torch.float16 if dtype == "F16" else torch.float32
-            given = self.source_for(heads).on(run.device).rows[:, :, None, : rows_of(self.dim)]
+            given = self.source_for(heads).on_device(run.device).rows[:, :, None, : row_count(self.dim)]
             stored = given.to(wanted).expand(batch, heads, 1, -1, -1).contiguous()
             if not bool(stored.isfinite().all()):
                 found, largest = float(given.abs().max()), torch.finfo(wanted).max
                 raise OutOfRange(
-                    f"a row of the {self.place} holds {found:.6g}, but the largest {self.rows} is {largest:.6g}: write rows=fp32, or leave "
-                    "rows out to read them from the basis"
+                    f"the {self.basis_location}: a basis row contains {found:.6g}, but the largest {self.rows} is {largest:.6g}: write "
+                    "rows=fp32, or leave rows out to read them from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))
@@ -262,7 +262,7 @@ class Klt(CodecFamily):
         length = x.new_zeros(x.shape[:3])
         for run, width in enumerate(self.widths):
             if width:
-                columns = run_slice(run, self.dim)
+                columns = run_columns(run, self.dim)
                 values = centred[..., columns]
                 digit, decoded = _nearest(values, rows.table(run, width))
                 codes[width].append(digit)
@@ -279,7 +279,7 @@ class Klt(CodecFamily):
         batch, heads, tokens, _ = x.shape
         if heads != self.fixed_heads:
             raise InvalidParameter(f"the widths of codec {self.id} are for {self.fixed_heads} heads, but the values have {heads}")
-        count = head_runs_of(self.dim)
+        count = head_run_count(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
         centred, weights = (
             functional.pad(operand, (0, spare)).view(*operand.shape[:3], count, HEAD_RUN_COLUMNS)
@@ -293,10 +293,10 @@ class Klt(CodecFamily):
             )
             # [batch, run, token, column]
             values = centred[:, head, :, run].transpose(0, 1)
-            digit, decoded = _nearest(values, rows.tables_of(part.heads, part.runs, part.width))
+            digit, decoded = _nearest(values, rows.head_tables(part.heads, part.runs, part.width))
             # Columns that there are not have codes of zeros.
             digit[..., part.columns :] = 0
-            codes[:, :, places.flatten()] = _bytes_of(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
+            codes[:, :, places.flatten()] = _pack_codes(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
             squares = weights[:, head, :, run].transpose(0, 1).square()[..., : part.columns]
             values, decoded = values[..., : part.columns], decoded[..., : part.columns]
             own.index_add_(1, head, (values.square() * squares).sum(-1))
@@ -307,19 +307,19 @@ class Klt(CodecFamily):
             streams["gain"] = _gains(own, result, length).to(torch.float16)
         return streams
 
-    def codes_of_heads(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[Runs, torch.Tensor]]:
+    def head_codes(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[RunsOfWidth, torch.Tensor]]:
         """Yield the runs of each width and their codes, int64 ``[batch, run, token, column]``, if each head has its own widths."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
             places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
-            yield part, _digits_of(codes[:, :, places].transpose(1, 2), part.width)
+            yield part, _unpack_codes(codes[:, :, places].transpose(1, 2), part.width)
 
     def _decode_heads(self, streams: Mapping[str, torch.Tensor], rows: BasisRows) -> torch.Tensor:
         batch, _, tokens, _ = streams[CODES].shape
-        count, heads = head_runs_of(self.dim), self.fixed_heads or 1
+        count, heads = head_run_count(self.dim), self.fixed_heads or 1
         values = torch.zeros(batch, heads, count, tokens, HEAD_RUN_COLUMNS, dtype=torch.float32, device=streams[CODES].device)
-        for part, codes in self.codes_of_heads(streams):
-            table = rows.tables_of(part.heads, part.runs, part.width).expand(batch, -1, -1)
+        for part, codes in self.head_codes(streams):
+            table = rows.head_tables(part.heads, part.runs, part.width).expand(batch, -1, -1)
             values[:, list(part.heads), list(part.runs)] = table.gather(2, codes.flatten(2)).view(codes.shape)
         return values.transpose(2, 3).flatten(3)[..., : self.dim]
 
@@ -338,7 +338,7 @@ class Klt(CodecFamily):
                 raise InvalidPayload(f"{where}.{CODES}: the byte at {at} is {block[row, place]}, expected zero bits after the last column")
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        rows = self.parts(streams)
+        rows = self.basis_rows(streams)
         if self.fixed_heads is not None:
             values = self._decode_heads(streams, rows)
             return self._with_gain(values, streams).add_(rows.mean)
@@ -347,7 +347,7 @@ class Klt(CodecFamily):
         rest = dict(zip(used_widths(self.widths), digits, strict=True))
         for run, width in enumerate(self.widths):
             if width:
-                columns = run_slice(run, self.dim)
+                columns = run_columns(run, self.dim)
                 count = columns.stop - columns.start
                 codes, rest[width] = rest[width][..., :count], rest[width][..., count:]
                 table = rows.table(run, width).expand(batch, heads, -1)
@@ -358,13 +358,13 @@ class Klt(CodecFamily):
         return values if self.gain == "none" else values.mul_(streams["gain"].to(torch.float32)[..., None])
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return product(x, self.parts(streams).inverse)
+        return product(x, self.basis_rows(streams).inverse)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return product(u, self.parts(streams).matrix)
+        return product(u, self.basis_rows(streams).matrix)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return product(q, self.parts(streams).matrix.transpose(-1, -2))
+        return product(q, self.basis_rows(streams).matrix.transpose(-1, -2))
 
 
 def default_gain(dim: int, own: bool) -> str:
@@ -377,17 +377,17 @@ def used_widths(widths: bytes) -> list[int]:
     return sorted({*widths} - {0})
 
 
-def columns_of(widths: bytes, dim: int) -> dict[int, list[int]]:
+def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
     """Return the columns of each of ``used_widths``, ascending."""
     result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
-            columns = run_slice(run, dim)
+            columns = run_columns(run, dim)
             result[width] += range(columns.start, columns.stop)
     return result
 
 
-class Runs(NamedTuple):
+class RunsOfWidth(NamedTuple):
     """Runs of 8 columns of one ``width``, of ``columns`` columns each: their heads, numbers, and ``places`` in a row of bytes."""
 
     width: int
@@ -401,11 +401,11 @@ class Runs(NamedTuple):
         return tuple(map(len, self.places))
 
 
-@lru_cache(TABLES_KEPT)
-def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
+@lru_cache(MAX_CACHED_TABLES)
+def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
     """Group the runs with codes, for heads with their own ``widths``, by width; full runs come before those at the end of a head."""
     result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
-    place, count = 0, head_runs_of(dim)
+    place, count = 0, head_run_count(dim)
     for number, width in enumerate(widths):
         head, run = divmod(number, count)
         columns = min(HEAD_RUN_COLUMNS, dim - HEAD_RUN_COLUMNS * run)
@@ -414,32 +414,32 @@ def _runs(widths: bytes, dim: int) -> tuple[Runs, ...]:
             result.setdefault((width, columns < HEAD_RUN_COLUMNS), []).append((head, run, tuple(range(place, place + size))))
         place += size
     return tuple(
-        Runs(width, dim % HEAD_RUN_COLUMNS if partial else HEAD_RUN_COLUMNS, *zip(*parts, strict=True))
+        RunsOfWidth(width, dim % HEAD_RUN_COLUMNS if partial else HEAD_RUN_COLUMNS, *zip(*parts, strict=True))
         for (width, partial), parts in sorted(result.items())
     )
 
 
-def head_runs_of(dim: int) -> int:
+def head_run_count(dim: int) -> int:
     """Return the number of runs of 8 columns of a head; the last one may be partial."""
     return -(-dim // HEAD_RUN_COLUMNS)
 
 
-def _bytes_of(digits: torch.Tensor, width: int) -> torch.Tensor:
+def _pack_codes(digits: torch.Tensor, width: int) -> torch.Tensor:
     """Pack codes ``[..., 8]`` of ``width`` bits into ``width`` bytes, first code in the lowest bits: uint8."""
     shifts = torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=digits.device)
     words = (digits.to(torch.int64) << shifts).sum(-1)[..., None]
     return (words >> torch.arange(0, 8 * width, 8, device=digits.device) & 0xFF).to(torch.uint8)
 
 
-def _digits_of(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Invert ``_bytes_of``: int64 ``[..., 8]``; missing bytes at the end count as zeros."""
+def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """Invert ``_pack_codes``: int64 ``[..., 8]``; missing bytes at the end count as zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
 
 
 def _check_head_widths(widths: bytes, dim: int) -> None:
-    count = head_runs_of(dim)
+    count = head_run_count(dim)
     if not widths or len(widths) % count:
         raise InvalidParameter(
             f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one for each run of columns in a head of {dim} "
@@ -456,9 +456,9 @@ def _check_sizes(widths: bytes) -> None:
 
 
 def _check_widths(widths: bytes, dim: int) -> None:
-    if len(widths) != runs_of(dim):
+    if len(widths) != run_count(dim):
         raise InvalidParameter(
-            f"codec klt: widths has {len(widths)} bytes, expected {runs_of(dim)}, one for each run of columns of {dim} channels"
+            f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of columns of {dim} channels"
         )
     _check_sizes(widths)
 
@@ -487,11 +487,11 @@ def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> to
     return torch.where(torch.isfinite(gains), gains, 1.0).clamp_max(LARGEST_GAIN)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(widths: bytes, dim: int, fields: Fields) -> dict[str, Columns]:
     counts = dict(fields)
     return {
         name: Columns(len(columns), (1 << width,), counts[name])
-        for width, columns in columns_of(widths, dim).items()
+        for width, columns in columns_by_width(widths, dim).items()
         if (name := f"codes_{width}")
     }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 CELLS = 1 << 16
 """The number of cells in the quadrature grid for the marginal densities."""
 
-_CLOSE_ENOUGH = 1e-10
+_TOLERANCE = 1e-10
 _STEPS = 100
 
 
@@ -48,9 +48,9 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
         slope = numpy.diag(1.0 - by_upper - by_lower) - numpy.diag(by_upper[:-1], 1) - numpy.diag(by_lower[1:], -1)
         step = numpy.linalg.solve(slope, means - centroids)
         centroids = centroids + step
-        if numpy.abs(step).max() < _CLOSE_ENOUGH:
+        if numpy.abs(step).max() < _TOLERANCE:
             return centroids
-    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not converge to within {_CLOSE_ENOUGH} in {_STEPS} steps")
+    raise InvalidParameter(f"Lloyd-Max of {levels} levels does not converge to within {_TOLERANCE} in {_STEPS} steps")
 
 
 def octahedral_density(magnitude: Array) -> Array:
@@ -89,7 +89,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
     return masses
 
 
-def _without_underflow() -> numpy.errstate:
+def _ignore_underflow() -> numpy.errstate:
     """Allow underflow: the tails of densities vanish, which raises if the process has configured numpy to do so."""
     return numpy.errstate(under="ignore")
 
@@ -97,7 +97,7 @@ def _without_underflow() -> numpy.errstate:
 @cache
 def direction_table(levels: int) -> bytes:
     """Return ``levels`` centroids of |xi|, little-endian float32."""
-    with _without_underflow():
+    with _ignore_underflow():
         edges = numpy.linspace(0.0, 1.0, CELLS + 1)
         masses = octahedral_density((edges[1:] + edges[:-1]) / 2) * numpy.diff(edges)
         return lloyd_max(edges, masses, levels).astype("<f4").tobytes()
@@ -106,7 +106,7 @@ def direction_table(levels: int) -> bytes:
 @cache
 def triplet_norm_table(dim: int, levels: int) -> bytes:
     """Return ``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian float32."""
-    with _without_underflow():
+    with _ignore_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()
 
@@ -114,7 +114,7 @@ def triplet_norm_table(dim: int, levels: int) -> bytes:
 @cache
 def coordinate_table(dim: int, levels: int) -> bytes:
     """Return ``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian float32."""
-    with _without_underflow():
+    with _ignore_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()
 
@@ -122,6 +122,6 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
     """Return ``levels`` centroids of the angle between radii of ``first`` and ``second`` values, little-endian float32."""
-    with _without_underflow():
+    with _ignore_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

@@ -14,12 +14,12 @@ from . import rans
 from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
-from .family import CodecFamily, among, ranged
+from .family import CodecFamily, in_range, one_of
 from .lazy import numpy, torch
 from .rans_checks import check_ends, check_states
-from .raw import rounded
-from .tables import TABLES_KEPT
-from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
+from .raw import round_to_dtype
+from .tables import MAX_CACHED_TABLES
+from .value_blocks import first_index, read_values, row_blocks, take_rows, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
     Numbers = numpy.ndarray[Any, Any]
 
-CHUNKS = (16, 32, 64, 128, 256)
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 _CHECKED_WORDS = 1 << 20
 _CHECKED_CHUNKS = 1 << 10
 """The most words, and chunks, that are decoded at once when a side is checked; a single chunk may have 2^16 words."""
 
-_BELOW, _ABOVE = 4, 1
+_EXTRA_BELOW, _EXTRA_ABOVE = 4, 1
 """A table has room for exponents that its run lacks, so that a run of like values can follow with the same table: 0, and so many
 below the smallest and above the largest."""
 
 
-class Form(NamedTuple):
+class FloatFormat(NamedTuple):
     """Bit widths of a value's fields, from the lowest bit up: fraction, exponent, sign."""
 
     fraction_bits: int
@@ -52,7 +52,7 @@ class Form(NamedTuple):
         return 1 << self.exponent_bits
 
 
-FORMS = {"bf16": Form(7, 8), "fp16": Form(10, 5)}
+FLOAT_FORMATS = {"bf16": FloatFormat(7, 8), "fp16": FloatFormat(10, 5)}
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Lossless(CodecFamily):
 
     id: ClassVar[str] = "lossless"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    dtype: str = field(metadata=among(FORMS))
-    chunk: int = field(metadata=among(CHUNKS))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    dtype: str = field(metadata=one_of(FLOAT_FORMATS))
+    chunk: int = field(metadata=one_of(CHUNK_SIZES))
     fields: Fields
 
     def __post_init__(self) -> None:
@@ -79,15 +79,15 @@ class Lossless(CodecFamily):
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
         dtype = cls.option(options, "dtype", "bf16", omitted=None)
-        largest = max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS or chunk == CHUNKS[0])
+        largest = max(chunk for chunk in CHUNK_SIZES if chunk * dim <= rans.MAX_SYMBOLS or chunk == CHUNK_SIZES[0])
         chunk = cls.option(options, "chunk", largest, omitted=None)
         options.finish()
-        return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FORMS[dtype].fraction_bits,))),))
+        return cls(dim, dtype, chunk, (("signed_fractions", default_fields(dim, (2 << FLOAT_FORMATS[dtype].fraction_bits,))),))
 
     @property
     def nominal_bits(self) -> float:
         """Nominal bits for normally distributed values; actual sizes depend on the values."""
-        return 1 + FORMS[self.dtype].fraction_bits + _USUAL_BITS
+        return 1 + FLOAT_FORMATS[self.dtype].fraction_bits + _TYPICAL_EXPONENT_BITS
 
     @property
     def exact_dtype(self) -> str:
@@ -98,26 +98,26 @@ class Lossless(CodecFamily):
         return self.chunk
 
     def packings(self) -> dict[str, Columns]:
-        return _packings(self.dim, FORMS[self.dtype].fraction_bits, self.fields)
+        return _packings(self.dim, FLOAT_FORMATS[self.dtype].fraction_bits, self.fields)
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         rows = -(-tokens // self.chunk)
         return {
-            "frequencies": Layout("U16", (batch, heads, 1, FORMS[self.dtype].exponents), per="run"),
+            "frequencies": Layout("U16", (batch, heads, 1, FLOAT_FORMATS[self.dtype].exponents), per="run"),
             "states": Layout("U16", (batch, heads, rows, 2 * rans.LANES), self.chunk),
             "word_counts": Layout("U16", (batch, heads, rows), self.chunk),
             "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
         }
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        return {"words": int(batch * heads * tokens * self.dim * _USUAL_BITS) // 16}
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        return {"words": int(batch * heads * tokens * self.dim * _TYPICAL_EXPONENT_BITS) // 16}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"words": streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).sum(1).T}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         batch, heads = run.shape[:2]
-        alphabet = FORMS[self.dtype].exponents
+        alphabet = FLOAT_FORMATS[self.dtype].exponents
         counts = numpy.zeros((batch * heads, alphabet), numpy.int64)
         for block in run.blocks():
             exponents = torch.from_numpy(self._exponents(self._bits(block)).reshape(batch * heads, -1))
@@ -125,19 +125,19 @@ class Lossless(CodecFamily):
                 # numpy's would widen the symbols first.
                 counts[head] += torch.bincount(row, minlength=alphabet).numpy()
         tables = self.tables_for(counts, before)
-        stored = _stream(tables.reshape(batch, heads, 1, alphabet), run.device)
-        return RunEncoder({"frequencies": stored}, lambda block, _: self.coded(block, tables))
+        stored = _to_stream(tables.reshape(batch, heads, 1, alphabet), run.device)
+        return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
         """Return the frequencies int64 ``[batch · kv_head, symbol]`` for exponents with these ``counts``.
 
         The tables of ``before`` are reused if new ones, which take space of their own, would save nothing.
         """
-        tables = rans.frequencies(_with_room(counts))
+        tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
-            last = _numbers(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
+            last = _to_numpy(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
             # A table of its own costs a run its bytes.
-            if (rans.cost(counts, last) <= rans.cost(counts, tables) + 16 * counts.shape[1]).all():
+            if (rans.cost_bits(counts, last) <= rans.cost_bits(counts, tables) + 16 * counts.shape[1]).all():
                 return last
         return tables
 
@@ -150,7 +150,7 @@ class Lossless(CodecFamily):
         run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
         return {**run.encode(x, 0), **run.streams}
 
-    def coded(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
+    def encode_with_tables(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
         """Return the streams of ``x`` except ``frequencies``, coded by ``tables``, int64 ``[batch · kv_head, symbol]``.
 
         Every symbol in ``x`` must have a frequency.
@@ -172,22 +172,22 @@ class Lossless(CodecFamily):
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
-            "states": _stream(states, device),
-            "word_counts": _stream(counts, device),
-            "words": _stream(chunks.words[None, None], device),
+            "states": _to_stream(states, device),
+            "word_counts": _to_stream(counts, device),
+            "words": _to_stream(chunks.words[None, None], device),
         }
 
     def _bits(self, x: torch.Tensor) -> torch.Tensor:
         """Return the bits of ``x`` in the codec's dtype, int16."""
-        return rounded(x, self.dtype).view(torch.int16)
+        return round_to_dtype(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:
-        fraction, exponent = FORMS[self.dtype]
-        return _numbers((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
+        fraction, exponent = FLOAT_FORMATS[self.dtype]
+        return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
         """Return signs and fractions as digits, int32."""
-        fraction, exponent = FORMS[self.dtype]
+        fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
@@ -197,10 +197,10 @@ class Lossless(CodecFamily):
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of a run, or of its first tokens, in their dtype; a cut chunk keeps its first tokens."""
-        return self._joined(self.digits(streams)[0], streams)
+        return self._join_fields(self.digits(streams)[0], streams)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._joined(digits[0], streams).to(torch.float32)
+        return self._join_fields(digits[0], streams).to(torch.float32)
 
     def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
         """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``.
@@ -209,12 +209,12 @@ class Lossless(CodecFamily):
         """
         batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
-        flat = {name: _numbers(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
+        flat = {name: _to_numpy(streams[name]) for name in ("frequencies", "states", "word_counts", "words")}
         counts = flat["word_counts"].transpose(2, 0, 1).reshape(-1).astype(numpy.int64)
         states = flat["states"].transpose(2, 0, 1, 3).reshape(-1, 2 * rans.LANES)
         tables = flat["frequencies"].reshape(batch * heads, -1)
         decoded = rans.decode(
-            rans.Chunks(flat["words"].reshape(-1), counts, _states(states)),
+            rans.Chunks(flat["words"].reshape(-1), counts, _join_states(states)),
             numpy.repeat(self._lengths((tokens,)), batch * heads),
             tables,
             numpy.tile(numpy.arange(batch * heads), rows),
@@ -222,10 +222,10 @@ class Lossless(CodecFamily):
         result: Numbers = decoded.symbols.reshape(rows, batch, heads, min(self.chunk, tokens), self.dim)
         return result
 
-    def _joined(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _join_fields(self, digit: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         tokens = digit.shape[2]
         exponents = torch.from_numpy(self.exponents(streams)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
-        fraction, exponent = FORMS[self.dtype]
+        fraction, exponent = FLOAT_FORMATS[self.dtype]
         codes = digit.to(torch.int16)
         bits = (codes & 1 << fraction) << exponent
         bits |= codes & (1 << fraction) - 1
@@ -240,12 +240,12 @@ class Lossless(CodecFamily):
         }
         words, counts = streams["words"], int(self.entries(last)["words"].sum())
         last["words"] = words[:, :, words.shape[2] - counts :]
-        tables = _numbers(last["frequencies"]).astype(numpy.int64)
-        again = self.coded(self.stored_values(last), tables.reshape(-1, tables.shape[-1]))
+        tables = _to_numpy(last["frequencies"]).astype(numpy.int64)
+        again = self.encode_with_tables(self.stored_values(last), tables.reshape(-1, tables.shape[-1]))
         return dict(streams) | {
-            "states": _replaced(streams["states"], 1, again["states"]),
-            "word_counts": _replaced(streams["word_counts"], 1, again["word_counts"]),
-            "words": _replaced(words, counts, again["words"]),
+            "states": _replace_last(streams["states"], 1, again["states"]),
+            "word_counts": _replace_last(streams["word_counts"], 1, again["word_counts"]),
+            "words": _replace_last(words, counts, again["words"]),
         }
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
@@ -256,7 +256,7 @@ class Lossless(CodecFamily):
         for first, (block,) in row_blocks(arrays["frequencies"]):
             sums = block.sum(1, dtype=numpy.int64)
             if (sums != rans.TOTAL).any():
-                at = first_place(sums != rans.TOTAL, first, arrays["frequencies"].shape[:-1])
+                at = first_index(sums != rans.TOTAL, first, arrays["frequencies"].shape[:-1])
                 raise InvalidPayload(
                     f"{where}.frequencies: the frequencies at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
                 )
@@ -275,20 +275,20 @@ class Lossless(CodecFamily):
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
-        counts = values_between(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
+        counts = read_values(arrays["word_counts"], 0, batch * heads * rows).reshape(batch * heads, rows).T.astype(numpy.int64)
         ends = numpy.cumsum(counts)
-        for first, last in _batches(ends):
+        for first, last in _chunk_ranges(ends):
             # Chunks are by chunk, then sequence, then head; rows of other streams by sequence, then head.
             row, head = numpy.divmod(numpy.arange(first, last), batch * heads)
             used, table_of = numpy.unique(head * len(runs) + table[row], return_inverse=True)
             own = counts[row, head]
             begin = int(ends[first - 1]) if first else 0
             chunks = rans.Chunks(
-                values_between(arrays["words"], begin, int(ends[last - 1])),
+                read_values(arrays["words"], begin, int(ends[last - 1])),
                 own,
-                _states(rows_at(arrays["states"], 2 * rans.LANES, head * rows + row)),
+                _join_states(take_rows(arrays["states"], 2 * rans.LANES, head * rows + row)),
             )
-            tables = rows_at(arrays["frequencies"], FORMS[self.dtype].exponents, used)
+            tables = take_rows(arrays["frequencies"], FLOAT_FORMATS[self.dtype].exponents, used)
             decoded = rans.decode(chunks, lengths[row], tables, table_of)
 
             def place(one: int, row: Numbers = row, head: Numbers = head) -> list[int]:
@@ -297,7 +297,7 @@ class Lossless(CodecFamily):
             check_ends(decoded, own, place, where)
 
 
-def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
+def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
     """Yield ranges of chunks to decode together, given the end of each chunk in the words."""
     first = 0
     while first < len(ends):
@@ -308,41 +308,41 @@ def _batches(ends: Numbers) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _with_room(counts: Numbers) -> Numbers:
+def _add_unseen(counts: Numbers) -> Numbers:
     """Raise zero ``counts`` ``[table, symbol]`` to 1 for symbols that may still occur, which costs next to nothing for many values."""
     present = counts > 0
     room = present.copy()
-    for step in range(1, _BELOW + 1):
+    for step in range(1, _EXTRA_BELOW + 1):
         room[:, :-step] |= present[:, step:]
-    for step in range(1, _ABOVE + 1):
+    for step in range(1, _EXTRA_ABOVE + 1):
         room[:, step:] |= present[:, :-step]
     room[:, 0] = True
     return numpy.maximum(counts, room)
 
 
-def _states(words: Numbers) -> Numbers:
+def _join_states(words: Numbers) -> Numbers:
     """Combine stored words ``[chunk, 2 · LANES]``, lower half first, into states uint32 ``[chunk, LANES]``."""
     return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
 
 
-def _numbers(stream: torch.Tensor) -> Numbers:
+def _to_numpy(stream: torch.Tensor) -> Numbers:
     result: Numbers = stream.detach().cpu().numpy()
     return result
 
 
-def _stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
+def _to_stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numpy.ascontiguousarray(numbers, numpy.uint16)).to(device)
 
 
-def _replaced(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
+def _replace_last(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
     """Replace the last ``rows`` rows of ``stream`` with ``new``."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 
-_USUAL_BITS = 2.53125
+_TYPICAL_EXPONENT_BITS = 2.53125
 """Bits of words per exponent of normally distributed values: the entropy is 2.54, and the states hold a part of it."""
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, fraction_bits: int, fields: Fields) -> dict[str, Columns]:
     return {"signed_fractions": Columns(dim, (2 << fraction_bits,), dict(fields)["signed_fractions"])}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
-from .family import CodecFamily, among, ranged
+from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
-from .tables import TABLES_KEPT, kept_on_device
-from .value_blocks import first_place, value_blocks
+from .tables import MAX_CACHED_TABLES, cache_per_device
+from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,25 +56,25 @@ class Element(NamedTuple):
 
 ELEMENTS = {"e4m3": Element(4, 3, 0x7F), "e5m2": Element(5, 2, 0x7C), "e2m1": Element(2, 1, 8)}
 GRANULARITIES = ("tensor", "head", "token", "block")
-BLOCKS = {"e8m0": 32, "e4m3": 16}
+BLOCK_CHANNELS = {"e8m0": 32, "e4m3": 16}
 """Channels of a block, by the dtype of its scale."""
 
 E8M0_NAN = 0xFF
 E8M0_BIAS = 127
 
-_CONVERTING = ("cpu", "cuda")
+_CONVERTING_DEVICES = ("cpu", "cuda")
 """Devices on which torch converts float32 to floats of 8 bits."""
 
-_SPREAD_OF_POWERS = 3.0
-_LEAST = 0.35
+_MAX_POWER_RATIO = 3.0
+_MIN_SIZE_FACTOR = 0.35
 """Root mean square of normal values, relative to the smallest normal element, at which subnormal elements double their error."""
-_LEAST_IN_BLOCKS = 0.009
+_MIN_BLOCK_SIZE_FACTOR = 0.009
 """The same relative to the scale of a run, where scales of blocks are e4m3: below it these are subnormal."""
 
 _MAX_HEADROOM = 16.0
-_GROWTH = 2.0
+_GROWTH_FACTOR = 2.0
 _LARGEST_SCALED = 3.4e38
-_MORE_THAN_LARGEST = 1 + 1 / 32
+_SATURATION_MARGIN = 1 + 1 / 32
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class Minifloat(CodecFamily):
 
     id: ClassVar[str] = "minifloat"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    element: str = field(metadata=among(ELEMENTS))
-    granularity: str = field(metadata=among(GRANULARITIES))
-    scale_dtype: str = field(metadata=among((*NORMS, *BLOCKS)))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    element: str = field(metadata=one_of(ELEMENTS))
+    granularity: str = field(metadata=one_of(GRANULARITIES))
+    scale_dtype: str = field(metadata=one_of((*NORMS, *BLOCK_CHANNELS)))
     fields: Fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.id, "scale_dtype", self.scale_dtype, tuple(BLOCKS if self.granularity == "block" else NORMS))
+        check_choice(self.id, "scale_dtype", self.scale_dtype, tuple(BLOCK_CHANNELS if self.granularity == "block" else NORMS))
         if self.granularity == "block" and self.scale_dtype == "e4m3" and self.element != "e2m1":
             raise InvalidParameter(f"codec {self.id}: scale_dtype is e4m3, which needs element e2m1 (nvfp4), but element is {self.element}")
         check_fields(self.id, self.fields, ("codes",))
@@ -105,7 +105,7 @@ class Minifloat(CodecFamily):
     def create(cls, dim: int, side: str, options: Options) -> Self:
         element = cls.option(options, "element", "e4m3")
         scale_dtype = cls.option(options, "scale_dtype", "fp32", "scales")
-        in_blocks = scale_dtype in BLOCKS
+        in_blocks = scale_dtype in BLOCK_CHANNELS
         granularity = cls.option(options, "granularity", "block" if in_blocks else "tensor", "per")
         options.finish()
         if in_blocks != (granularity == "block"):
@@ -126,7 +126,7 @@ class Minifloat(CodecFamily):
     @property
     def block(self) -> int:
         """Channels that share an 8-bit scale."""
-        return BLOCKS[self.scale_dtype]
+        return BLOCK_CHANNELS[self.scale_dtype]
 
     @property
     def blocks(self) -> int:
@@ -184,7 +184,7 @@ class Minifloat(CodecFamily):
                 scaled = self._from_blocks(grouped * inverse[..., None])
             else:
                 factor = run_scale.unsqueeze(-1)
-                scales = encoded(_quotient(_divide(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
+                scales = encode_elements(_quotient(_divide(largest, ELEMENTS["e2m1"].largest), factor), "e4m3").to(torch.int32)
                 scale = element_values("e4m3", x.device).index_select(0, scales.reshape(-1)).view(scales.shape) * factor
                 scaled = self._from_blocks(_quotient(grouped, scale[..., None]))
             streams["block_scales"] = scales.to(torch.uint8)
@@ -195,7 +195,7 @@ class Minifloat(CodecFamily):
                 _ = stored_norm(_divide(largest, self.format.largest), dtype, "scale")
                 run_scale = streams["scale"] = _scale_for(largest, self.format.largest, dtype == "F16")
             scaled = _quotient(x, run_scale.to(torch.float32).unsqueeze(-1))
-        return self.pack("codes", encoded(scaled, self.element)) | streams
+        return self.pack("codes", encode_elements(scaled, self.element)) | streams
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``, padding a partial last block with zeros."""
@@ -225,20 +225,20 @@ class Minifloat(CodecFamily):
     @property
     def error_spread(self) -> float:
         # Scales are powers of two.
-        return _SPREAD_OF_POWERS if self.scale_dtype == "e8m0" else 0.0
+        return _MAX_POWER_RATIO if self.scale_dtype == "e8m0" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The largest scale of a token's blocks."""
         return (streams["block_scales"].amax(3).to(torch.int32) << 23).view(torch.float32)
 
-    def least_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if self.run_scale is None:
             return None
         scale = streams[self.run_scale].to(torch.float32)
         if self.granularity == "block":
-            return scale * _LEAST_IN_BLOCKS
+            return scale * _MIN_BLOCK_SIZE_FACTOR
         # Below normal numbers, an element is off by a fraction of the smallest one.
-        return scale * (_LEAST * 2.0 ** (2 - self.format.bias))
+        return scale * (_MIN_SIZE_FACTOR * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
         """Return a codec whose scales per run are float32, and streams for it that decode to the same bits."""
@@ -271,7 +271,7 @@ class Minifloat(CodecFamily):
                 if odd.any():
                     value = int(block[odd.argmax()]) >> shift & 0xFF
                     fault = "infinity" if self.element == "e5m2" and value & 0x7F == self.format.finite else "NaN"
-                    at = first_place(odd, first, plane.shape)
+                    at = first_index(odd, first, plane.shape)
                     raise InvalidPayload(
                         f"{where}: the {self.element} in bits {shift} to {shift + 7} of the word at {at} is {value:#04x}, {fault}; "
                         "elements must be finite"
@@ -286,11 +286,11 @@ class Minifloat(CodecFamily):
             if odd.any():
                 value = int(block[odd.argmax()])
                 fault = "NaN" if value & nan == nan else "a scale below zero"
-                at = first_place(odd, first, scales.shape)
+                at = first_index(odd, first, scales.shape)
                 raise InvalidPayload(f"{where}: the {self.scale_dtype} at {at} is {value:#04x}, {fault}; expected below {nan:#04x}")
 
 
-def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
+def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
     """Encode float32 ``x`` to the codes of the nearest elements, ties to even, clamped to the largest. Returns integers of any dtype."""
     form = ELEMENTS[element]
     if element == "e2m1":
@@ -298,14 +298,14 @@ def encoded(x: torch.Tensor, element: str) -> torch.Tensor:
         # Steps of 1/2, 1 and 2, from 0, 2 and 4 on: each is the least of the three where it holds.
         steps = ((size * scale).round_().add_(first) for scale, first in ((2.0, 0), (1.0, 2), (0.5, 4)))
         return torch.add(reduce(torch.minimum, steps), torch.signbit(x), alpha=8)
-    if x.device.type not in _CONVERTING:
-        return nearest_elements(x, element)
+    if x.device.type not in _CONVERTING_DEVICES:
+        return encode_portably(x, element)
     dtype = torch.float8_e4m3fn if element == "e4m3" else torch.float8_e5m2
     return x.clamp(-form.largest, form.largest).to(dtype).view(torch.uint8)
 
 
-def nearest_elements(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Compute ``encoded`` with operations that every device has; int32."""
+def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
+    """Compute ``encode_elements`` with operations that every device has; int32."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -329,7 +329,7 @@ def floor_log2(value: float) -> int:
     return int(value).bit_length() - 1
 
 
-def most_of(codec: Minifloat) -> float:
+def max_quotient(codec: Minifloat) -> float:
     """Return the largest quotient of a value and its run's scale."""
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
@@ -341,13 +341,13 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
     joined.
     A new, larger scale has room to grow, so that later runs seldom need another. 0 means no scale yet.
     """
-    most = most_of(codec)
+    most = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
     scale = _scale_for(largest, most, half)
     if last is None:
         return scale
     fits = (scale <= last) & ((last.to(torch.float32) <= _MAX_HEADROOM * scale.to(torch.float32)) | (scale == 0))
-    grown = _scale_for(largest * _GROWTH, most, half)
+    grown = _scale_for(largest * _GROWTH_FACTOR, most, half)
     return torch.where(fits, last, torch.where((scale > last) & (last > 0) & torch.isfinite(grown), grown, scale))
 
 
@@ -357,7 +357,7 @@ def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
     scale = _divide(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
     # An element takes values up to half a step above its largest.
-    short = scale.to(torch.float32) * (most * _MORE_THAN_LARGEST) < largest
+    short = scale.to(torch.float32) * (most * _SATURATION_MARGIN) < largest
     return (bits + short.to(bits.dtype)).view(scale.dtype)
 
 
@@ -370,7 +370,7 @@ def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x / torch.where(scale > 0, scale, torch.inf)
 
 
-@kept_on_device
+@cache_per_device
 def element_values(element: str) -> torch.Tensor:
     """Return the value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which readers refuse."""
     form = ELEMENTS[element]
@@ -378,6 +378,6 @@ def element_values(element: str) -> torch.Tensor:
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, bits: int, fields: Fields) -> dict[str, Columns]:
     return {"codes": Columns(dim, (1 << bits,), dict(fields)["codes"])}

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 NORM_RULES = ("unbiased", "norm")
 """The default, and the rule of the papers."""
 
-SKETCHED = "norm"
+SKETCHED_NORM_RULE = "norm"
 """The default for a codec whose residual is sketched: the sketch makes products unbiased, the better the smaller the residual is."""
 
 _SMALLEST_NORMAL = 2.0**-126
 
 
-def norm_rule_of(options: Options) -> str:
+def read_norm_rule(options: Options) -> str:
     """Return the rule that a recipe requests."""
-    return options.choice("norm_rule", SKETCHED if options.sketched else NORM_RULES[0], NORM_RULES)
+    return options.choice("norm_rule", SKETCHED_NORM_RULE if options.sketched else NORM_RULES[0], NORM_RULES)
 
 
-def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate rows ``[row, dim]`` into the frame of ``rotation`` and normalize them; return float32 unit rows and their norms ``[row]``.
 
     A subnormal norm leaves a row shorter than 1.
@@ -42,7 +42,7 @@ def unit_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, tor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``unbiased_factor`` for rows of ``norm`` whose ``unit_rows`` decode to ``decoded`` ``[row, dim]``."""
+    """Return ``unbiased_factor`` for rows of ``norm`` whose ``normalize_rows`` decode to ``decoded`` ``[row, dim]``."""
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 

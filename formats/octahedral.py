@@ -12,19 +12,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Fields, Layout, check_fields
-from .columns import Columns, default_fields, over_rows
-from .encoding_blocks import encoded_by_rows
+from .columns import Columns, default_fields, reduce_rows
+from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter, InvalidPayload
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
 from .products import product
 from .rotation import KINDS, Rotation
-from .tables import TABLES_KEPT, kept_on_device
-from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
-from .value_blocks import first_place, in_memory, row_blocks
+from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
+from .value_blocks import arrays_in_memory, first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,10 +43,10 @@ _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGNS = 4
-_MAX_SCALED = 1 << 14
+_MAX_SCALED_DIRECTIONS = 1 << 14
 """Up to this number of pairs of direction and norm, a table has their products."""
 _SMALLEST_NORMAL = 2.0**-126
-_SQUARES_FIT = (2.0**-40, 2.0**40)
+_SAFE_NORMS = (2.0**-40, 2.0**40)
 _CHUNK_ROWS = 4096
 
 
@@ -60,18 +60,18 @@ class Octahedral(CodecFamily):
 
     id: ClassVar[str] = "octahedral"
 
-    dim: int = field(metadata=ranged(SMALLEST_DIM, MAX_DIM))
-    b_dir: int = field(metadata=ranged(1, 8))
-    b_norm: int = field(metadata=ranged(0, 8))
-    arrangement: str = field(metadata=among(ARRANGEMENTS))
-    norm: str = field(metadata=among(TOKEN_NORMS))
-    rotation_kind: str = field(metadata=among(KINDS))
+    dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
+    b_dir: int = field(metadata=in_range(1, 8))
+    b_norm: int = field(metadata=in_range(0, 8))
+    arrangement: str = field(metadata=one_of(ARRANGEMENTS))
+    norm: str = field(metadata=one_of(TOKEN_NORMS))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     direction_table: bytes
     norm_table: bytes
     fields: Fields
-    rounding: str = field(default="local3x3", compare=False, metadata=among(ROUNDINGS) | STEERING)
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    rounding: str = field(default="local3x3", compare=False, metadata=one_of(ROUNDINGS) | ENCODER_ONLY)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +93,7 @@ class Octahedral(CodecFamily):
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
         rounding = cls.option(options, "rounding", "local3x3")
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
         tables = direction_table(2 ** (b_dir - 1)), triplet_norm_table(dim, 2**b_norm)
@@ -109,7 +109,7 @@ class Octahedral(CodecFamily):
 
     @property
     def features(self) -> frozenset[str]:
-        return features_of(self.norm)
+        return norm_features(self.norm)
 
     @property
     def triplets(self) -> int:
@@ -123,12 +123,12 @@ class Octahedral(CodecFamily):
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        streams = encoded_by_rows(x, _CHUNK_ROWS, self._encode_rows)
-        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
+        streams = encode_by_rows(x, _CHUNK_ROWS, self._encode_rows)
+        return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with float32 norms."""
-        rows, length, norm = _measured(rows)
+        rows, length, norm = _scale_and_measure(rows)
         x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
         sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
@@ -145,7 +145,7 @@ class Octahedral(CodecFamily):
             common = (projection * decoded).sum(-1)
             norm = unbiased_factor(norm, common, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
         digit = index.to(torch.float32)
-        if norm_with_index(self.b_dir, self.b_norm):
+        if norm_extends_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
         else:
             sign.add_(norm_index, alpha=_SIGNS)
@@ -153,31 +153,31 @@ class Octahedral(CodecFamily):
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index, sign = digits
-        carrier, place = (index, self._directions) if norm_with_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
+        carrier, place = (index, self._directions) if norm_extends_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
         # Every base is a power of two.
         norm_index = carrier >> place.bit_length() - 1
         symbol = (index & self._directions - 1) + (sign & _SIGNS - 1) * self._directions
-        if _SIGNS * self._directions << self.b_norm <= _MAX_SCALED:
+        if _SIGNS * self._directions << self.b_norm <= _MAX_SCALED_DIRECTIONS:
             scaled = _scaled_directions(self.direction_table, self.norm_table, symbol.device)
             triplet = functional.embedding(symbol + norm_index * (_SIGNS * self._directions), scaled)
         else:
             triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
             triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))
-        return triplet.flatten(-2)[..., : self.dim] * decoded_norms(streams["norm"])[..., None]
+        return triplet.flatten(-2)[..., : self.dim] * decode_norms(streams["norm"])[..., None]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
         return (self._check_padding,) if self.arrangement == "direct" else ()
 
     def _check_padding(self, arrays: Mapping[str, Array], where: str) -> None:
         for name, bits in _padding_bits(self.packings()["symbol"], self.triplets).items():
-            whole = in_memory([arrays[name]])
-            if whole is not None and not (over_rows(whole[0], numpy.bitwise_or) & bits).any():
+            whole = arrays_in_memory([arrays[name]])
+            if whole is not None and not (reduce_rows(whole[0], numpy.bitwise_or) & bits).any():
                 continue
             for first, (rows,) in row_blocks(arrays[name]):
                 padding = rows & bits
                 if not padding.any():
                     continue
-                at = first_place(padding != 0, first * padding.shape[1], arrays[name].shape)
+                at = first_index(padding != 0, first * padding.shape[1], arrays[name].shape)
                 digit = int(padding.flat[(padding != 0).argmax()])
                 raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {digit:#x} of padding triplets, which must be zero")
 
@@ -219,7 +219,7 @@ def _check_table(name: str, table: bytes, length: int) -> None:
         raise InvalidParameter(f"codec octahedral: {name} must ascend strictly within [0, 1], found {values}")
 
 
-def norm_with_index(b_dir: int, b_norm: int) -> bool:
+def norm_extends_index(b_dir: int, b_norm: int) -> bool:
     """Return True if the norm bits extend the index digit to a width that divides 16; otherwise they are above the signs."""
     return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
 
@@ -227,7 +227,7 @@ def norm_with_index(b_dir: int, b_norm: int) -> bool:
 def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
     """Return the bits of the index digit and of the sign digit."""
     index = 2 * (b_dir - 1)
-    return (index + b_norm, 2) if norm_with_index(b_dir, b_norm) else (index, 2 + b_norm)
+    return (index + b_norm, 2) if norm_extends_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
@@ -252,22 +252,22 @@ def _default_fields(dim: int, b_dir: int, b_norm: int, arrangement: str) -> Fiel
     return tuple((stream, default_fields(symbols, bases)) for stream, bases in _bases(b_dir, b_norm, arrangement).items())
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, b_dir: int, b_norm: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     bases = _bases(b_dir, b_norm, arrangement)
     return {stream: Columns(_symbols(dim, arrangement), bases[stream], count) for stream, count in fields}
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[Any, Any]]:
     """Return, for each plane of the direct arrangement, the bits of every word that belong to padding triplets."""
     return {f"symbol.{number}": numpy.array(bits, numpy.uint16) for number, bits in enumerate(packing.symbol_bits(triplets))}
 
 
-def _measured(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale rows so that their squares fit float32; return them, their norms ``[row, 1]``, and the true norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if not rows.numel() or (length.min() > _SQUARES_FIT[0] and length.max() < _SQUARES_FIT[1]):
+    if not rows.numel() or (length.min() > _SAFE_NORMS[0] and length.max() < _SAFE_NORMS[1]):
         return rows, length, length[:, 0]
     peak = rows.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST_NORMAL)
     rows = rows / peak
@@ -279,14 +279,14 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return (x * x).addcmul_(y, y).addcmul_(z, z).sqrt_()
 
 
-@kept_on_device
+@cache_per_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
     """Return the matrix that maps a row to the first coordinates of all its triplets, then the second, then the third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
-@kept_on_device
+@cache_per_device
 def signed_directions(table: bytes) -> torch.Tensor:
     """Return unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
     quarter = codebook_directions(table).T
@@ -294,12 +294,12 @@ def signed_directions(table: bytes) -> torch.Tensor:
     return (signs[:, None] * quarter).flatten(0, 1)
 
 
-@kept_on_device
+@cache_per_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
     """Multiply every direction by every norm as decoding does: float32 ``[norm * direction, 3]``."""
     return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 
-@kept_on_device
+@cache_per_device
 def _column(table: bytes) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)[:, None]

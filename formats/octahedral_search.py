@@ -14,11 +14,11 @@ from .products import product
 
 ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 
-_SETTLING = "local2x2"
-_CELLS_A_LEVEL = 64
+_GRID_ROUNDING = "local2x2"
+_CELLS_PER_LEVEL = 64
 _MAX_CELLS = 1024
 _ROWS_OF_CELLS = 64
-_CODEBOOKS_KEPT = 4
+_MAX_CACHED_CODEBOOKS = 4
 _LARGEST_GRID_CODEBOOK = 1 << 12
 _MAX_COMPARISONS = 15
 _FULL_SEARCH_PRODUCTS = 1 << 22
@@ -64,7 +64,7 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
     return level
 
 
-@lru_cache(_CODEBOOKS_KEPT)
+@lru_cache(_MAX_CACHED_CODEBOOKS)
 def codebook(table: bytes, device: torch.device) -> Codebook:
     """Return the codebook of a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
     return Codebook(table, device)
@@ -128,15 +128,15 @@ class Codebook:
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
-        shared = _negative(index)
+        shared = _negative_indices(index)
         px, py, pz = (axis.view(-1).index_select(0, shared) for axis in (x, y, z))
-        index[shared] = self.local_search(px, py, pz, _SETTLING)
+        index[shared] = self.local_search(px, py, pz, _GRID_ROUNDING)
         return index.view(x.shape)
 
     @property
     def _cells(self) -> int:
         """Cells along each side of the lookup grid: enough that only a few percent of directions fall into shared cells."""
-        return min(_CELLS_A_LEVEL * self.levels, _MAX_CELLS)
+        return min(_CELLS_PER_LEVEL * self.levels, _MAX_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Codebook:
         for first in range(0, self._cells, _ROWS_OF_CELLS):
             eta, xi = torch.meshgrid(corners[first : first + _ROWS_OF_CELLS + 1], corners, indexing="ij")
             z = 1 - xi - eta
-            nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _SETTLING)
+            nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _GRID_ROUNDING)
             lowest = nearest[:-1, :-1]
             agreed = (lowest == nearest[:-1, 1:]) & (lowest == nearest[1:, :-1]) & (lowest == nearest[1:, 1:])
             bands.append(torch.where(agreed, lowest, -1).to(torch.int16))
@@ -163,7 +163,7 @@ class Codebook:
         return torch.cat([settled, settled[-1:]]).view(-1)
 
 
-def _negative(values: torch.Tensor) -> torch.Tensor:
+def _negative_indices(values: torch.Tensor) -> torch.Tensor:
     """Return the positions of the negative values of a flat tensor; on a CPU, numpy finds them four times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))

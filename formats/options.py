@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .balanced_frames import CalibratedFrames
-    from .basis import Calibrated
+    from .basis import CalibratedRows
 
 
 _DEFAULT: Final = ""
@@ -37,7 +37,7 @@ class Options:
     """
 
     def __init__(
-        self, codec: str, words: Mapping[str, str], calibrated: Calibrated | None = None, balanced: CalibratedFrames | None = None
+        self, codec: str, words: Mapping[str, str], calibrated: CalibratedRows | None = None, balanced: CalibratedFrames | None = None
     ) -> None:
         self.codec = codec
         self.sketched = False
@@ -60,11 +60,11 @@ class Options:
             if text is not None:
                 self._canonical[name] = text
 
-    def given(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """Return True if the word ``name`` was given."""
         return name in self._words
 
-    def mention(self, names: tuple[str, ...]) -> bool:
+    def mentions_any(self, names: tuple[str, ...]) -> bool:
         """Return True if any of the options ``names`` was given."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)

@@ -13,7 +13,7 @@ from .base import HALF_LIMIT, Layout
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
-from .side_car import FramePart, RunStep, typed_map
+from .side_car import FramePart, RunStep, parse_map
 from .value_blocks import check_finite, value_blocks
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class Outliers(FramePart):
         _ = self.packing
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         multiplier = options.integer("outliers", 0, 1, _LARGEST_MULTIPLIER)
         return cls(dim, default_fields(max(1, dim // CHUNK), (2,)), multiplier) if multiplier else None
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, **typed_map(cls.name, value, {"fields": int}))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **parse_map(cls.name, value, {"fields": int}))
 
     def params(self) -> dict[str, Any]:
         return {"fields": self.fields}
@@ -80,7 +80,7 @@ class Outliers(FramePart):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: self.flags(streams).sum((1, 3)).T}
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: 0}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
@@ -104,7 +104,7 @@ class Outliers(FramePart):
         flagged = _norms(chunks) > threshold
         values = chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)]
         if not (values.abs() < HALF_LIMIT).all():
-            _refuse_first(chunks, flagged)
+            _raise_first_too_large(chunks, flagged)
         planes = {f"{FLAGS}.{plane}": words for plane, words in enumerate(self.packing.pack([flagged.to(torch.int32)]))}
         rest = chunks.masked_fill(flagged[..., None], 0.0).flatten(3)
         return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
@@ -133,7 +133,7 @@ class Outliers(FramePart):
         check_finite(f"{where}.{VALUES}", values, "outliers")
 
 
-def _refuse_first(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
+def _raise_first_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
     """Raise OutOfRange, naming the first outlier that does not fit binary16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(

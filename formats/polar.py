@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, stored_norm
 from .columns import Columns, default_fields
-from .encoding_blocks import encoded_in_blocks
+from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS
-from .tables import TABLES_KEPT, kept_on_device
+from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,14 +61,14 @@ class Polar(CodecFamily):
 
     id: ClassVar[str] = "polar"
 
-    dim: int = field(metadata=ranged(2, MAX_DIM))
+    dim: int = field(metadata=in_range(2, MAX_DIM))
     bits: str
-    norm: str = field(metadata=among(NORMS))
-    rotation_kind: str = field(metadata=among(KINDS))
+    norm: str = field(metadata=one_of(NORMS))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     angle_table: bytes
     fields: Fields
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +84,7 @@ class Polar(CodecFamily):
         norm = cls.option(options, "norm", "fp16")
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         _check_dim(dim)
         bits = ".".join(map(str, words * _most_levels(dim) if len(words) == 1 else words))
@@ -128,7 +128,7 @@ class Polar(CodecFamily):
         return {"radius": Layout(NORMS[self.norm], (batch, heads, tokens, self.radii))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         radii = self.rotation.forward(x)
@@ -187,7 +187,7 @@ def _most_levels(dim: int) -> int:
     return (dim - 1).bit_length()
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
@@ -207,7 +207,7 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     return tuple(levels)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _tables(levels: tuple[Level, ...], angle_table: bytes) -> tuple[tuple[bytes, ...], ...]:
     rest = iter(angle_table)
     return ((), *(tuple(bytes(islice(rest, 4 << level.bits)) for _ in level.pairs) for level in levels[1:]))
@@ -217,7 +217,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
     return sum(level.angles for level in run)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
     """Return the levels of each code stream: consecutive levels with equal bits share a stream, named after the first."""
     streams = {}
@@ -227,7 +227,7 @@ def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
     return streams
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(levels: tuple[Level, ...], fields: Fields) -> dict[str, Columns]:
     streams = _streams(levels)
     return {name: Columns(_symbols(streams[name]), (2 ** streams[name][0].bits,), count) for name, count in fields}
@@ -252,13 +252,13 @@ def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor
     return torch.cat([functional.embedding(part, angle_directions(table, code.device)) for part, table in parts], -2)
 
 
-@kept_on_device
+@cache_per_device
 def uniform_directions(bins: int) -> torch.Tensor:
     """Return (cos, sin) of each bin center, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
-@kept_on_device
+@cache_per_device
 def angle_directions(table: bytes) -> torch.Tensor:
     """Return (cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))

@@ -17,19 +17,19 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     not depend on the number of rows.
     """
     count = rows.shape[-2]
-    if rows.device.type != "cpu" or count >= MIN_ROWS or is_reduced("cpu"):
+    if rows.device.type != "cpu" or count >= MIN_ROWS or may_round_factors("cpu"):
         return plain_product(rows, matrix)
     return (torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ matrix)[..., :count, :]
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return ``product`` for attention and searches: a row's result may depend on the number of rows."""
-    if is_reduced(rows.device.type):
+    if may_round_factors(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix
 
 
-def is_reduced(device_type: str) -> bool:
+def may_round_factors(device_type: str) -> bool:
     """Return True if float32 products on devices of a type may round their factors (see ``torch.set_float32_matmul_precision``)."""
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn

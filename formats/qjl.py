@@ -15,7 +15,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
 from .rotation import Rotation, rotation_of
-from .side_car import ResidualSketch, typed_map
+from .side_car import ResidualSketch, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Qjl(ResidualSketch):
         _ = self.rotation, self.packing
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         norm = options.choice("qjl", "", tuple(NORMS))
         seed = options.integer("qjl_seed", -1, 0, 2**64 - 1, omitted=str(DEFAULT_SEED))
         if not norm:
@@ -58,8 +58,8 @@ class Qjl(ResidualSketch):
         return cls(dim, DEFAULT_SEED if seed < 0 else seed, norm, default_fields(dim, (2,)))
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, **typed_map(cls.name, value, {"seed": int, "norm": str, "fields": int}))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, **parse_map(cls.name, value, {"seed": int, "norm": str, "fields": int}))
 
     def params(self) -> dict[str, Any]:
         return {"seed": self.seed, "norm": self.norm, "fields": self.fields}

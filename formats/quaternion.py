@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
-from .encoding_blocks import encoded_in_blocks
+from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .generator import unit_quaternions
 from .lazy import functional, torch
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_factor
+from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation, rotation_of
-from .tables import TABLES_KEPT, kept_on_device
+from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ MAX_SECONDARY = 4096
 DEFAULT_SEED = 435
 """Errors vary with the seed by 2 to 5 %; this seed gives those in the page's table at S = 24, 48, 96 and 192."""
 
-_AT_ONCE = 128
+_QUATERNIONS_AT_ONCE = 128
 """Number of secondary quaternions whose codewords are computed at once."""
 _TOKENS_OF_ONE_HEAD = 1 << 12
 _EXPONENT_BITS = 0x7F800000
@@ -51,16 +51,16 @@ class Quaternion(CodecFamily):
 
     id: ClassVar[str] = "quaternion"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    secondary: int = field(metadata=ranged(1, MAX_SECONDARY))
-    radius_bits: int = field(metadata=ranged(1, 8))
-    arrangement: str = field(metadata=among(ARRANGEMENTS))
-    norm: str = field(metadata=among(NORMS))
-    rotation_kind: str = field(metadata=among(KINDS))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    secondary: int = field(metadata=in_range(1, MAX_SECONDARY))
+    radius_bits: int = field(metadata=in_range(1, 8))
+    arrangement: str = field(metadata=one_of(ARRANGEMENTS))
+    norm: str = field(metadata=one_of(NORMS))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     rotation_seed: int = field(metadata=SEED)
     fields: Fields
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +78,7 @@ class Quaternion(CodecFamily):
         rotation = cls.option(options, "rotation_kind", "none", "rotation")
         seed = cls.option(options, "seed", DEFAULT_SEED)
         rotation_seed = cls.option(options, "rotation_seed", 0)
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
         bases = _stream_bases(dim, secondary, radius_bits, arrangement)
@@ -109,7 +109,7 @@ class Quaternion(CodecFamily):
         return super().begin(run, before)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encoded_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -180,7 +180,7 @@ def _squares_are_safe(radius: torch.Tensor) -> bool:
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _stream_bases(dim: int, secondary: int, radius_bits: int, arrangement: str) -> dict[str, tuple[int, ...]]:
     """Return the bases of each code stream's digits (spec/codecs/quaternion.md, Layout)."""
     chunks, alphabet, radius = -(-dim // 4), UNITS * secondary, (1 << radius_bits,)
@@ -203,20 +203,20 @@ def _stored_bytes(chunks: int, bases: dict[str, tuple[int, ...]]) -> int:
     return sum(row_bytes(chunks, base, default_fields(chunks, base)) for base in bases.values())
 
 
-@lru_cache(TABLES_KEPT)
+@lru_cache(MAX_CACHED_TABLES)
 def _packings(dim: int, secondary: int, radius_bits: int, arrangement: str, fields: Fields) -> dict[str, Columns]:
     bases = _stream_bases(dim, secondary, radius_bits, arrangement)
     alphabets = (UNITS * secondary, 1 << radius_bits) if arrangement == "direct" else ()
     return {name: Columns(-(-dim // 4), bases[name], count, alphabets) for name, count in fields}
 
 
-@kept_on_device
+@cache_per_device
 def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
     """Return the ``count`` seeded unit quaternions (w, x, y, z), float32 ``[count, 4]``."""
     return torch.from_numpy(unit_quaternions(seed, count)).to(torch.float32)
 
 
-@kept_on_device
+@cache_per_device
 def codewords(seed: int, count: int) -> torch.Tensor:
     """Return the products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
@@ -225,9 +225,8 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
     result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
     # In parts: an allocator keeps the memory of large temporaries, and the next codebook allocates others.
-    for secondary, part in zip(
-        *(torch.split(quaternions, _AT_ONCE) for quaternions in (secondary_quaternions(seed, count, "cpu"), result)), strict=True
-    ):
+    secondaries = torch.split(secondary_quaternions(seed, count, "cpu"), _QUATERNIONS_AT_ONCE)
+    for secondary, part in zip(secondaries, torch.split(result, _QUATERNIONS_AT_ONCE), strict=True):
         w, x, y, z = secondary.to(torch.float64).T[..., None]
         part[..., 0] = a * w - b * x - c * y - d * z
         part[..., 1] = a * x + b * w + c * z - d * y

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import torch
-from .products import is_reduced, plain_product
+from .products import may_round_factors, plain_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ UNITS = 24
 _BLOCK = 1 << 17
 _RESOLUTION = 128
 # For so few chunks (generation appends a token or two), the call overhead of the other searches exceeds the search.
-_FEW = 512
+_MAX_PRODUCT_CHUNKS = 512
 _PRODUCTS_AT_ONCE = 1 << 20
 # Building the grid takes as long as an explicit search of about 2^18 (S = 4096) to 2^21 chunks (S = 24).
-_PAYS_AFTER = 1 << 19
+_GRID_BREAK_EVEN = 1 << 19
 # A codeword that loses by less than this margin stays listed: it covers the rounding of cell coordinates many times over.
 _MARGIN = 1e-5
-_INSIDE = 1.0 - 2.0**-20
-_SMALLEST = 2.0**-100
+_SHRINK = 1.0 - 2.0**-20
+_MIN_SUM = 2.0**-100
 _ENTRIES_AT_ONCE = 1 << 20
 
 
@@ -56,7 +56,7 @@ class Search:
         The grid is built before a search, never during it, so that blocks and threads do not affect the codewords.
         """
         self._expected += chunks
-        if self._expected >= _PAYS_AFTER and device not in self._grids:
+        if self._expected >= _GRID_BREAK_EVEN and device not in self._grids:
             self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
@@ -65,16 +65,16 @@ class Search:
         Computes all products for a few chunks, and otherwise uses the grid if there is one. Where two codewords differ
         by no more than rounding (2^-20 of the chunk's norm), searches may disagree, but each is deterministic.
         """
-        if len(planes[0]) <= _FEW:
-            return self.by_products(planes)
-        return self.by_grid(planes) if planes[0].device in self._grids else self.explicit(planes)
+        if len(planes[0]) <= _MAX_PRODUCT_CHUNKS:
+            return self.search_products(planes)
+        return self.search_grid(planes) if planes[0].device in self._grids else self.search_rotations(planes)
 
-    def by_products(self, planes: Planes) -> torch.Tensor:
+    def search_products(self, planes: Planes) -> torch.Tensor:
         """Search all codewords by one matrix product; ties go to the lowest s, then to the lowest unit."""
         codebook = self._codebook.to(planes[0].device).T
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
-        reduced = is_reduced(chunks.device.type)
+        reduced = may_round_factors(chunks.device.type)
         # One buffer for all blocks: an allocator would keep several.
         products = chunks.new_empty(min(size, len(chunks)), codebook.shape[1])
         for part, result in zip(torch.split(chunks, size), torch.split(nearest, size), strict=True):
@@ -82,16 +82,16 @@ class Search:
             result.copy_(scores.argmax(1))
         return nearest
 
-    def explicit(self, planes: Planes) -> torch.Tensor:
+    def search_rotations(self, planes: Planes) -> torch.Tensor:
         """Search all secondary quaternions; ties go to the lowest s, then to an axis before a half unit."""
-        return _in_blocks(planes, self._explicit_block)
+        return _search_in_blocks(planes, self._explicit_block)
 
-    def by_grid(self, planes: Planes) -> torch.Tensor:
+    def search_grid(self, planes: Planes) -> torch.Tensor:
         """Search the codewords listed in the chunk's cell; ties go to the first listed."""
         device = planes[0].device
         if device not in self._grids:
             self._build_grid(device)
-        return _in_blocks(planes, self._grids[device].nearest)
+        return _search_in_blocks(planes, self._grids[device].nearest)
 
     def _build_grid(self, device: torch.device) -> None:
         self._grids[device] = Grid(self._codebook.to(device))
@@ -100,10 +100,10 @@ class Search:
         best = torch.full_like(planes[0], -1.0)
         winner = torch.zeros_like(best, dtype=torch.int32)
         for s, quaternion in enumerate(self._secondary.tolist()):
-            largest, half = _axis_and_half(_turned_back(planes, quaternion))
+            largest, half = _axis_and_half(_multiply_by_conjugate(planes, quaternion))
             _keep_larger(best, winner, torch.maximum(largest, half), s)
         chosen = self._secondary.to(best.device).T.index_select(1, winner)
-        return winner * UNITS + _nearest_unit(_turned_back(planes, tuple(chosen)))
+        return winner * UNITS + _nearest_unit(_multiply_by_conjugate(planes, tuple(chosen)))
 
 
 class Grid:
@@ -116,7 +116,7 @@ class Grid:
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
         self._resolution = resolution
-        rows, lists, lengths = _refined(codebook.cpu(), resolution)
+        rows, lists, lengths = _build_lists(codebook.cpu(), resolution)
         short = lengths <= 2
         keys, pair_of = torch.unique(lists[short, 0] * len(codebook) + lists[short, 1], return_inverse=True)
         pairs = torch.stack([keys // len(codebook), keys % len(codebook)], 1)
@@ -141,42 +141,42 @@ class Grid:
         """Return the nearest codeword of each chunk, int32 ``[chunks]``."""
         w, x, y, z = planes
         total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
-        towards = total.clamp_min_(_SMALLEST).reciprocal_().copysign_(w)
+        towards = total.clamp_min_(_MIN_SUM).reciprocal_().copysign_(w)
         mapped = [plane * towards for plane in planes]
         middle = self._resolution // 2
-        i, j, k = (torch.add(middle, plane, alpha=middle * _INSIDE).to(torch.int32) for plane in mapped[1:])
+        i, j, k = (torch.add(middle, plane, alpha=middle * _SHRINK).to(torch.int32) for plane in mapped[1:])
         row = self._rows.index_select(0, i.mul_(self._resolution).add_(j).mul_(self._resolution).add_(k))
-        second = _sign_bit(_combined(mapped, _gathered(self._bisectors, row)))
+        second = _sign_bit(_weighted_sum(mapped, _gather(self._bisectors, row)))
         entry, flipped = (row << 2).add_(second), _sign_bit(towards)
         winner = self._pairs.index_select(0, torch.add(entry, flipped, alpha=2))
         longer = (row >= self._starts[2]).nonzero()[:, 0]
         row, entry, flipped = (array.index_select(0, longer) for array in (row, entry, flipped))
-        result = self._nearest_of_longer(_gathered(mapped, longer), row, self._pairs.index_select(0, entry))
+        result = self._nearest_of_longer(_gather(mapped, longer), row, self._pairs.index_select(0, entry))
         result ^= (result ^ self._opposite.index_select(0, result)) & -flipped
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
         """Return the nearest codewords for longer lists, given the nearer of the first two; each round has fewer chunks left."""
-        best = _combined(planes, _gathered(self._codebook, winner))
+        best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
         for k in range(2, len(self._lists)):
             if k > 2:
                 left = (row >= self._starts[k]).nonzero()[:, 0]
-                planes = _gathered(planes, left)
+                planes = _gather(planes, left)
                 places, row, best, winner = (array.index_select(0, left) for array in (places, row, best, winner))
             contender = self._lists[k].index_select(0, row)
-            _keep_larger(best, winner, _combined(planes, _gathered(self._codebook, contender)), contender)
+            _keep_larger(best, winner, _weighted_sum(planes, _gather(self._codebook, contender)), contender)
             nearest.index_copy_(0, places, winner)
         return nearest
 
 
-def _gathered(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
+def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
     """Gather the entries ``index`` of every row, row by row, which is several times faster."""
     return [row.index_select(0, index) for row in rows]
 
 
-def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Halve the cells until ``resolution``, except cells with one or two codewords left.
 
     Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
@@ -190,13 +190,13 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
     rows = torch.zeros(2, 2, 2, dtype=torch.int64, device="cpu")
     finished: list[tuple[torch.Tensor, torch.Tensor]] = []
     while True:
-        lists, lengths = _pruned_in_blocks(codebook, cells, size, lists, lengths)
+        lists, lengths = _prune_in_blocks(codebook, cells, size, lists, lengths)
         done = (lengths <= 2) | (size == resolution)
         first = sum(len(length) for _, length in finished)
         rows[tuple(cells[done].T)] = torch.arange(first, first + int(done.sum()), device="cpu")
         finished.append((lists[done], lengths[done]))
         if size == resolution:
-            return rows, _concatenated([listed for listed, _ in finished]), torch.cat([length for _, length in finished])
+            return rows, _concatenate_lists([listed for listed, _ in finished]), torch.cat([length for _, length in finished])
         size *= 2
         rows = rows.repeat_interleave(2, 0).repeat_interleave(2, 1).repeat_interleave(2, 2)
         cells = (2 * cells[~done, None] + corners).flatten(0, 1)
@@ -206,18 +206,18 @@ def _refined(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, tor
         cells = cells[inside]
 
 
-def _concatenated(lists: list[torch.Tensor]) -> torch.Tensor:
+def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate ``lists`` at the width of the last list, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
 
-def _pruned_in_blocks(
+def _prune_in_blocks(
     codebook: torch.Tensor, cells: torch.Tensor, size: int, lists: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     block = max(1, _ENTRIES_AT_ONCE // lists.shape[1])
     blocks = zip(torch.split(cells, block), torch.split(lists, block), torch.split(lengths, block), strict=True)
-    keep = torch.cat([_needed(codebook, *parts, size) for parts in blocks])
+    keep = torch.cat([_can_be_nearest(codebook, *parts, size) for parts in blocks])
     lengths = keep.sum(1)
     cell, column = keep.nonzero().T
     position = keep.cumsum(1)[cell, column] - 1
@@ -227,7 +227,7 @@ def _pruned_in_blocks(
     return pruned, lengths
 
 
-def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
+def _can_be_nearest(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Return a mask, bool like ``lists``, of the codewords that can be nearest somewhere in their cell.
 
     The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner of the cell plus a slope
@@ -236,13 +236,13 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
     low = cells * (2 / size) - 1
     sign = torch.where(low < 0, -1.0, 1.0)
     lowest = torch.cat([1 - (low * sign).sum(1, keepdim=True), low], 1)
-    w, x, y, z = (component.view_as(lists) for component in _gathered(codebook.T.contiguous(), lists.flatten()))
-    value = _combined((w, x, y, z), lowest.T[..., None].unbind())
+    w, x, y, z = (component.view_as(lists) for component in _gather(codebook.T.contiguous(), lists.flatten()))
+    value = _weighted_sum((w, x, y, z), lowest.T[..., None].unbind())
     value = value.masked_fill_(torch.arange(lists.shape[1], device=lists.device) >= lengths[:, None], -torch.inf)
     slopes = [(component - s[:, None] * w) * (2 / size) for component, s in zip((x, y, z), sign.T, strict=True)]
     needed = torch.ones_like(lists, dtype=torch.bool)
     for place in [(0.5, 0.5, 0.5), *torch.cartesian_prod(*[torch.arange(2.0, device="cpu")] * 3).tolist()]:
-        rival = _combined((value, *slopes), (1.0, *place)).argmax(1, keepdim=True)
+        rival = _weighted_sum((value, *slopes), (1.0, *place)).argmax(1, keepdim=True)
         lead = value.gather(1, rival) - value
         for slope in slopes:
             lead += (slope.gather(1, rival) - slope).clamp_max_(0)
@@ -250,7 +250,7 @@ def _needed(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, le
     return needed
 
 
-def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
+def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
     """Search block by block, so that temporaries fit a core's cache."""
     result = torch.empty_like(planes[0], dtype=torch.int32)
     for start in range(0, result.numel(), _BLOCK):
@@ -258,7 +258,7 @@ def _in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torc
     return result
 
 
-def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
+def _weighted_sum(planes: Planes, weights: Weights) -> torch.Tensor:
     """Return the sum of planes, each times its weight (one number, or one per chunk)."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
@@ -269,11 +269,11 @@ def _combined(planes: Planes, weights: Weights) -> torch.Tensor:
     return total
 
 
-def _turned_back(planes: Planes, quaternion: Weights) -> list[torch.Tensor]:
+def _multiply_by_conjugate(planes: Planes, quaternion: Weights) -> list[torch.Tensor]:
     """Return the Hamilton product of each chunk with the conjugate of ``quaternion``."""
     w, x, y, z = quaternion
     rows = ((w, x, y, z), (-x, w, -z, y), (-y, z, w, -x), (-z, -y, x, w))
-    return [_combined(planes, row) for row in rows]
+    return [_weighted_sum(planes, row) for row in rows]
 
 
 def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:

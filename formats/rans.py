@@ -46,7 +46,7 @@ class Decoded(NamedTuple):
     read: Numbers
     states: Numbers
 
-    def faulty(self, counts: Numbers) -> Numbers:
+    def faulty_chunks(self, counts: Numbers) -> Numbers:
         """Return the chunks that no encoder produces: not exactly ``counts`` words were read, or a final state is not ``MIN_STATE``."""
         result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return result
@@ -69,7 +69,7 @@ def frequencies(counts: Numbers) -> Numbers:
     return result
 
 
-def cost(counts: Numbers, table: Numbers) -> Numbers:
+def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
     """Return the bits ``[table]`` of symbols with ``counts`` ``[table, symbol]`` under ``table``; infinite if one has no frequency."""
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
@@ -82,12 +82,12 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Encode with ``compiled_encoder`` if it is set and supports the call, otherwise with ``encoded``."""
+    """Encode with ``compiled_encoder`` if it is set and supports the call, otherwise with ``encode_in_numpy``."""
     result = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
-    return encoded(symbols, lengths, tables, table) if result is None else result
+    return encode_in_numpy(symbols, lengths, tables, table) if result is None else result
 
 
-def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
+def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
     """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with ``tables`` ``[table, symbol]``.
 
     ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a frequency
@@ -102,7 +102,7 @@ def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers)
     padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
     padded[:, :longest] = symbols[:, :longest]
     for step in reversed(range(steps)):
-        part, rows = padded[:, step * LANES : (step + 1) * LANES], _rows_of(table, step)
+        part, rows = padded[:, step * LANES : (step + 1) * LANES], _tables_of_step(table, step)
         frequency, start = tables[rows, part].astype(numpy.uint64), starts[rows, part].astype(numpy.uint64)
         active = numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]
         full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
@@ -113,17 +113,17 @@ def encoded(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers)
     return Chunks(words[written], written.sum((1, 2), dtype=numpy.int64), states.astype(numpy.uint32))
 
 
-compiled: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None = None
+compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None = None
 """A decoder that decodes the same faster, or returns None: ``kvpack.coding.dispatch`` sets it."""
 
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
-    """Decode with ``compiled`` if it is set and supports the call, otherwise with ``decoded``."""
-    result = compiled(chunks, lengths, tables, table) if compiled is not None else None
-    return decoded(chunks, lengths, tables, table) if result is None else result
+    """Decode with ``compiled_decoder`` if it is set and supports the call, otherwise with ``decode_in_numpy``."""
+    result = compiled_decoder(chunks, lengths, tables, table) if compiled_decoder is not None else None
+    return decode_in_numpy(chunks, lengths, tables, table) if result is None else result
 
 
-def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
+def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
     """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols after a chunk's last one are undefined.
 
     ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol,
@@ -131,7 +131,7 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
-    slots = slots_of(tables)
+    slots = slot_table(tables)
     symbols = numpy.empty((steps, count, LANES), numpy.uint8)
     begins = numpy.cumsum(chunks.counts) - chunks.counts
     # A chunk that lacks words reads others, and then has read too many.
@@ -139,7 +139,7 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
     at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
     for step in range(steps):
         slot = states & numpy.uint32(TOTAL - 1)
-        first = numpy.broadcast_to(_rows_of(table, step) * TOTAL, (count, LANES)).reshape(-1)
+        first = numpy.broadcast_to(_tables_of_step(table, step) * TOTAL, (count, LANES)).reshape(-1)
         found = slots.take(first + slot, mode="clip")
         symbols[step] = (found & numpy.uint32(0xFF)).reshape(count, LANES)
         following = ((found >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
@@ -159,7 +159,7 @@ def decoded(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -
     return Decoded(in_order, at - begins, states.reshape(count, LANES))
 
 
-def _rows_of(table: Numbers, step: int) -> Numbers:
+def _tables_of_step(table: Numbers, step: int) -> Numbers:
     """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if a chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
@@ -169,7 +169,7 @@ def _rows_of(table: Numbers, step: int) -> Numbers:
     return result
 
 
-def slots_of(tables: Numbers) -> Numbers:
+def slot_table(tables: Numbers) -> Numbers:
     """Return all slots of all tables, flat uint32: the symbol, its frequency - 1 from bit 8 on, and its first slot from bit 20 on."""
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables

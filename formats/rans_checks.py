@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from . import rans
 from .errors import InvalidPayload
 from .lazy import numpy
-from .value_blocks import first_place, row_blocks
+from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ def check_states(states: Array, where: str) -> None:
     for first, (block,) in row_blocks(states):
         low = block[:, 1::2] == 0
         if low.any():
-            at = first_place(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
+            at = first_index(low, first * rans.LANES, (*states.shape[:-1], rans.LANES))
             raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.MIN_STATE}")
 
 
 def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
     """Raise InvalidPayload for the first chunk that no encoder produces, given its word ``counts``; ``place`` returns a chunk's indices."""
-    faulty = found.faulty(counts)
+    faulty = found.faulty_chunks(counts)
     if faulty.any():
         first = int(faulty.argmax())
         raise InvalidPayload(

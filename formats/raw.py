@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Layout
 from .errors import OutOfRange
-from .family import CodecFamily, among, ranged
+from .family import CodecFamily, in_range, one_of
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TORCH_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Their attributes of torch."""
 
-HOLDS = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
+EXACT_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
 """For each dtype, the dtypes that it represents exactly."""
 
 
@@ -31,8 +31,8 @@ class Raw(CodecFamily):
 
     id: ClassVar[str] = "raw"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    dtype: str = field(metadata=among(DTYPES))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    dtype: str = field(metadata=one_of(DTYPES))
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
@@ -59,7 +59,7 @@ class Raw(CodecFamily):
 
         Raises OutOfRange if a finite value would become infinity.
         """
-        return {"values": rounded(x, self.dtype)}
+        return {"values": round_to_dtype(x, self.dtype)}
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams["values"]
@@ -72,12 +72,12 @@ class Raw(CodecFamily):
         return []
 
 
-def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """
-    values = x.to(getattr(torch, TORCH_NAMES[dtype]))
+    values = x.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
     # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.
     if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()

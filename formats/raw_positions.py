@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import few, have_large_head, misfit, norms_of, over_heads, usual
+from .head_norms import drop_crowded_pages, has_large_head, misfit_scores, norms_over_heads, norms_per_head, usual_norms
 from .lazy import numpy, torch
-from .raw import DTYPES, TORCH_NAMES
-from .side_car import KeptTokens, RunStep, known_word
-from .value_blocks import BLOCK_VALUES, row_blocks, values_between
+from .raw import DTYPES, TORCH_DTYPE_NAMES
+from .side_car import KeptTokens, RunStep, parse_choice
+from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
-SLOT_TOKENS = 64
+TOKENS_PER_SLOT = 64
 """Tokens of an engine's page for each raw token that its rows have room for: in smaller pages one would cost too much."""
 
-_HALVES = 4
+_POSITION_WORDS = 4
 """Words of a position: three of its token, least first, and one of its sequence."""
 _MAX_FIRST = 1 << 16
 
@@ -44,14 +44,14 @@ class RawPositions(KeptTokens):
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 disables the bound. With ``high_norm``, tokens are also
     kept if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit what they share (scales of
-    heads or tokens, maps or means; see ``head_norms.misfit``). Both apply only to pages with few such tokens.
+    heads or tokens, maps or means; see ``head_norms.misfit_scores``). Both apply only to pages with few such tokens.
 
     The norms are those of a token's keys, on both sides of a layer, if the encoder is given the keys (``Run.norms``).
     """
 
     name: ClassVar[str] = "raw_positions"
     words: ClassVar[tuple[str, ...]] = ("raw_first", "raw_low_norm", "raw_high_norm", "raw_dtype")
-    of_every_codec: ClassVar[bool] = True
+    supports_every_codec: ClassVar[bool] = True
     feature: ClassVar[str] = "raw-positions"
 
     dim: int
@@ -61,7 +61,7 @@ class RawPositions(KeptTokens):
     high_norm: float = field(default=0.0, compare=False)
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_dtype", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("raw_first", 0, 1, _MAX_FIRST)
         low_norm, high_norm = options.share("raw_low_norm", 0.0), options.ratio("raw_high_norm", 0.0)
@@ -75,8 +75,8 @@ class RawPositions(KeptTokens):
         return cls(dim, dtype or "bf16", first, low_norm, high_norm)
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, known_word(cls.name, value, DTYPES))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, DTYPES))
 
     def params(self) -> str:
         return self.dtype
@@ -84,11 +84,11 @@ class RawPositions(KeptTokens):
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the layouts of ``raw_positions``, token and sequence of each raw token, and of ``raw_values``, their values."""
         return {
-            POSITIONS: Layout("U16", (1, 1, 0, _HALVES), per="entry", batch_axis=None),
+            POSITIONS: Layout("U16", (1, 1, 0, _POSITION_WORDS), per="entry", batch_axis=None),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
         }
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         count = batch * min(tokens, self.first)
         return {POSITIONS: count, VALUES: count}
 
@@ -96,22 +96,22 @@ class RawPositions(KeptTokens):
         norms = run.norms
         if norms is None:
             none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
-            norms = torch.cat([none, *(norms_of(block) for block in run.blocks())], 2)
+            norms = torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
         chosen = self.choose(norms, run.position, before is not None)
         if (codec.shared_scales or codec.changes_norms) and self.high_norm:
-            rest = _without(run, chosen, codec.token_group) if codec.changes_norms else run
+            rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
             coded, given = codec.coded_norms(rest, before), None
             if codec.changes_norms:
-                given = torch.cat([coded[:, :, :0], *(norms_of(block) for block in run.blocks())], 2)
-            chosen = with_misfits(chosen, misfit(coded, codec.shared_scales, given, chosen))
+                given = torch.cat([coded[:, :, :0], *(norms_per_head(block) for block in run.blocks())], 2)
+            chosen = add_misfits(chosen, misfit_scores(coded, codec.shared_scales, given, chosen))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
 
         ``position`` is the position of the first token. If it is None, a run that ``continues`` no other one begins the sequence. Tokens
-        that do not fit the codec are added later (``with_misfits``).
+        that do not fit the codec are added later (``add_misfits``).
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -119,52 +119,52 @@ class RawPositions(KeptTokens):
             position = self.first if continues else 0
         chosen[:, : max(0, self.first - position)] = True
         if (self.low_norm or self.high_norm) and tokens:
-            own = over_heads(norms)
-            median = usual(own)
+            own = norms_over_heads(norms)
+            median = usual_norms(own)
             chosen |= (own < self.low_norm * median) & torch.isfinite(median)
             if self.high_norm:
                 # Among tokens of zeros, such as padding, any other is far from the median.
                 chosen |= (own > self.high_norm * median) & (median > 0)
-                large = have_large_head(norms, self.high_norm)
+                large = has_large_head(norms, self.high_norm)
                 if large is not None:
-                    chosen |= few(large & ~chosen)
+                    chosen |= drop_crowded_pages(large & ~chosen)
         return chosen
 
     def encode(
         self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replaced``); return ``x`` and their streams.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``); return ``x`` and their streams.
 
         ``start`` is the number of the first token in its run. Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
-        return replaced(x, token, sequence, chosen, token_group), self.stored(x, token, sequence, start)
+        return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
 
-    def stored(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
+    def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
         """Return the streams that contain each ``token`` of a ``sequence`` of ``x``; arguments as in ``encode``."""
-        values = values_of(x, token, sequence, self.dtype, "choose a wider raw_dtype")
-        return {POSITIONS: stored_positions(token + start, sequence), VALUES: values[None, None]}
+        values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
+        return {POSITIONS: encode_positions(token + start, sequence), VALUES: values[None, None]}
 
-    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return _places(streams[POSITIONS])
+    def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return _entry_positions(streams[POSITIONS])
 
-    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return streams[VALUES][0, 0, : len(_places(streams[POSITIONS])[0])].to(torch.float32)
+    def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return streams[VALUES][0, 0, : len(_entry_positions(streams[POSITIONS])[0])].to(torch.float32)
 
-    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        token, _ = _places(streams[POSITIONS])
+    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        token, _ = _entry_positions(streams[POSITIONS])
         return {POSITIONS: token, VALUES: token}
 
-    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        token, sequence = _places(streams[POSITIONS])
-        return {POSITIONS: stored_positions(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        token, sequence = _entry_positions(streams[POSITIONS])
+        return {POSITIONS: encode_positions(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
 
-    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        token, sequence = _places(streams[POSITIONS])
+    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        token, sequence = _entry_positions(streams[POSITIONS])
         entry, row = (sequence[:, None] == indices.to(sequence.device)[None]).nonzero().unbind(1)
         order = torch.argsort(token[entry] * len(indices) + row)
         entry, row = entry[order], row[order]
-        return {POSITIONS: stored_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
+        return {POSITIONS: encode_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless there are as many positions as rows of values; any values are valid."""
@@ -177,7 +177,7 @@ class RawPositions(KeptTokens):
         tokens, last, used = sum(runs), -1, 0
         for first, (block,) in row_blocks(arrays[POSITIONS]):
             words = block.astype(numpy.int64)
-            token, sequence = _numbers(words), words[:, -1]
+            token, sequence = _token_numbers(words), words[:, -1]
             unused = token < 0
             wrong = (token >= tokens) | (sequence >= batch) | (unused & (sequence > 0))
             if wrong.any():
@@ -198,66 +198,67 @@ class RawPositions(KeptTokens):
         values = arrays[VALUES]
         width = math.prod(values.shape[3:])
         for first in range(used * width, values.shape[2] * width, BLOCK_VALUES):
-            block = values_between(values, first, min(first + BLOCK_VALUES, values.shape[2] * width))
+            block = read_values(values, first, min(first + BLOCK_VALUES, values.shape[2] * width))
             if block.view(f"<u{block.dtype.itemsize}").any():
                 raise InvalidPayload(f"{where}.{VALUES}: expected only zeros after the {used} raw tokens that have a position")
 
 
-def with_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """Add to ``chosen``, bool ``[batch, token]``, the ``misfits`` (``head_norms.misfit``) of pages that have few of them."""
-    return chosen | few((misfits > 1) & ~chosen)
+def add_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
+    """Add to ``chosen``, bool ``[batch, token]``, the ``misfits`` (``head_norms.misfit_scores``) of pages that have few of them."""
+    return chosen | drop_crowded_pages((misfits > 1) & ~chosen)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Pages with a fixed number of raw tokens each; ``rest`` is the codec's input, as returned by ``replaced``.
+    """Pages with a fixed number of raw tokens each; ``codec_input`` is the codec's input, as returned by ``replace_tokens``.
 
     ``chosen``, bool ``[page, token]``, are the raw tokens. ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``,
-    ``[page, 2]``, is returned by ``tokens_of_slots``.
+    ``[page, 2]``, is returned by ``choose_slot_tokens``.
     """
 
-    rest: torch.Tensor
+    codec_input: torch.Tensor
     chosen: torch.Tensor
     streams: dict[str, torch.Tensor]
     left_out: torch.Tensor
 
 
-def slots_of(tokens: int, least: int = 0) -> int:
+def slot_count(tokens: int, least: int = 0) -> int:
     """Return the number of raw tokens that rows of pages of ``tokens`` tokens have room for, at least ``least``."""
-    return max(least, tokens // SLOT_TOKENS)
+    return max(least, tokens // TOKENS_PER_SLOT)
 
 
-def in_slots(
+def store_in_slots(
     raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> Slots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
-    ``norms`` are those of ``RawPositions.choose``, and ``misfits`` the result of ``head_norms.misfit`` for sides that share scales. A page
-    does not know its position in the sequence, so the first tokens of a sequence are not special here. If there are too few slots, tokens
-    of high norm come first, the largest ones leading; they are raw only in codecs that encode tokens together, because in others no token
-    suffers from them. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page has.
-    For codecs that encode tokens one by one, and whose heads share no scale, the host does not wait for the values. Raises OutOfRange for a
-    value that does not fit the dtype.
+    ``norms`` are the argument of ``RawPositions.choose``, and ``misfits`` the result of ``head_norms.misfit_scores`` if scales are shared.
+    The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out, tokens
+    of high norm have priority, the largest first; they are raw only in codecs that encode tokens together, because otherwise they harm no
+    other token. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page has.
+    For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange for
+    a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, left_out = tokens_of_slots(raw, norms, token_group, slots, misfits)
+    token, left_out = choose_slot_tokens(raw, norms, token_group, slots, misfits)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
-    values = exact.to(getattr(torch, TORCH_NAMES[raw.dtype]))
+    values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[raw.dtype]))
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
         raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
-    positions = _words((token + 1).masked_fill(~used, 0).flatten(), torch.zeros_like(token).flatten()).view(*token.shape, _HALVES)
+    numbers = (token + 1).masked_fill(~used, 0).flatten()
+    positions = _position_words(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
     rest, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
     if token_group > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
-        rest = replaced(x, places, sequence, chosen, token_group)
+        rest = replace_tokens(x, places, sequence, chosen, token_group)
     return Slots(rest, chosen, {POSITIONS: positions, VALUES: values}, left_out)
 
 
-def tokens_of_slots(
+def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and how many have no slot, int64 ``[page, 2]``.
@@ -268,7 +269,7 @@ def tokens_of_slots(
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
     wanted = raw.choose(norms, raw.first) if token_group > 1 else low
-    own = over_heads(norms)
+    own = norms_over_heads(norms)
     order = torch.where(low, own, torch.where(wanted, -own, torch.inf))
     if misfits is not None and raw.high_norm:
         unfit = (misfits > 1) & ~wanted
@@ -284,7 +285,7 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
     wait."""
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
-    token = _numbers(words.flatten(0, 1)).view(words.shape[:2])
+    token = _token_numbers(words.flatten(0, 1)).view(words.shape[:2])
     # Positions that no writer makes are not looked up: rows are decoded that nothing but their checksum vouches for.
     token = torch.where((token < 0) | (token > tokens), tokens, token)
     wide = torch.cat([values, values[:, :, :1]], 2)
@@ -292,13 +293,13 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
     return wide[:, :, :tokens].contiguous()
 
 
-def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
+def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
     """Return the values of each ``token`` of a ``sequence`` of ``x`` in ``dtype``: ``[entry, kv_head, dim]``.
 
     ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
-    values = exact.to(getattr(torch, TORCH_NAMES[dtype]))
+    values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
     lost = torch.isinf(values) & torch.isfinite(exact)
     if lost.any():
         entry, head, channel = torch.nonzero(lost)[0].tolist()
@@ -310,7 +311,7 @@ def values_of(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtyp
     return values
 
 
-def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
+def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
     """Replace each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]``; ``chosen`` is their mask.
 
     The new value is the mean of the other tokens of the token group, which widens no group, or zero if there are none.
@@ -333,39 +334,39 @@ def replaced(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chose
     return rest
 
 
-def _without(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """Return ``run`` with its ``chosen`` tokens replaced as by ``replaced``."""
+def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
+    """Return ``run`` with its ``chosen`` tokens replaced as by ``replace_tokens``."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0
         for block in run.blocks():
             chosen_here = chosen[:, start : start + block.shape[2]]
             token, sequence = chosen_here.T.nonzero().unbind(1)
-            yield replaced(block, token, sequence, chosen_here, token_group)
+            yield replace_tokens(block, token, sequence, chosen_here, token_group)
             start += block.shape[2]
 
     return replace(run, blocks=blocks)
 
 
-def _numbers(words: Any) -> Any:
+def _token_numbers(words: Any) -> Any:
     """Return the token numbers of positions ``[entry, word]``, int64, -1 for unused ones."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
-def _places(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token and the sequence, int64, of each raw token."""
     words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
-    token = _numbers(words)
+    token = _token_numbers(words)
     used = token >= 0
     return token[used], words[used, -1]
 
 
-def stored_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """Return the stream of positions for token and sequence numbers, int64."""
-    return _words(token + 1, sequence)[None, None]
+    return _position_words(token + 1, sequence)[None, None]
 
 
-def _words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+def _position_words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     """Return the words, uint16 ``[entry, 4]``, of token numbers, counted from 1, and of sequence numbers."""
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.

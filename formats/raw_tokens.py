@@ -12,9 +12,9 @@ from .base import Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
-from .raw_positions import replaced, values_of
-from .side_car import KeptTokens, RunStep, known_word
-from .value_blocks import first_place, value_blocks
+from .raw_positions import gather_raw_values, replace_tokens
+from .side_car import KeptTokens, RunStep, parse_choice
+from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ class RawTokens(KeptTokens):
     low_norm: int = field(default=0, compare=False)
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_tokens", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("sinks", 0, 1, _MAX_RAW_TOKENS)
         low_norm = options.integer("low_norm_tokens", 0, 1, _MAX_RAW_TOKENS)
@@ -54,8 +54,8 @@ class RawTokens(KeptTokens):
         return cls(dim, dtype or "bf16", first, low_norm)
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, known_word(cls.name, value, DTYPES))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, DTYPES))
 
     def params(self) -> str:
         return self.dtype
@@ -70,7 +70,7 @@ class RawTokens(KeptTokens):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: streams[FLAGS][:, 0].T.to(torch.int64)}
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: batch * min(tokens, self.first + self.low_norm)}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
@@ -91,20 +91,20 @@ class RawTokens(KeptTokens):
         return chosen
 
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replaced``); return ``x`` and their streams.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``); return ``x`` and their streams.
 
         Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
-        values = values_of(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")
+        values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")
         flags = chosen.to(torch.uint8)[:, None]
-        return replaced(x, token, sequence, chosen, token_group), {FLAGS: flags, VALUES: values[None, None]}
+        return replace_tokens(x, token, sequence, chosen, token_group), {FLAGS: flags, VALUES: values[None, None]}
 
-    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         token, sequence = streams[FLAGS][:, 0].T.nonzero().unbind(1)
         return token, sequence
 
-    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -113,7 +113,7 @@ class RawTokens(KeptTokens):
         count = 0
         for first, block in value_blocks(flags):
             if block.max() > 1:
-                at = first_place(block > 1, first, flags.shape)
+                at = first_index(block > 1, first, flags.shape)
                 raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {block[(block > 1).argmax()]}, expected 0 or 1")
             count += int(block.sum(dtype=numpy.int64))
         if count != rows:

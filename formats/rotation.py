@@ -11,7 +11,7 @@ from .errors import InvalidParameter
 from .generator import signs
 from .lazy import torch
 from .products import product
-from .tables import TABLES_KEPT, kept_on_device
+from .tables import MAX_CACHED_TABLES, cache_per_device
 
 KINDS = ("none", "hadamard", "signed-hadamard")
 PALEY_ORDERS = (12, 20, 28)
@@ -95,24 +95,24 @@ class Rotation:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 into the coded frame."""
-        return x if self.kind == "none" else _turned(x, self.matrix(x.device).T)
+        return x if self.kind == "none" else _rotate(x, self.matrix(x.device).T)
 
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
         """Rotate ``[..., dim]`` float32 back into the original frame."""
-        return u if self.kind == "none" else _turned(u, self.matrix(u.device))
+        return u if self.kind == "none" else _rotate(u, self.matrix(u.device))
 
 
-@lru_cache(maxsize=TABLES_KEPT)
+@lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
     """Return the rotation shared by all codecs with these parameters. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 
-def _turned(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return product(x.reshape(-1, x.shape[-1]), matrix).view(x.shape)
 
 
-@kept_on_device
+@cache_per_device
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
     matrix = torch.tensor(hadamard(dim), dtype=torch.float32)
     if kind == "signed-hadamard":

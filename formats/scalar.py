@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM, Fields, Layout, check_fields, check_range
 from .columns import Columns, default_fields
-from .encoding_blocks import encoded_by_rows
+from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import torch
 from .lloyd_max import coordinate_table
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
+from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS
-from .tables import TABLES_KEPT, kept_on_device
-from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
+from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ _MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
 
 
-class ScalarPart(NamedTuple):
+class ChannelSet(NamedTuple):
     """The channels of the coded frame with ``bits`` bits each, ascending."""
 
     bits: int
@@ -55,17 +55,17 @@ class Scalar(CodecFamily):
 
     id: ClassVar[str] = "scalar"
 
-    dim: int = field(metadata=ranged(SMALLEST_DIM, MAX_DIM))
-    bits: int = field(metadata=ranged(1, 8))
+    dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
+    bits: int = field(metadata=in_range(1, 8))
     bits_high: int
     high_channels: bytes
-    norm: str = field(metadata=among(TOKEN_NORMS))
-    rotation_kind: str = field(metadata=among(KINDS))
+    norm: str = field(metadata=one_of(TOKEN_NORMS))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     magnitude_table: bytes
     high_magnitude_table: bytes
     fields: Fields
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class Scalar(CodecFamily):
         norm = cls.option(options, "norm", "fp16")
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
         if share and not high:
@@ -103,32 +103,32 @@ class Scalar(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        return sum(part.bits * len(part.channels) for part in self.parts) / self.dim
+        return sum(part.bits * len(part.channels) for part in self.channel_sets) / self.dim
 
     @property
     def features(self) -> frozenset[str]:
-        return features_of(self.norm)
+        return norm_features(self.norm)
 
     @property
-    def parts(self) -> tuple[ScalarPart, ...]:
+    def channel_sets(self) -> tuple[ChannelSet, ...]:
         """Channels of each width, in the order of the code streams."""
-        return _parts(self.dim, self.bits, self.bits_high, self.high_channels)
+        return _channel_sets(self.dim, self.bits, self.bits_high, self.high_channels)
 
     def packings(self) -> dict[str, Columns]:
-        return _packings(self.parts, self.fields)
+        return _packings(self.channel_sets, self.fields)
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        streams = encoded_by_rows(x, _CHUNK_ROWS, self._encode_rows)
-        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
+        streams = encode_by_rows(x, _CHUNK_ROWS, self._encode_rows)
+        return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with float32 norms."""
-        unit, norm = unit_rows(rows, self.rotation)
+        unit, norm = normalize_rows(rows, self.rotation)
         codes = []
-        for part, table in zip(self.parts, self._tables, strict=True):
+        for part, table in zip(self.channel_sets, self._tables, strict=True):
             values = unit if self.bits_high == 0 else unit.index_select(-1, _channels(part, unit.device))
             level = _nearest(values.abs(), table)
             negative = torch.lt(values, 0, out=torch.empty_like(level))
@@ -139,7 +139,7 @@ class Scalar(CodecFamily):
         return self.pack_digits(*codes) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        norm = decoded_norms(streams["norm"])[..., None]
+        norm = decode_norms(streams["norm"])[..., None]
         return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
 
     def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Scalar(CodecFamily):
         values = []
         for codes, table in zip(digits, self._tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
-        return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.parts, values[0].device))
+        return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.channel_sets, values[0].device))
 
     @property
     def _tables(self) -> tuple[bytes, ...]:
@@ -180,15 +180,15 @@ def _check_table(name: str, table: bytes, length: int) -> None:
         raise InvalidParameter(f"codec scalar: {name} must ascend strictly within [0, 1], found {values}")
 
 
-@lru_cache(TABLES_KEPT)
-def _parts(dim: int, bits: int, bits_high: int, high_channels: bytes) -> tuple[ScalarPart, ...]:
+@lru_cache(MAX_CACHED_TABLES)
+def _channel_sets(dim: int, bits: int, bits_high: int, high_channels: bytes) -> tuple[ChannelSet, ...]:
     mask = int.from_bytes(high_channels, "little")
     sets = [tuple(c for c in range(dim) if mask >> c & 1 == high) for high in (0, 1)]
-    return tuple(ScalarPart(bits, channels) for bits, channels in zip((bits, bits_high), sets, strict=True) if channels)
+    return tuple(ChannelSet(bits, channels) for bits, channels in zip((bits, bits_high), sets, strict=True) if channels)
 
 
-@lru_cache(TABLES_KEPT)
-def _packings(parts: tuple[ScalarPart, ...], fields: Fields) -> dict[str, Columns]:
+@lru_cache(MAX_CACHED_TABLES)
+def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Columns]:
     return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(parts, fields, strict=True)}
 
 
@@ -209,24 +209,24 @@ def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
     return level.view(magnitudes.shape)
 
 
-@kept_on_device
+@cache_per_device
 def _bounds(table: bytes) -> torch.Tensor:
     return torch.tensor(midpoints(table), dtype=torch.float32)
 
 
-@kept_on_device
+@cache_per_device
 def signed_values(table: bytes) -> torch.Tensor:
     """Return the decoded value of each code, float32 ``[2 * levels]``: the magnitudes, then their negatives."""
     magnitudes = torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
     return torch.cat([magnitudes, -magnitudes])
 
 
-@kept_on_device
-def _channels(part: ScalarPart) -> torch.Tensor:
+@cache_per_device
+def _channels(part: ChannelSet) -> torch.Tensor:
     return torch.tensor(part.channels, dtype=torch.int64)
 
 
-@kept_on_device
-def _order(parts: tuple[ScalarPart, ...]) -> torch.Tensor:
-    """Return, for each channel, its index in the concatenated channels of ``parts``."""
+@cache_per_device
+def _order(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
+    """Return, for each channel, its index in the concatenated channels of ``channel_sets``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

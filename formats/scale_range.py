@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .errors import InvalidPayload, OutOfRange
 from .lazy import numpy, torch
-from .value_blocks import first_place, row_blocks
+from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 SCALE, CENTRE = 0, 1
 """Indices into a (scale, center) pair and into a range: its four numbers are step and minimum of the root for each of the two."""
 
-LARGEST = 255.0**2
+MAX_ENCODED = 255.0**2
 """The largest scale or center that is encoded: squares stay below the largest binary16 however a range is rounded."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
-_LEAST = 0.13
+_MIN_SIZE_FACTOR = 0.13
 """Measured: with this factor the error of normal values is twice the usual one."""
 
 
-def pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
+def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
     """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs (scale, center).
 
     ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
     """
-    return torch.stack([_squares(codes[..., member], scale_range, member) for member in (SCALE, CENTRE)], -1).to(torch.float16)
+    return torch.stack([_decode_values(codes[..., member], scale_range, member) for member in (SCALE, CENTRE)], -1).to(torch.float16)
 
 
-def nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the uint8 codes nearest to scales or centers ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
     step, minimum = _step_and_minimum(scale_range, member)
-    codes = ((_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
-    return codes, _squares(codes, scale_range, member).to(torch.float16).to(torch.float32)
+    codes = ((_signed_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
+    return codes, _decode_values(codes, scale_range, member).to(torch.float16).to(torch.float32)
 
 
-def _squares(codes: torch.Tensor, scale_range: torch.Tensor, member: int) -> torch.Tensor:
+def _decode_values(codes: torch.Tensor, scale_range: torch.Tensor, member: int) -> torch.Tensor:
     step, minimum = _step_and_minimum(scale_range, member)
     # The product has at most 19 bits, so the sum is rounded once with or without FMA.
     root = torch.addcmul(minimum, step, codes.to(torch.float32))
@@ -57,24 +57,24 @@ def _step_and_minimum(scale_range: torch.Tensor, member: int) -> tuple[torch.Ten
     return step, minimum
 
 
-def _root(values: torch.Tensor) -> torch.Tensor:
+def _signed_root(values: torch.Tensor) -> torch.Tensor:
     return values.sign() * values.abs().sqrt()
 
 
-def chosen(
+def choose_range(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
     """Return the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined; otherwise it is widened, so
     that repeated appends seldom need another range. ``empty`` is returned if there are no values.
-    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the position, for a value beyond ``LARGEST``.
+    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the position, for a value beyond ``MAX_ENCODED``.
     """
     ends: list[torch.Tensor] = []
     for scale, centre in blocks:
         for values, what in ((scale, "scale"), (centre, "centre")):
             _check_size(values, what)
-        ends.append(torch.stack([torch.stack(_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, centre)], -2))
+        ends.append(torch.stack([torch.stack(_signed_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, centre)], -2))
     if not ends:
         return empty
     # [batch, kv_head, 1, member]
@@ -89,7 +89,7 @@ def chosen(
         if ((low >= first - step / 2) & (high <= last + step / 2)).all():
             return before
         low, high, wider = low.minimum(first), high.maximum(last), _GROWTH
-    limit = LARGEST**0.5
+    limit = MAX_ENCODED**0.5
     span = high - low
     lowest = torch.tensor([0.0, -limit], dtype=torch.float32, device=low.device)
     low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
@@ -100,20 +100,20 @@ def chosen(
     return torch.stack([(high - low) / _STEPS, low], -1).flatten(-2).to(torch.float16)
 
 
-def least_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
+def min_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the root mean square of values, float32 ``[batch, kv_head, 1]``, whose centers and scales of ``steps`` a range codes well.
 
     A center is off by its root times the step of roots; that, and not the scale of its group, is the error of smaller values.
     """
     step = scale_range[..., 0::2].to(torch.float32).amax(-1)
-    return (step * steps).square() * _LEAST
+    return (step * steps).square() * _MIN_SIZE_FACTOR
 
 
 def _check_size(values: torch.Tensor, what: str) -> None:
-    if not values.abs().amax().item() <= LARGEST:
-        at = [int(i) for i in torch.nonzero(~(values.abs() <= LARGEST))[0]]
+    if not values.abs().amax().item() <= MAX_ENCODED:
+        at = [int(i) for i in torch.nonzero(~(values.abs() <= MAX_ENCODED))[0]]
         raise OutOfRange(
-            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that 8 bits can hold is {LARGEST:.0f}: "
+            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that 8 bits can hold is {MAX_ENCODED:.0f}: "
             "scale the input, or choose fp16 scales or a raw codec"
         )
 
@@ -127,7 +127,7 @@ def check(arrays: Mapping[str, Array], where: str) -> None:
             root = minimum + step * numpy.float32(code)
             infinite = ~(root * root < numpy.float32(_HALF_LIMIT))
             if infinite.any():
-                at = first_place(infinite, 2 * first, (*scale_range.shape[:-1], 2))
+                at = first_index(infinite, 2 * first, (*scale_range.shape[:-1], 2))
                 value = root.flat[infinite.argmax()]
                 raise InvalidPayload(
                     f"{where}: code {code} of the range at {at} decodes to {value} squared, but the largest binary16 is 65504"

@@ -56,7 +56,7 @@ class SideCar(ABC):
     """Its key in a codec's map in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
     """The options of a recipe that request and configure it."""
-    of_every_codec: ClassVar[bool] = False
+    supports_every_codec: ClassVar[bool] = False
     """True if lossy codecs without support for other side-cars support this one."""
     keys_only: ClassVar[bool] = False
     """True if codecs with it code only keys."""
@@ -66,7 +66,7 @@ class SideCar(ABC):
 
     @classmethod
     @abstractmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         """Return the side-car that a recipe's ``options`` request for this ``side`` ("k" or "v"), or None.
 
         Raises InvalidParameter for an option that is out of range or that needs another option.
@@ -74,12 +74,12 @@ class SideCar(ABC):
 
     @classmethod
     @abstractmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
+    def from_params(cls, dim: int, value: Any) -> Self:
         """Create the side-car from its ``value`` in a header. Raises InvalidParameter for an invalid type or value."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Return the side-car's value in the header, a string, an integer or a map; ``of_params`` inverts it."""
+        """Return the side-car's value in the header, a string, an integer or a map; ``from_params`` inverts it."""
 
     @property
     def nominal_bits(self) -> float:
@@ -99,7 +99,7 @@ class SideCar(ABC):
         """Return the number of rows per token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
         return {}
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         """Return the number of rows of every stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
@@ -116,15 +116,15 @@ class SideCar(ABC):
         """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
         return
 
-    def ordered(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return, for streams whose entries name their tokens, the token of each entry in use, int64, ascending."""
         return {}
 
-    def shifted(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         """Return the streams with token numbers increased by ``tokens``; unused entries are dropped."""
         return {}
 
-    def selected(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the streams of the sequences ``indices``, int64 ``[row]``."""
         return {}
 
@@ -143,17 +143,17 @@ class KeptTokens(SideCar):
         """
 
     @abstractmethod
-    def places(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token and the sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
-    def kept(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Put ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
         result = x.clone()
-        result.permute(2, 0, 1, 3)[self.places(streams)] = kept
+        result.permute(2, 0, 1, 3)[self.token_positions(streams)] = kept
         return result
 
 
@@ -209,7 +209,7 @@ class PageVector(SideCar):
         """Subtract the vectors from the blocks of ``run``; ``rotation`` maps them to the coded frame."""
 
     @abstractmethod
-    def rest(self, x: torch.Tensor) -> torch.Tensor:
+    def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
         """Return approximately what remains of ``x`` ``[batch, kv_head, token, dim]`` without its vectors, in the original frame.
 
         The first token of ``x`` must begin a page.
@@ -221,9 +221,9 @@ class PageVector(SideCar):
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Add the vectors to ``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page."""
-        return frame + self._of_tokens(self.vectors(streams), frame.shape[2])
+        return frame + self._expand_to_tokens(self.vectors(streams), frame.shape[2])
 
-    def _of_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
+    def _expand_to_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the vector of each token."""
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
@@ -255,14 +255,14 @@ class ResidualSketch(SideCar):
         """Add the estimated residual to ``frame`` ``[batch, kv_head, token, dim]`` float32."""
 
 
-def known_word(side_car: str, value: Any, known: Mapping[str, str]) -> str:
+def parse_choice(side_car: str, value: Any, known: Mapping[str, str]) -> str:
     """Return ``value`` if it is one of the strings ``known``. Raises InvalidParameter otherwise."""
     if type(value) is not str or value not in known:
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
-def typed_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
+def parse_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
     """Return ``value`` if it is a map with the keys of ``types`` in order, each of its type. Raises InvalidParameter otherwise."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .balanced import Balanced
 from .base import Codec, Run, RunEncoder
-from .batch import rows_of
+from .batch import take_rows
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     Kernel = Callable[[Codec, torch.Tensor], dict[str, torch.Tensor] | None]
-    Watch = Callable[[torch.Tensor, int], None]
+    Observer = Callable[[torch.Tensor, int], None]
 
-_LARGE = 2.0**100
+_SAFE_MAGNITUDE = 2.0**100
 """Below this bound no step of a side-car turns a codec's decoded value into an infinity."""
 
 
@@ -38,7 +38,7 @@ class WithSideCars(Codec):
     """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
 
     Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a codec with a basis and a side-car that
-    is not ``of_every_codec``; and for page vectors with a codec that encodes tokens together.
+    is not ``supports_every_codec``; and for page vectors with a codec that encodes tokens together.
     """
 
     id: ClassVar[str] = ""
@@ -48,9 +48,9 @@ class WithSideCars(Codec):
     side_cars: tuple[SideCar, ...]
 
     def __post_init__(self) -> None:
-        none, any_kind = self.codec.exact_dtype is not None, self.codec.takes_side_cars
-        if none or not (any_kind or all(map(attrgetter("of_every_codec"), self.side_cars))):
-            refused = [side_car.name for side_car in self.side_cars if none or not side_car.of_every_codec]
+        none, any_kind = self.codec.exact_dtype is not None, self.codec.supports_all_side_cars
+        if none or not (any_kind or all(map(attrgetter("supports_every_codec"), self.side_cars))):
+            refused = [side_car.name for side_car in self.side_cars if none or not side_car.supports_every_codec]
             raise InvalidParameter(
                 f"codec {self.codec.id} does not support {'side-cars' if none else 'these side-cars'}: leave out {', '.join(refused)}"
             )
@@ -65,7 +65,7 @@ class WithSideCars(Codec):
         object.__setattr__(self, "dim", self.codec.dim)
 
     @cached_property
-    def without_raw(self) -> Codec:
+    def without_raw_positions(self) -> Codec:
         others = tuple(side_car for side_car in self.side_cars if side_car.name != RawPositions.name)
         return WithSideCars(self.codec, others) if others else self.codec
 
@@ -135,8 +135,8 @@ class WithSideCars(Codec):
     def error_sizes(self, streams: Streams) -> torch.Tensor:
         return self.codec.error_sizes(streams)
 
-    def least_sizes(self, streams: Streams) -> torch.Tensor | None:
-        return None if self.changes_norms else self.codec.least_sizes(streams)
+    def min_sizes(self, streams: Streams) -> torch.Tensor | None:
+        return None if self.changes_norms else self.codec.min_sizes(streams)
 
     @property
     def family(self) -> Codec:
@@ -170,8 +170,8 @@ class WithSideCars(Codec):
     def run_values(self) -> int:
         return self.codec.run_values
 
-    def tokens_of(self, streams: Streams) -> int:
-        return self.codec.tokens_of(streams)
+    def token_count(self, streams: Streams) -> int:
+        return self.codec.token_count(streams)
 
     def cut(self, streams: Streams, tokens: int) -> Streams:
         own = self.side_car_layout(1, 1, 0)
@@ -188,29 +188,31 @@ class WithSideCars(Codec):
         """Return the part of ``scales`` that belongs to the side-cars."""
         return {name: layout for side_car in self.side_cars for name, layout in side_car.layout(batch, heads, tokens).items()}
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        rows = self.codec.usual_entries(batch, heads, tokens)
-        return rows | {name: count for side_car in self.side_cars for name, count in side_car.usual_entries(batch, heads, tokens).items()}
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        counts = self.codec.usual_entry_counts(batch, heads, tokens)
+        for side_car in self.side_cars:
+            counts |= side_car.usual_entry_counts(batch, heads, tokens)
+        return counts
 
     def entries(self, streams: Streams) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
         return counts | {name: count for side_car in self.side_cars for name, count in side_car.entries(streams).items()}
 
-    def ordered(self, streams: Streams) -> dict[str, torch.Tensor]:
-        return {name: token for side_car in self.side_cars for name, token in side_car.ordered(streams).items()}
+    def entry_tokens(self, streams: Streams) -> dict[str, torch.Tensor]:
+        return {name: token for side_car in self.side_cars for name, token in side_car.entry_tokens(streams).items()}
 
-    def shifted(self, streams: Streams, tokens: int) -> dict[str, torch.Tensor]:
-        return {name: stream for side_car in self.side_cars for name, stream in side_car.shifted(streams, tokens).items()}
+    def shift_tokens(self, streams: Streams, tokens: int) -> dict[str, torch.Tensor]:
+        return {name: stream for side_car in self.side_cars for name, stream in side_car.shift_tokens(streams, tokens).items()}
 
-    def selected(self, streams: Streams, indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: stream for side_car in self.side_cars for name, stream in side_car.selected(streams, indices).items()}
+    def select_sequences(self, streams: Streams, indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: stream for side_car in self.side_cars for name, stream in side_car.select_sequences(streams, indices).items()}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, heads, tokens, dim = x.shape
         encoder = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter([x])), None)
         return {**encoder.streams, **encoder.encode(x, 0)}
 
-    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Watch | None = None) -> RunEncoder:
+    def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Observer | None = None) -> RunEncoder:
         """Begin a run as in ``Codec.begin``.
 
         ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
@@ -227,8 +229,8 @@ class WithSideCars(Codec):
             result = kernel(self.codec, block) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if result is None else result
             streams |= self._sketches(block, {**inner.streams, **streams}, own | taken) | taken
-            if x.numel() and not x.abs().amax().item() < _LARGE:
-                _finite(self.decode({**inner.streams, **own, **streams}), "decoded")
+            if x.numel() and not x.abs().amax().item() < _SAFE_MAGNITUDE:
+                _require_finite(self.decode({**inner.streams, **own, **streams}), "decoded")
             return streams
 
         return RunEncoder({**inner.streams, **own}, encode)
@@ -246,23 +248,23 @@ class WithSideCars(Codec):
         for tokens in reversed(kept):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
-            add(value_map.begin(self._less_vectors(steps.run()), before))
-        steps.add(lambda block, _: (_finite(block, "rotated in blocks"), {}))
+            add(value_map.begin(self._subtract_vectors(steps.run()), before))
+        steps.add(lambda block, _: (_require_finite(block, "rotated in blocks"), {}))
         for vector in self.page_vectors:
             add(vector.begin(steps.run(), self.rotation))
         if self.frame_parts:
             steps.add(lambda block, _: (self.rotation.forward(block), {}))
             for part in self.frame_parts:
                 add(part.begin(steps.run(), before))
-            steps.add(lambda block, _: (_finite(self.rotation.inverse(block), "rotated"), {}))
+            steps.add(lambda block, _: (_require_finite(self.rotation.inverse(block), "rotated"), {}))
         return steps, own
 
-    def _less_vectors(self, run: Run) -> Run:
+    def _subtract_vectors(self, run: Run) -> Run:
         """Subtract the page vectors from ``run``, because maps are measured on what the codec will encode."""
         if self.page_vectors:
             run = replace(run, whole=run.blocks)
         for vector in self.page_vectors:
-            run = replace(run, blocks=partial(_mapped, vector.rest, run.blocks))
+            run = replace(run, blocks=partial(_map_blocks, vector.without_vectors, run.blocks))
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
@@ -289,18 +291,19 @@ class WithSideCars(Codec):
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all side-cars to the codec's decoded ``frame``, in the coded frame."""
-        frame = self._corrected(frame, streams)
+        frame = self._apply_side_cars(frame, streams)
         for tokens in self.kept_tokens:
-            frame = tokens.put(frame, self.coded(tokens.kept(streams), tokens.places(streams)[1], streams), streams)
+            sequences = tokens.token_positions(streams)[1]
+            frame = tokens.put(frame, self.to_coded_frame(tokens.kept_values(streams), sequences, streams), streams)
         return frame
 
-    def coded(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def to_coded_frame(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Map ``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, to the coded frame."""
         if not len(kept):
             return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
         names = [name for name, layout in self.row_layouts.items() if layout.per == "run"]
-        rows = {name: rows_of(streams[name], 0, sequence) for name in names}
+        rows = {name: take_rows(streams[name], 0, sequence) for name in names}
         kept = kept[:, :, None]
         for value_map in self.value_maps:
             kept = value_map.forward(kept, rows)
@@ -311,12 +314,12 @@ class WithSideCars(Codec):
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all side-cars to the codec's decoded ``frame``, and return it in the original frame."""
-        values = self.original(self._corrected(frame, streams), streams)
+        values = self.original(self._apply_side_cars(frame, streams), streams)
         for tokens in self.kept_tokens:
-            values = tokens.put(values, tokens.kept(streams), streams)
+            values = tokens.put(values, tokens.kept_values(streams), streams)
         return values
 
-    def _corrected(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def _apply_side_cars(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         for part in reversed(self.frame_parts):
             frame = part.put(frame, streams)
         for vector in self.page_vectors:
@@ -370,7 +373,7 @@ class WithSideCars(Codec):
         return self.codec.chunk_rules()
 
 
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
+def _map_blocks(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable[[], Iterator[torch.Tensor]]) -> Iterator[torch.Tensor]:
     return map(change, blocks())
 
 
@@ -386,7 +389,7 @@ class _Steps:
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Pass a block, with first token ``start``, through all steps; return it and their streams."""
-        return _after(tuple(self._steps), block, start)
+        return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:
         """Return the run after the steps so far; errors name the tokens of a block."""
@@ -399,7 +402,7 @@ class _Steps:
             for block in self._run.blocks():
                 stop = start + block.shape[2]
                 try:
-                    after, _ = _after(steps, block, start)
+                    after, _ = _apply_steps(steps, block, start)
                 except OutOfRange as error:
                     raise OutOfRange(f"tokens {start} to {stop}: {error}") from None
                 yield after
@@ -408,7 +411,7 @@ class _Steps:
         return replace(self._run, blocks=blocks)
 
 
-def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     streams: dict[str, torch.Tensor] = {}
     for step in steps:
         block, result = step(block, start)
@@ -416,7 +419,7 @@ def _after(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> tuple[
     return block, streams
 
 
-def _finite(x: torch.Tensor, what: str) -> torch.Tensor:
+def _require_finite(x: torch.Tensor, what: str) -> torch.Tensor:
     """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``what``, if a value is not finite."""
     # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():

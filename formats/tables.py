@@ -12,65 +12,65 @@ from .lazy import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TABLES_KEPT = 64
+MAX_CACHED_TABLES = 64
 """The most small tables and packings cached of each kind: file headers ask for them, so their number needs a bound."""
 
-_MAX_KEPT = 1024
-"""Maximum number of entries of ``Kept``."""
-KEPT_BYTES = 1 << 24
+_MAX_ENTRIES = 1024
+"""Maximum number of entries of ``BoundedCache``."""
+MAX_CACHED_BYTES = 1 << 24
 """Maximum number of bytes of all cached tensors: each header may ask for another table of megabytes."""
 
-_kept: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
-_bytes = 0
+_cached: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+_cached_bytes = 0
 _lock = threading.Lock()
 
 
-def kept_on_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Cache the results of ``compute`` by argument; the returned function takes ``device`` as its last argument.
 
-    The most recently used tables are kept, at most ``KEPT_BYTES`` in total.
+    The most recently used tables are kept, at most ``MAX_CACHED_BYTES`` in total.
     """
 
     def table(*arguments: Any) -> torch.Tensor:
         device = str(arguments[-1])
         key = (compute, device, *arguments[:-1])
         with _lock:
-            cached = _kept.get(key)
+            cached = _cached.get(key)
             if cached is not None:
-                _kept.move_to_end(key)
+                _cached.move_to_end(key)
                 return cached
         # A tensor made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
             computed = compute(*arguments[:-1]).to(device)
-        _keep(key, computed)
+        _store(key, computed)
         return computed
 
     return table
 
 
-def _keep(key: tuple[Any, ...], made: torch.Tensor) -> None:
-    global _bytes
+def _store(key: tuple[Any, ...], made: torch.Tensor) -> None:
+    global _cached_bytes
     with _lock:
-        if key not in _kept:
-            _kept[key] = made
-            _bytes += made.nbytes
-        while _bytes > KEPT_BYTES:
-            _bytes -= _kept.popitem(last=False)[1].nbytes
+        if key not in _cached:
+            _cached[key] = made
+            _cached_bytes += made.nbytes
+        while _cached_bytes > MAX_CACHED_BYTES:
+            _cached_bytes -= _cached.popitem(last=False)[1].nbytes
 
 
-def _renew_lock() -> None:
+def _replace_lock() -> None:
     """Replace the lock in a forked child: a parent thread that holds it does not exist there."""
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_replace_lock)
 
 
-class Kept(dict[Any, Any]):
+class BoundedCache(dict[Any, Any]):
     """A dictionary of derived values that clears itself when it has many entries."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if len(self) >= _MAX_KEPT:
+        if len(self) >= _MAX_ENTRIES:
             self.clear()
         super().__setitem__(key, value)

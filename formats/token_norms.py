@@ -5,32 +5,32 @@ from __future__ import annotations
 from .base import HALF_LIMIT, NORMS, stored_norm
 from .errors import OutOfRange
 from .lazy import torch
-from .tables import kept_on_device
+from .tables import cache_per_device
 
 LOG8 = "log8"
 TOKEN_NORMS = {**NORMS, LOG8: "U8"}
 """Stored dtypes of the norms of tokens, by parameter value."""
 
-FEATURE = "log-norms"
+LOG_NORMS_FEATURE = "log-norms"
 """Required feature of codecs whose norms are bytes."""
 
-STEPS, OCTAVE = 16, -7
+STEPS_PER_OCTAVE, MIN_LOG2 = 16, -7
 """Codes of an octave, and the binary logarithm of the smallest norm above zero, which code 1 is."""
 
 _CODES = 256
 
 
-def features_of(norm: str) -> frozenset[str]:
+def norm_features(norm: str) -> frozenset[str]:
     """Return the required features of a codec that stores norms as ``norm``."""
-    return frozenset({FEATURE} if norm == LOG8 else ())
+    return frozenset({LOG_NORMS_FEATURE} if norm == LOG8 else ())
 
 
-def _power(place: float) -> float:
-    return float(2.0 ** (OCTAVE + place / STEPS))
+def _code_norm(place: float) -> float:
+    return float(2.0 ** (MIN_LOG2 + place / STEPS_PER_OCTAVE))
 
 
-LARGEST_LOG8 = _power(_CODES - 2)
-LOG8_LIMIT = _power(_CODES - 1.5)
+LARGEST_LOG8 = _code_norm(_CODES - 2)
+LOG8_LIMIT = _code_norm(_CODES - 1.5)
 """The smallest norm that would round to a larger one than there is."""
 
 LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
@@ -40,19 +40,19 @@ LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LO
 """The largest finite number of each stored dtype."""
 
 
-@kept_on_device
+@cache_per_device
 def log8_values() -> torch.Tensor:
     """Return the norm of each code, float32 ``[256]``."""
-    return torch.tensor([0.0, *(_power(place) for place in range(_CODES - 1))], dtype=torch.float32)
+    return torch.tensor([0.0, *(_code_norm(place) for place in range(_CODES - 1))], dtype=torch.float32)
 
 
-@kept_on_device
+@cache_per_device
 def log8_bounds() -> torch.Tensor:
     """Return the least norm of each code from 1 on, float32 ``[255]``: half steps, and half of the smallest norm."""
-    return torch.tensor([_power(0) / 2, *(_power(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
+    return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
-def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
+def encode_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
     """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, naming ``what``, if one does not fit."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], what)
@@ -66,6 +66,6 @@ def stored_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
     return torch.bucketize(values, log8_bounds(values.device), right=True).to(torch.uint8)
 
 
-def decoded_norms(stored: torch.Tensor) -> torch.Tensor:
+def decode_norms(stored: torch.Tensor) -> torch.Tensor:
     """Return the ``stored`` norms as float32 of the same shape."""
     return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)

@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
 from .base import MAX_DIM, Layout, Run, RunEncoder
-from .basis import DIGEST_BYTES, MAX_LAYER, not_given
+from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .family import CodecFamily, among, ranged
-from .frames import LARGEST_LEVEL, SCALES_PER_OCTAVE
+from .family import CodecFamily, in_range, one_of
+from .frames import MAX_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
 from .products import product
 from .rans_checks import check_ends, check_states
-from .transform_chunks import ChunkList, Symbols, coded, halves, in_order, joined, levels_of, stream_of, symbols_of
-from .value_blocks import first_place, row_blocks, rows_at, value_blocks, values_between
+from .transform_chunks import (
+    ChunkList,
+    Symbols,
+    decode_levels,
+    decode_symbols,
+    encode_chunks,
+    flatten_chunks,
+    join_halves,
+    split_halves,
+    to_stream,
+)
+from .value_blocks import first_index, read_values, row_blocks, take_rows, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +46,12 @@ if TYPE_CHECKING:
 SIDES = ("k", "v")
 SCOPES = ("head", "layer")
 """Scopes of a frame: the channels of one head, or of all heads of a layer."""
-CHUNKS = (16, 32, 64, 128, 256)
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
-_COUNTS = ("columns", "tokens", "word_counts")
+_COUNT_STREAMS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
-_USUAL_BITS = 0.5
+_TYPICAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
 """Symbols that are decoded at once, if one sequence of a token group has no more; chunks without columns need almost no bytes."""
 
@@ -54,15 +64,15 @@ class Transform(CodecFamily):
     """
 
     id: ClassVar[str] = "transform"
-    takes_side_cars: ClassVar[bool] = False
+    supports_all_side_cars: ClassVar[bool] = False
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
     basis: bytes
-    layer: int = field(metadata=ranged(0, MAX_LAYER))
-    side: str = field(metadata=among(SIDES))
-    scope: str = field(metadata=among(SCOPES))
-    step: int = field(metadata=ranged(0, MAX_STEP))
-    chunk: int = field(metadata=among(CHUNKS))
+    layer: int = field(metadata=in_range(0, MAX_LAYER))
+    side: str = field(metadata=one_of(SIDES))
+    scope: str = field(metadata=one_of(SCOPES))
+    step: int = field(metadata=in_range(0, MAX_STEP))
+    chunk: int = field(metadata=one_of(CHUNK_SIZES))
     source: Frames | None = field(default=None, compare=False, repr=False, metadata={"stored": False, "steers": False})
 
     def __post_init__(self) -> None:
@@ -95,7 +105,7 @@ class Transform(CodecFamily):
     @property
     def nominal_bits(self) -> float:
         """Bits predicted by the basis; without one, those of an ordinary recipe."""
-        return _USUAL_BITS if self.source is None else self.source.expected_bits(self.step)
+        return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
     def token_group(self) -> int:
@@ -111,7 +121,7 @@ class Transform(CodecFamily):
         return frozenset({self.basis})
 
     @property
-    def place(self) -> str:
+    def basis_location(self) -> str:
         """The part of the basis that the codec needs, for messages."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
@@ -129,34 +139,34 @@ class Transform(CodecFamily):
             "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
         }
 
-    def tokens_of(self, streams: Mapping[str, torch.Tensor]) -> int:
+    def token_count(self, streams: Mapping[str, torch.Tensor]) -> int:
         counts = streams["tokens"][0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
         return int(counts.clamp_max(self.chunk).sum())
 
-    def usual_entries(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {"words": int(batch * heads * tokens * self.dim * self.nominal_bits) // 16}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        halves = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
-        return {"words": (halves[..., 0] + (halves[..., 1] << 16)).sum(1).T}
+        pairs = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+        return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
         """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
         if self.source is None:
-            raise not_given(self.place)
+            raise missing_basis(self.basis_location)
         try:
-            return self.source.of_heads(heads, self.dim)
+            return self.source.for_heads(heads, self.dim)
         except InvalidParameter as error:
-            raise InvalidParameter(f"the {self.place}: {error}") from None
+            raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
-    def rope_of(self, source: Frames) -> Rope | None:
+    def side_rope(self, source: Frames) -> Rope | None:
         """Return the RoPE to apply to this side, or None."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
         first = run.position
         if first is None:
-            first = 0 if before is None or self.side == "v" else _following(before)
+            first = 0 if before is None or self.side == "v" else _next_position(before)
         return RunEncoder({}, lambda block, start: self._encode(block, first + start))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -169,7 +179,7 @@ class Transform(CodecFamily):
     def _encode(self, x: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
         batch, heads, tokens, _ = x.shape
         source = self.source_for(heads)
-        rope = self.rope_of(source)
+        rope = self.side_rope(source)
         if rope is not None:
             if rope.longest is not None and position + tokens > rope.longest:
                 raise OutOfRange(
@@ -180,37 +190,37 @@ class Transform(CodecFamily):
             # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap.
             position %= _POSITIONS
             position = position if position + tokens <= _POSITIONS else 0
-            x = rope.turned(x.to(torch.float32), position, back=True)
+            x = rope.rotate(x.to(torch.float32), position, back=True)
         wide = (
             x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
         )
-        rows = source.rows_on(x.device)
+        rows = source.rows_on_device(x.device)
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
-        if levels.numel() and not float(levels.abs().amax()) <= LARGEST_LEVEL:
-            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the limit is {LARGEST_LEVEL}")
+        if levels.numel() and not float(levels.abs().amax()) <= MAX_LEVEL:
+            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the limit is {MAX_LEVEL}")
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
         result = [
             blocks[:, :, start : start + self.chunk].transpose(2, 3).to(torch.int64).cpu().numpy() for start in range(0, tokens, self.chunk)
         ]
-        streams = self.coded(result, source, (batch, heads))
+        streams = self.encode_levels(result, source, (batch, heads))
         if self.side == "k":
             first = (position + self.chunk * numpy.arange(len(result))) % _POSITIONS
-            streams["positions"] = numpy.broadcast_to(halves(first), (batch, 1, len(result), 2))
-        return {name: stream_of(streams[name], x.device) for name in self.row_layouts}
+            streams["positions"] = numpy.broadcast_to(split_halves(first), (batch, 1, len(result), 2))
+        return {name: to_stream(streams[name], x.device) for name in self.row_layouts}
 
-    def tables_of(self, source: Frames, heads: int) -> Numbers:
+    def column_tables(self, source: Frames, heads: int) -> Numbers:
         """Return the table number of every column of every block, uint8 ``[kv_head, column]``."""
         result = source.tables_at(self.step).astype(numpy.uint8)
         return result if self.scope == "head" else result.reshape(self.dim, heads).T
 
-    def coded(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
+    def encode_levels(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
         """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
 
         ``source`` contains the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
         """
-        return coded(groups, source.tables, self.tables_of(source, shape[1]), shape)
+        return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
         """Yield the number of the first chunk and the symbols of pieces of ``streams``: whole sequences of a token group.
@@ -219,7 +229,7 @@ class Transform(CodecFamily):
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
-        chunks = ChunkList.of(streams, self.tables_of(source, heads), self.chunk)
+        chunks = ChunkList.from_streams(streams, self.column_tables(source, heads), self.chunk)
         at_once = heads * max(1, _SYMBOLS_AT_ONCE // (heads * self.chunk * self.dim))
         for first in range(0, batch * heads * rows, at_once):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
@@ -228,11 +238,11 @@ class Transform(CodecFamily):
         """Decode all tokens in the chunks of ``streams``; of a cut chunk, the first ones."""
         batch, heads, _ = streams["columns"].shape
         device, source = streams["columns"].device, self.source_for(heads)
-        tokens = numpy.minimum(in_order(streams["tokens"])[::batch], self.chunk)
+        tokens = numpy.minimum(flatten_chunks(streams["tokens"])[::batch], self.chunk)
         ends = numpy.cumsum(tokens)
         out = torch.empty(batch, heads, int(tokens.sum()), self.dim, dtype=torch.float32, device=device)
-        rope = self.rope_of(source)
-        positions = None if rope is None else _positions(streams["positions"])
+        rope = self.side_rope(source)
+        positions = None if rope is None else _join_positions(streams["positions"])
         for first, part in self.symbols(streams):
             values = self._values(part, source)
             for begin in range(0, len(values), heads):
@@ -241,7 +251,7 @@ class Transform(CodecFamily):
                 to = out[b, :, int(ends[row]) - count : int(ends[row])]
                 x = self._token_group(values[own], part.columns[own], count, source, device)
                 if positions is not None and rope is not None:
-                    rope.turned(x, int(positions[b, row]), out=to)
+                    rope.rotate(x, int(positions[b, row]), out=to)
                 else:
                     to.copy_(x)
         return out
@@ -249,7 +259,7 @@ class Transform(CodecFamily):
     def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
         """Return the values of the symbols of every chunk, float32 ``[column, token]``."""
         tables = source.tables
-        by_symbol = (tables.by_symbol * self.step_size).numpy()
+        by_symbol = (tables.symbol_values * self.step_size).numpy()
         places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)
         places += found.symbols
         values = by_symbol.take(places)
@@ -262,7 +272,7 @@ class Transform(CodecFamily):
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
         """Return the ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
-        heads, rows = len(values), source.rows_on(device)
+        heads, rows = len(values), source.rows_on_device(device)
         if self.scope == "head":
             return torch.stack(
                 [
@@ -271,11 +281,11 @@ class Transform(CodecFamily):
                 ]
             )
         # Column c of the layer's frame is column c div heads of block c mod heads.
-        joined = torch.empty(int(columns.max()), heads, tokens, dtype=torch.float32, device="cpu")
+        interleaved = torch.empty(int(columns.max()), heads, tokens, dtype=torch.float32, device="cpu")
         for h, head_values in enumerate(values):
-            joined[: len(head_values), h] = head_values
-            joined[len(head_values) :, h] = 0.0
-        wide = joined.flatten(0, 1).to(device)
+            interleaved[: len(head_values), h] = head_values
+            interleaved[len(head_values) :, h] = 0.0
+        wide = interleaved.flatten(0, 1).to(device)
         x = torch.addmm(rows[0, 0], wide.T, rows[0, 1 : 1 + len(wide)])
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
@@ -287,16 +297,16 @@ class Transform(CodecFamily):
         last["words"] = words[:, :, words.shape[2] - count :]
         source, again = self.source_for(heads), []
         for _, part in self.symbols(last):
-            group = numpy.stack([levels[:, :tokens] for levels in levels_of(part, source.tables, self.dim)])
+            group = numpy.stack([levels[:, :tokens] for levels in decode_levels(part, source.tables, self.dim)])
             sequences = len(group) // heads
-            again.append(self.coded([group.reshape(sequences, heads, self.dim, tokens)], source, (sequences, heads)))
+            again.append(self.encode_levels([group.reshape(sequences, heads, self.dim, tokens)], source, (sequences, heads)))
         device = words.device
         result = {name: stream for name, stream in streams.items() if name in ("positions", "words")}
         result["words"] = torch.cat(
-            [words[:, :, : words.shape[2] - count], *(stream_of(encoded_again["words"], device) for encoded_again in again)], 2
+            [words[:, :, : words.shape[2] - count], *(to_stream(encoded_again["words"], device) for encoded_again in again)], 2
         )
         for name in ("tokens", "columns", "states", "word_counts"):
-            coded_again = torch.cat([stream_of(encoded_again[name], device) for encoded_again in again], 0)
+            coded_again = torch.cat([to_stream(encoded_again[name], device) for encoded_again in again], 0)
             result[name] = torch.cat([streams[name][:, :, :-1], coded_again], 2)
         return {name: result[name] for name in streams}
 
@@ -307,12 +317,12 @@ class Transform(CodecFamily):
         """Refuse nonexistent columns, states below 2^16, and word counts that do not match the words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
-                at = first_place(block > self.dim, first, arrays["columns"].shape)
+                at = first_index(block > self.dim, first, arrays["columns"].shape)
                 raise InvalidPayload(
                     f"{where}.columns: the count at {at} is {block[(block > self.dim).argmax()]}, expected at most the head dim, {self.dim}"
                 )
         check_states(arrays["states"], where)
-        counted = sum(int(joined(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
+        counted = sum(int(join_halves(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(
                 f"{where}.word_counts: the counts sum to {counted}, but {where}.words has {arrays['words'].shape[2]} words"
@@ -325,7 +335,7 @@ class Transform(CodecFamily):
         """Raise InvalidPayload unless the token counts match the runs."""
         rows = arrays["columns"].shape[2]
         expected = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
-        tokens = values_between(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
+        tokens = read_values(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
             b, row = (int(index) for index in numpy.argwhere(tokens != expected)[0])
             raise InvalidPayload(f"{where}.tokens: the count at {[b, 0, row]} is {tokens[b, row]}, expected {expected[row]} from the run")
@@ -339,21 +349,22 @@ class Transform(CodecFamily):
         if self.source is None or not rows:
             return
         source = self.source_for(heads)
-        numbers = self.tables_of(source, heads)
-        columns, tokens, pairs = (values_between(arrays[name], 0, math.prod(arrays[name].shape)).astype(numpy.int64) for name in _COUNTS)
+        numbers = self.column_tables(source, heads)
+        counted = (arrays[name] for name in _COUNT_STREAMS)
+        columns, tokens, pairs = (read_values(array, 0, math.prod(array.shape)).astype(numpy.int64) for array in counted)
         columns, pairs = (one.reshape(batch * heads, rows, -1).swapaxes(0, 1).reshape(batch * heads * rows, -1) for one in (columns, pairs))
-        counts, tokens = joined(pairs), tokens.reshape(batch, rows)
+        counts, tokens = join_halves(pairs), tokens.reshape(batch, rows)
         ends = numpy.cumsum(counts)
         at_once = max(1, _SYMBOLS_AT_ONCE // (self.chunk * self.dim))
         for first in range(0, batch * heads * rows, at_once):
             last = min(first + at_once, batch * heads * rows)
             row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (rows, batch, heads))
-            result = symbols_of(
+            result = decode_symbols(
                 numpy.minimum(columns[first:last, 0], self.dim),
                 numpy.minimum(tokens[sequence, row], self.chunk),
                 counts[first:last],
-                rows_at(arrays["states"], 2 * rans.LANES, (sequence * heads + head) * rows + row),
-                values_between(arrays["words"], int(ends[first] - counts[first]), int(ends[last - 1])),
+                take_rows(arrays["states"], 2 * rans.LANES, (sequence * heads + head) * rows + row),
+                read_values(arrays["words"], int(ends[first] - counts[first]), int(ends[last - 1])),
                 numbers[head],
                 source.tables,
             )
@@ -375,14 +386,14 @@ class Transform(CodecFamily):
 
 def default_chunk(dim: int) -> int:
     """Return the maximum number of tokens of a chunk at head dim ``dim``."""
-    return max(chunk for chunk in CHUNKS if chunk * dim <= rans.MAX_SYMBOLS)
+    return max(chunk for chunk in CHUNK_SIZES if chunk * dim <= rans.MAX_SYMBOLS)
 
 
-def _positions(stream: torch.Tensor) -> Numbers:
+def _join_positions(stream: torch.Tensor) -> Numbers:
     """Decode a stream ``[batch, 1, row, 2]`` to positions, int64 ``[batch, row]``."""
-    return joined(stream.cpu().numpy().astype(numpy.int64)[:, 0])
+    return join_halves(stream.cpu().numpy().astype(numpy.int64)[:, 0])
 
 
-def _following(before: Mapping[str, torch.Tensor]) -> int:
+def _next_position(before: Mapping[str, torch.Tensor]) -> int:
     """Return the position after the last token of a run."""
-    return int(_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))
+    return int(_join_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))

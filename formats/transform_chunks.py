@@ -14,7 +14,7 @@ from .lazy import numpy, torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .frames import Tables
+    from .frames import SymbolTables
 
     Numbers = numpy.ndarray[Any, Any]
 
@@ -39,7 +39,7 @@ class Symbols(NamedTuple):
     states: Numbers
 
 
-def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
+def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
     """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
 
     ``numbers`` ``[kv_head, column]`` are the table numbers of the columns; ``shape`` is batch and kv_head. Raises OutOfRange for levels
@@ -77,7 +77,7 @@ def coded(groups: Sequence[Numbers], tables: Tables, numbers: Numbers, shape: tu
         "tokens": arranged(sizes)[:, :1],
         "columns": arranged(columns),
         "states": arranged(encoded.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
-        "word_counts": arranged(halves(counts)),
+        "word_counts": arranged(split_halves(counts)),
         "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
     }
 
@@ -98,15 +98,16 @@ class ChunkList(NamedTuple):
     tables: Numbers
 
     @classmethod
-    def of(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
+    def from_streams(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
         """List the chunks of ``streams``, of at most ``chunk`` tokens each."""
         batch, heads, rows = streams["columns"].shape
-        columns, counts = numpy.minimum(in_order(streams["columns"]), tables.shape[1]), joined(in_order(streams["word_counts"]))
-        tokens = numpy.minimum(in_order(streams["tokens"].expand(batch, heads, rows)), chunk)
+        columns = numpy.minimum(flatten_chunks(streams["columns"]), tables.shape[1])
+        counts = join_halves(flatten_chunks(streams["word_counts"]))
+        tokens = numpy.minimum(flatten_chunks(streams["tokens"].expand(batch, heads, rows)), chunk)
         words, states = (streams[name].detach().cpu().numpy() for name in ("words", "states"))
         return cls(columns, tokens, counts, numpy.cumsum(counts), words.reshape(-1), states, tables)
 
-    def symbols(self, first: int, last: int, tables: Tables) -> Symbols:
+    def symbols(self, first: int, last: int, tables: SymbolTables) -> Symbols:
         """Return the symbols of the chunks from ``first`` to ``last``."""
         batch, heads, _ = self.states.shape[:3]
         row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (self.states.shape[2], batch, heads))
@@ -114,13 +115,13 @@ class ChunkList(NamedTuple):
         begin = int(self.ends[first] - self.counts[first]) if last > first else 0
         words = self.words[begin : begin + int(counts.sum())]
         of_columns = self.tables[head]
-        return symbols_of(
+        return decode_symbols(
             self.columns[first:last], self.tokens[first:last], counts, self.states[sequence, head, row], words, of_columns, tables
         )
 
 
-def symbols_of(
-    columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: Tables
+def decode_symbols(
+    columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: SymbolTables
 ) -> Symbols:
     """Decode the symbols of chunks with these ``columns``, ``tokens`` and word ``counts``; ``words`` holds one chunk after another.
 
@@ -143,7 +144,7 @@ def symbols_of(
     return Symbols(symbols, columns, tokens, table, escaped, decoded.read + ESCAPE_WORDS * escapes, counts, decoded.states)
 
 
-def levels_of(found: Symbols, tables: Tables, dim: int) -> list[Numbers]:
+def decode_levels(found: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
     """Return the levels of every chunk, int64 ``[column, token]`` with all ``dim`` columns."""
     levels = found.symbols.astype(numpy.int64) - (tables.reach + 1)
     levels[found.symbols == 0] = found.escaped
@@ -160,23 +161,23 @@ def _used_columns(levels: Numbers) -> int:
     return int(used[-1]) + 1 if len(used) else 0
 
 
-def in_order(stream: torch.Tensor) -> Numbers:
+def flatten_chunks(stream: torch.Tensor) -> Numbers:
     """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head; returns int64."""
     result: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return result.reshape(-1, *result.shape[3:])
 
 
-def joined(pairs: Numbers) -> Numbers:
+def join_halves(pairs: Numbers) -> Numbers:
     """Join the low and high halves ``[..., 2]`` of 32-bit numbers to int64."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 
 
-def halves(values: Numbers) -> Numbers:
+def split_halves(values: Numbers) -> Numbers:
     """Split ``values`` into low and high 16 bits, uint16 ``[..., 2]``."""
     return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
 
 
-def stream_of(numbers: Numbers, device: torch.device) -> torch.Tensor:
+def to_stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
     """Convert 16-bit ``numbers`` to a stream on ``device``."""
     return torch.from_numpy(numpy.array(numbers, numpy.uint16, order="C")).to(device)

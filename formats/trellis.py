@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM, Layout
 from .columns import Columns
-from .encoding_blocks import encoded_by_rows
+from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter
-from .family import SEED, STEERING, CodecFamily, among, ranged
+from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import torch
-from .norm_rule import NORM_RULES, norm_rule_of, unbiased_norm, unit_rows
+from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .rotation import KINDS
-from .tables import kept_on_device
-from .token_norms import TOKEN_NORMS, decoded_norms, features_of, stored_norms
+from .tables import cache_per_device
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,14 +55,14 @@ class Trellis(CodecFamily):
 
     id: ClassVar[str] = "trellis"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
-    bits: int = field(metadata=ranged(1, MAX_BITS))
-    state_bits: int = field(metadata=among(STATE_BITS))
-    norm: str = field(metadata=among(TOKEN_NORMS))
-    rotation_kind: str = field(metadata=among(KINDS))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
+    bits: int = field(metadata=in_range(1, MAX_BITS))
+    state_bits: int = field(metadata=one_of(STATE_BITS))
+    norm: str = field(metadata=one_of(TOKEN_NORMS))
+    rotation_kind: str = field(metadata=one_of(KINDS))
     seed: int = field(metadata=SEED)
     table: bytes
-    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=among(NORM_RULES) | STEERING)
+    norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class Trellis(CodecFamily):
         norm = cls.option(options, "norm", "fp16")
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
-        rule = norm_rule_of(options)
+        rule = read_norm_rule(options)
         options.finish()
         cls.check_value("dim", dim)
         _check_string(dim, bits)
@@ -90,7 +90,7 @@ class Trellis(CodecFamily):
 
     @property
     def features(self) -> frozenset[str]:
-        return features_of(self.norm)
+        return norm_features(self.norm)
 
     def packings(self) -> dict[str, Columns]:
         # A word is a symbol: any word is valid.
@@ -100,30 +100,30 @@ class Trellis(CodecFamily):
         return {"norm": Layout(TOKEN_NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.searched(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
+        return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
-    def searched(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
+    def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
         """Encode as ``encode``, with a ``search`` that returns what ``nearest_path`` does for ``rows_at_once`` rows."""
-        streams = encoded_by_rows(x, rows_at_once, partial(self._encode_rows, search))
-        return streams | {"norm": stored_norms(streams["norm"], self.norm, "norm of a token")}
+        streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
+        return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, search: Search, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with float32 norms."""
-        unit, norm = unit_rows(rows, self.rotation)
-        states = search(unit, values_of(self.table, unit.device), self.bits)
+        unit, norm = normalize_rows(rows, self.rotation)
+        states = search(unit, window_values(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
-            decoded = values_of(self.table, unit.device)[states]
+            decoded = window_values(self.table, unit.device)[states]
             norm = unbiased_norm(norm, unit, decoded, TOKEN_NORMS[self.norm])
         symbols = states >> self.state_bits - self.bits
-        return self.pack_digits(_words(symbols, self.bits)) | {"norm": norm}
+        return self.pack_digits(_pack_words(symbols, self.bits)) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        values = values_of(self.table, digits[0].device)[self.windows(digits[0])]
-        return values.mul_(decoded_norms(streams["norm"])[..., None])
+        values = window_values(self.table, digits[0].device)[self.windows(digits[0])]
+        return values.mul_(decode_norms(streams["norm"])[..., None])
 
     def windows(self, words: torch.Tensor) -> torch.Tensor:
         """Return the window of each channel, int64 ``[..., dim]``, given ``words``, integers ``[..., word]``."""
-        first = _first_bits(self.dim, self.bits, self.state_bits, words.device)
+        first = _window_starts(self.dim, self.bits, self.state_bits, words.device)
         word, shift = first >> 4, first & WORD_BITS - 1
         following = (word + 1) % words.shape[-1]
         both = words[..., word].to(torch.int64) | words[..., following].to(torch.int64) << WORD_BITS
@@ -174,7 +174,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
     return path.T.contiguous()
 
 
-def _words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack_words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack the string of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
@@ -206,13 +206,13 @@ def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
     return struct.pack(f"<{entries}e", *(max(-1.0, min(1.0, value * dim**-0.5)) for value in values))
 
 
-@kept_on_device
-def values_of(table: bytes) -> torch.Tensor:
+@cache_per_device
+def window_values(table: bytes) -> torch.Tensor:
     """Return the value of each window within a unit vector, float32 ``[2^state_bits]``."""
     return torch.tensor(struct.unpack(f"<{len(table) // 2}e", table), dtype=torch.float32)
 
 
-@kept_on_device
-def _first_bits(dim: int, bits: int, state_bits: int) -> torch.Tensor:
+@cache_per_device
+def _window_starts(dim: int, bits: int, state_bits: int) -> torch.Tensor:
     """Return the first bit of each channel's window, int64 ``[dim]``."""
     return (bits * torch.arange(1, dim + 1) - state_bits) % (dim * bits)

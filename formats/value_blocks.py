@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 BLOCK_VALUES = 1 << 17
 """Number of values that are checked at once."""
 
-_CACHES_OF_A_DEVICE = 32
+_DEVICE_BLOCK_FACTOR = 32
 
 
-def caches_of(device: torch.device) -> int:
+def block_factor(device: torch.device) -> int:
     """Return the factor by which blocks are larger on ``device`` than on the CPU, where they fit a core's cache.
 
     On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
     """
-    return 1 if device.type == "cpu" else _CACHES_OF_A_DEVICE
+    return 1 if device.type == "cpu" else _DEVICE_BLOCK_FACTOR
 
 
-def in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
+def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
     """Return the arrays if all are in memory: then a few reductions process them whole, without the global interpreter lock."""
     whole = []
     for array in arrays:
@@ -56,7 +56,7 @@ def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
     """Yield blocks of consecutive values, each with the flat index of its first value."""
     count = math.prod(array.shape)
     for start in range(0, count, BLOCK_VALUES):
-        yield start, values_between(array, start, min(start + BLOCK_VALUES, count))
+        yield start, read_values(array, start, min(start + BLOCK_VALUES, count))
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
@@ -70,16 +70,16 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
         blocks, stop = [], min(start + size, rows)
         for array in arrays:
             width = array.shape[-1]
-            blocks.append(values_between(array, start * width, stop * width).reshape(-1, width))
+            blocks.append(read_values(array, start * width, stop * width).reshape(-1, width))
         yield start, blocks
 
 
-def values_between(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
+def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
     """Return values ``[start, stop)`` of the flattened array, valid until other values of it are requested."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
-def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
     """Copy the rows ``numbers`` of ``width`` values each, in that order."""
     if isinstance(array, numpy.ndarray):
         result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
@@ -87,7 +87,7 @@ def rows_at(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy
     return numpy.stack([array.flat(number * width, (number + 1) * width).copy() for number in numbers.tolist()])
 
 
-def first_place(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
+def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
     """Return the index, in an array of ``shape``, of the first true value of ``wrong``, which starts at flat index ``first``."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
@@ -99,7 +99,7 @@ def check_finite(where: str, array: Array, what: str) -> None:
     for first, block in value_blocks(array):
         if not _all_finite(block):
             odd = ~numpy.isfinite(block)
-            at = first_place(odd, first, array.shape)
+            at = first_index(odd, first, array.shape)
             raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} must be finite")
 
 

@@ -18,7 +18,7 @@ from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
-from kvpack.formats.raw import HOLDS
+from kvpack.formats.raw import EXACT_DTYPES
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -115,7 +115,8 @@ def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | N
                 continue
             side = layer.sides[name]
             kept = side.codec.exact_dtype
-            may_round |= kept is not None and any(RAW_NAMES[dtype] not in HOLDS[kept] for dtype in (x.dtype, before.sides[name].tail.dtype))
+            dtypes = (x.dtype, before.sides[name].tail.dtype)
+            may_round |= kept is not None and any(RAW_NAMES[dtype] not in EXACT_DTYPES[kept] for dtype in dtypes)
             exact = x.shape[2] if kept is not None and not shown else min(x.shape[2], side.tail.shape[2])
             added = side.unpack(torch.float32)[:, :, side.tokens - exact :]
             assert torch.equal(added, x[:, :, x.shape[2] - exact :].to(torch.float32)), f"{name}: other values than those added"

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.arguments import check_flag, check_number, integer, shown
+from kvpack.formats.arguments import as_integer, check_flag, check_number, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
 from .cache.layer import Layer
@@ -91,7 +91,7 @@ def attend(
     torch.Size([1, 4, 1, 64])
     """
     if sliding_window is not None and type(sliding_window) is not int:
-        sliding_window = integer(sliding_window, "sliding_window")
+        sliding_window = as_integer(sliding_window, "sliding_window")
     # What the checks have let through once is launched without them: they take longer than the kernels.
     request: Any = None
     if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
@@ -256,8 +256,8 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
-    if sliding_window is not None and not 1 <= integer(sliding_window, "sliding_window") <= MAX_TOKENS:
-        raise InvalidParameter(f"sliding_window is {shown(sliding_window)}, expected an integer from 1 to {MAX_TOKENS}")
+    if sliding_window is not None and not 1 <= as_integer(sliding_window, "sliding_window") <= MAX_TOKENS:
+        raise InvalidParameter(f"sliding_window is {describe(sliding_window)}, expected an integer from 1 to {MAX_TOKENS}")
     if softcap is not None and not softcap > 0:
         raise InvalidParameter(f"softcap is {softcap}, expected a number above 0")
 
@@ -294,10 +294,10 @@ def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batc
     given: Any = numbers
     if not isinstance(given, torch.Tensor):
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            raise InvalidType(f"{name} is {shown(given)}; expected a list of integers, one for each sequence of the batch")
+            raise InvalidType(f"{name} is {describe(given)}; expected a list of integers, one for each sequence of the batch")
         for number, token in enumerate(given):
             if not isinstance(token, int) or isinstance(token, bool):
-                raise InvalidType(f"{name}[{number}] is {shown(token)}; expected integers")
+                raise InvalidType(f"{name}[{number}] is {describe(token)}; expected integers")
             _check_token(name, number, token, skipped + tokens)
         given = torch.tensor(list(given), dtype=torch.int64, device="cpu")
     if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool or given.is_quantized:

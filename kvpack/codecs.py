@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from .formats.arguments import shown
+from .formats.arguments import describe
 from .formats.errors import InvalidParameter, InvalidType
 
 _VALUE = re.compile(r"[^\s:;,=]+")
@@ -56,7 +56,7 @@ def _text(what: str, value: object) -> str:
         return f"{value:.6f}".rstrip("0").rstrip(".")
     if type(value) is int or (isinstance(value, str) and _VALUE.fullmatch(value)):
         return str(value)
-    raise InvalidType(f"{what} is {shown(value)}, expected a word, a number or a tuple of integers")
+    raise InvalidType(f"{what} is {describe(value)}, expected a word, a number or a tuple of integers")
 
 
 class Raw(CodecChoice):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvpack
-from kvpack.formats.tables import kept_on_device
+from kvpack.formats.tables import cache_per_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ FACTORIES = OF_DEFAULT_DTYPE | {"arange", "as_tensor", "asarray", "randint", "ra
 
 def _is_decorated(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any(
-        isinstance(one, ast.Name) and one.id == kept_on_device.__name__ for one in node.decorator_list
+        isinstance(one, ast.Name) and one.id == cache_per_device.__name__ for one in node.decorator_list
     )
 
 
@@ -65,5 +65,5 @@ def test_tensors_name_their_device_and_dtype(path: str) -> None:
 
 def test_what_is_left_open_is_found() -> None:
     assert _left_open("torch.zeros(3)") == ["line 1: torch.zeros without device and dtype"]
-    assert _left_open("@kept_on_device\ndef made() -> torch.Tensor:\n    return torch.eye(3)") == ["line 3: torch.eye without dtype"]
+    assert _left_open("@cache_per_device\ndef made() -> torch.Tensor:\n    return torch.eye(3)") == ["line 3: torch.eye without dtype"]
     assert _left_open("torch.arange(3, device=x.device)") == []

@@ -137,7 +137,7 @@ def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: Pa
     frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
     if not codec.kept_tokens:
         return [_part(page, first, 0, page.tokens, frame)]
-    kept = {token for tokens in codec.kept_tokens for token in tokens.places(page.streams)[0].tolist()}
+    kept = {token for tokens in codec.kept_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in kept})
         if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):
@@ -208,10 +208,10 @@ def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
 def _whole_page(codec: Codec, first: int, page: PackedRun, streams: Mapping[str, torch.Tensor], frame: PackedRun | None) -> SideSegment:
     if type(codec) is Group:
         # Scales of 8 bits are few: they are looked up once.
-        codec, streams = codec.with_pairs(streams)
+        codec, streams = codec.with_fp16_scales(streams)
     exact = True
     if type(codec) is Klt:
-        codec = codec.given(streams)
+        codec = codec.with_basis_rows(streams)
     if type(codec) is Minifloat:
         codec, streams = codec.with_wide_run_scale(streams)
         exact = minifloat.is_exact(codec, streams)

@@ -12,7 +12,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.base import DTYPE_BYTES
-from kvpack.formats.token_norms import OCTAVE, STEPS, TOKEN_NORMS
+from kvpack.formats.token_norms import MIN_LOG2, STEPS_PER_OCTAVE, TOKEN_NORMS
 
 from .bitfields import load_per_token
 from .tile_layout import second_token_offset
@@ -20,7 +20,7 @@ from .tile_layout import second_token_offset
 FACTOR_BITS = {norm: 8 * DTYPE_BYTES[dtype] for norm, dtype in TOKEN_NORMS.items()}
 """Bits of a token's norm by how it is stored."""
 
-LOG8_STEPS, LOG8_OCTAVE = tl.constexpr(STEPS), tl.constexpr(OCTAVE)
+LOG8_STEPS, LOG8_OCTAVE = tl.constexpr(STEPS_PER_OCTAVE), tl.constexpr(MIN_LOG2)
 
 LARGEST_FACTOR = tl.constexpr(2.0**127)
 """Factors are at most this in size."""

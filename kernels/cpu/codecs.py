@@ -21,10 +21,10 @@ from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
 from kvpack.formats.key_mean import CODES as MEAN_CODES
 from kvpack.formats.key_mean import SCALE as MEAN_SCALE
 from kvpack.formats.key_mean import KeyMean
-from kvpack.formats.klt import CODES, GAINS, HEAD_RUN_COLUMNS, Klt, columns_of
-from kvpack.formats.lossless import FORMS, Lossless
+from kvpack.formats.klt import CODES, GAIN_DTYPES, HEAD_RUN_COLUMNS, Klt, columns_by_width
+from kvpack.formats.lossless import FLOAT_FORMATS, Lossless
 from kvpack.formats.minifloat import Minifloat
-from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
+from kvpack.formats.octahedral import Octahedral, norm_extends_index, signed_directions
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.polar import Polar, angle_directions, uniform_directions
 from kvpack.formats.qjl import NORM as QJL_NORM
@@ -36,7 +36,7 @@ from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
-from kvpack.formats.trellis import Trellis, values_of
+from kvpack.formats.trellis import Trellis, window_values
 
 from . import library, rotations
 
@@ -166,7 +166,7 @@ def _scalar(codec: Scalar) -> Described | None:
     result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
-    channels = [channel for part in codec.parts for channel in part.channels]
+    channels = [channel for part in codec.channel_sets for channel in part.channels]
     kept = (ctypes.c_int32 * len(channels))(*channels)
     result.channels = kept
     tables = [signed_values(table, "cpu") for table in (codec.magnitude_table, codec.high_magnitude_table) if table]
@@ -178,7 +178,7 @@ def _octahedral(codec: Octahedral) -> Described | None:
     if result is None:
         return None
     result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
-    result.norm_with_index, result.norm_levels = norm_with_index(codec.b_dir, codec.b_norm), 1 << codec.b_norm
+    result.norm_with_index, result.norm_levels = norm_extends_index(codec.b_dir, codec.b_norm), 1 << codec.b_norm
     result.digit_bits = result.index_bits + (codec.b_norm if result.norm_with_index else 0)
     directions = signed_directions(codec.direction_table, "cpu")[: 1 << result.index_bits]
     norms = torch.tensor(struct.unpack(f"<{len(codec.norm_table) // 4}f", codec.norm_table), dtype=torch.float32, device="cpu")
@@ -254,7 +254,7 @@ _WHOLE_RUN = 1 << 62
 
 
 def _klt(codec: Klt) -> Described | None:
-    gain = GAINS[codec.gain]
+    gain = GAIN_DTYPES[codec.gain]
     result = _struct(codec, {} if gain is None else {"gain": (1, gain)})
     if result is None:
         return None
@@ -262,7 +262,7 @@ def _klt(codec: Klt) -> Described | None:
     streams = [*([] if gain is None else ["gain"]), BASIS]
     result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams) - 1, matrix
     if codec.fixed_heads is None:
-        channels = [column for columns in columns_of(codec.widths, codec.dim).values() for column in columns]
+        channels = [column for columns in columns_by_width(codec.widths, codec.dim).values() for column in columns]
         numbers = [*channels, *(places[0, column // RUN_COLUMNS] for column in channels)]
     else:
         result.heads_stream = len(streams)
@@ -315,7 +315,7 @@ def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
         if codec.fixed_heads is None:
             result[..., at : at + (1 << width)] = rows.table(run, width)
         else:
-            result[:, head, at : at + (1 << width)] = rows.tables_of((head,), (run,), width)[:, 0]
+            result[:, head, at : at + (1 << width)] = rows.head_tables((head,), (run,), width)[:, 0]
     return result
 
 
@@ -337,7 +337,7 @@ def _lossless(codec: Lossless) -> Described | None:
     result = _struct(codec, {})
     if result is None:
         return None
-    result.fraction_bits, result.chunk_stream = FORMS[codec.dtype].fraction_bits, len(_planes(codec))
+    result.fraction_bits, result.chunk_stream = FLOAT_FORMATS[codec.dtype].fraction_bits, len(_planes(codec))
     return _finished(result, codec, ["frequencies", "states", PLACES, "words"], [])
 
 
@@ -346,7 +346,7 @@ def _trellis(codec: Trellis) -> Described | None:
     if result is None:
         return None
     result.index_bits, result.digit_bits = codec.state_bits, codec.bits
-    return _finished(result, codec, ["norm"], [values_of(codec.table, "cpu")])
+    return _finished(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 
 
 def _completed(codec: WithSideCars) -> Described | None:

@@ -15,7 +15,7 @@ import torch
 from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
-from kvpack.formats.head_norms import PAGE
+from kvpack.formats.head_norms import PAGE_TOKENS
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.minifloat import Minifloat, run_scales
@@ -190,7 +190,7 @@ def _encode_centered(
     mean = _measured(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
     if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
         return None
-    own = key_mean.stored(codec.rotation.forward(mean))
+    own = key_mean.encode_means(codec.rotation.forward(mean))
     vectors = codec.rotation.inverse(key_mean.vectors(own)).contiguous()
     streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, coded)
     return None if streams is None else {name: (streams | own)[name] for name in codec.row_layouts}
@@ -286,19 +286,19 @@ def measures(x: torch.Tensor) -> bool:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``formats.head_norms.norms_of`` in C. Raises MemoryError."""
+    """Compute ``formats.head_norms.norms_per_head`` in C. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
     if x.numel():
         values = library.Stream.of(x)
-        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE}
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE_TOKENS}
         pointers = {"norms": result.data_ptr(), "left_out": left_out.ctypes.data}
         run_raw_slots(library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes))
     return result
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0) -> bool | None:
-    """Return ``formats.head_norms.has_large``; None for sizes that are not contiguous float32.
+    """Return ``formats.head_norms.has_large_size``; None for sizes that are not contiguous float32.
 
     ``level`` is an index into ``library.levels()``.
     """
@@ -326,7 +326,7 @@ def _has_large(sizes: torch.Tensor, kind: int, tokens: int, members: int, ratio:
     if not sizes.numel() or not sizes.is_contiguous():
         return None
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
-    call = library.Sizes(sizes.data_ptr(), kind, rows, tokens, members, PAGE, ratio, level)
+    call = library.Sizes(sizes.data_ptr(), kind, rows, tokens, members, PAGE_TOKENS, ratio, level)
     compiled = library.library()
     assert compiled is not None
     return bool(compiled.kvpack_has_large(ctypes.byref(call)))

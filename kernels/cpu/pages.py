@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from kvpack.formats.base import DTYPE_BYTES
-from kvpack.formats.head_norms import FEW, GROUP_RATIO, HEADS, PAGE, SHARED_RATIO, TOKENS
+from kvpack.formats.head_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
 from kvpack.formats.side_cars import WithSideCars
 
 from . import codecs, encode, library, rotations
@@ -123,7 +123,7 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 class Chooser:
     """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``.
 
-    ``shared`` says what shares scales of the keys. The choice equals that of ``formats.raw_positions.in_slots``.
+    ``shared`` says what shares scales of the keys. The choice equals that of ``formats.raw_positions.store_in_slots``.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Chooser:
         self._heads = heads
         self._layers, self._tokens, self._slots = layers, tokens, slots
         number = DTYPES.index(dtype)
-        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE, "few": FEW}
+        sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE_TOKENS, "few": MAX_PER_PAGE}
         high = raw.high_norm if token_group > 1 else 0.0
         of_shared = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
         ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in of_shared.items()}

@@ -33,10 +33,10 @@ def decode(
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
     first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
-    slots = rans.slots_of(tables)
+    slots = rans.slot_table(tables)
     if len(slots) != len(tables) * rans.TOTAL:
         # Unchecked tables that do not sum: not every slot would be in memory.
-        return rans.decoded(chunks, lengths, tables, table)
+        return rans.decode_in_numpy(chunks, lengths, tables, table)
     lengths, symbols, read = (
         numpy.ascontiguousarray(lengths, numpy.int64),
         numpy.empty((count, longest), numpy.uint8),

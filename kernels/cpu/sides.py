@@ -267,11 +267,11 @@ def _raw_tokens(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
     entries, first = [], 0
     # Where several have a token, it is that of the last.
     for tokens in codec.kept_tokens:
-        (token, sequence), kept = tokens.places(stretch.streams), tokens.kept(stretch.streams)
+        (token, sequence), kept = tokens.token_positions(stretch.streams), tokens.kept_values(stretch.streams)
         if len(token) != len(kept):
             return None
         numbers[sequence, 0, token] = torch.arange(first, first + len(kept), dtype=torch.int32, device="cpu")
-        entries.append(codec.coded(kept, sequence, stretch.streams))
+        entries.append(codec.to_coded_frame(kept, sequence, stretch.streams))
         first += len(kept)
     return {codecs.ENTRY: numbers, codecs.ENTRIES: torch.cat(entries).transpose(0, 1)[None].contiguous()}
 
@@ -313,5 +313,5 @@ def _scale_tables(ranges: torch.Tensor) -> torch.Tensor:
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None].expand(256, 2)
     batch, heads, runs, _ = ranges.shape
     every = codes.expand(batch, heads, 1, 256, 2)
-    tables: Iterable[torch.Tensor] = (scale_range.pairs(every, ranges[:, :, run : run + 1]) for run in range(runs))
+    tables: Iterable[torch.Tensor] = (scale_range.decode_pairs(every, ranges[:, :, run : run + 1]) for run in range(runs))
     return torch.cat(list(tables), 2).contiguous()

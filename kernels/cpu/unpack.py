@@ -97,5 +97,6 @@ def _put_raw(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])
-        out[:, :, start:stop].permute(2, 0, 1, 3)[tokens.places(stretch.streams)] = tokens.kept(stretch.streams).to(out.dtype)
+        positions, values = tokens.token_positions(stretch.streams), tokens.kept_values(stretch.streams)
+        out[:, :, start:stop].permute(2, 0, 1, 3)[positions] = values.to(out.dtype)
         start = stop

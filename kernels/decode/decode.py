@@ -31,7 +31,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     """
     # Of a stream with one row for all heads, there is another one for each.
     batch, heads = (max(stream.shape[axis] for stream in streams.values()) for axis in (0, 1))
-    tokens = codec.tokens_of(streams)
+    tokens = codec.token_count(streams)
     out = torch.empty(batch, heads, tokens, codec.dim, dtype=torch.float32, device=next(iter(streams.values())).device)
     if decode_into(codec, [Packed(streams, tokens, 0)], out, False):
         return out

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.lossless import FORMS
+from kvpack.formats.lossless import FLOAT_FORMATS
 from kvpack.formats.rans import LANES, PRECISION, TOTAL
 from kvpack.kernels.bitpack import columns
 
@@ -59,10 +59,11 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
     # Chunks are by token group, then sequence, then head; those of a page begin at its first word.
     ends = torch.cat(counts).to(torch.int64).bitwise_and_(0xFFFF).cumsum(0)
     tables = torch.cat([part.streams["frequencies"].view(torch.int16).reshape(batch * heads, -1) for part in packed])
+    fraction_bits, exponent_bits = FLOAT_FORMATS[codec.dtype]
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         _decode[(len(rows) * batch * heads,)](
             out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slots(tables), heads, batch * heads,
-            DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=FORMS[codec.dtype].fraction_bits, EXPONENT=FORMS[codec.dtype].exponent_bits,
+            DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=fraction_bits, EXPONENT=exponent_bits,
             BITS=PRECISION, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
         )  # fmt: skip
     del held
@@ -105,7 +106,7 @@ def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool
 
 
 def _slots(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return all slots of all tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slots_of``).
+    """Return all slots of all tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slot_table``).
 
     Tables that do not sum to ``TOTAL``, which every reader refuses, have some symbol in every slot.
     """

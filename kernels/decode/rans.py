@@ -1,6 +1,6 @@
 """Steps of rANS (spec/rans.md) for programs of one warp, whose threads are the lanes of a chunk; ``formats/rans.py`` is the oracle.
 
-A step looks up the symbols of all lanes in a table of slots (``formats.rans.slots_of``). Lanes whose states run low then read the next
+A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Lanes whose states run low then read the next
 words of the chunk, in lane order.
 """
 

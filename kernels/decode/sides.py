@@ -133,7 +133,7 @@ def _decoded(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
 
 def _codec_besides_raw(codec: Codec) -> Codec:
     """Return the codec that decodes all but raw tokens, if it has no other side-cars."""
-    return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw is codec.family else codec
+    return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
@@ -145,15 +145,15 @@ def _raw_of(parts: Sequence[SidePart], start: int) -> Raw | None:
         return None
     codec = parts[0].page.codec
     raw = codec.side_car(RawPositions)
-    if raw is None or codec.without_raw is not codec.family:
+    if raw is None or codec.without_raw_positions is not codec.family:
         return None
     tokens, sequences, values = [], [], []
     for part in parts:
         packed = part.packed(start)
-        token, sequence = raw.places(packed.streams)
+        token, sequence = raw.token_positions(packed.streams)
         tokens.append(token + packed.first)
         sequences.append(sequence)
-        values.append(raw.kept(packed.streams))
+        values.append(raw.kept_values(packed.streams))
     return Raw(torch.cat(tokens), torch.cat(sequences), torch.cat(values))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvpack.formats.angle import Angle, bin_directions
-from kvpack.formats.octahedral import Octahedral, norm_with_index, signed_directions
+from kvpack.formats.octahedral import Octahedral, norm_extends_index, signed_directions
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.token_norms import LOG8
@@ -62,7 +62,7 @@ def _octahedral(codec: Octahedral) -> Form | None:
         return None
     packings, numbers = codec.packings(), _numbers(codec)
     index_bits = 2 * (codec.b_dir - 1)
-    with_index = norm_with_index(codec.b_dir, codec.b_norm)
+    with_index = norm_extends_index(codec.b_dir, codec.b_norm)
     signs_at = index_bits + (codec.b_norm if with_index else 0)
     if "symbol" not in numbers:
         index = (Piece(numbers["index"]),) if "index" in numbers else ()

@@ -16,8 +16,8 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.frames import Frames, Tables, first_cos_sin
-from kvpack.formats.rans import LANES, TOTAL, slots_of
+from kvpack.formats.frames import Frames, SymbolTables, first_cos_sin
+from kvpack.formats.rans import LANES, TOTAL, slot_table
 
 from . import rans
 
@@ -135,7 +135,7 @@ def joined(stream: torch.Tensor) -> torch.Tensor:
     return halves[..., 0] | halves[..., 1] << 16
 
 
-_of_tables: WeakKeyDictionary[Tables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
+_of_tables: WeakKeyDictionary[SymbolTables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
 _of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice | None]] = WeakKeyDictionary()
 """Device copies, which live as long as their tables and frames."""
 
@@ -153,9 +153,9 @@ def on_device(codec: Transform, source: Frames, heads: int, device: torch.device
 def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
     if (slots := _slots(source.tables, device)) is None:
         return None
-    rope = codec.rope_of(source)
+    rope = codec.side_rope(source)
     rows = _in_pairs(source.rows, heads, codec.dim, rope)
-    values = source.tables.by_symbol.view(-1, source.tables.alphabet)
+    values = source.tables.symbol_values.view(-1, source.tables.alphabet)
     halved = rows[:, 1:].to(torch.float16), values.to(torch.float16)
     exact = torch.equal(halved[0].to(torch.float32), rows[:, 1:]) and torch.equal(halved[1].to(torch.float32), values)
     frequencies = torch.tensor([] if rope is None else rope.frequencies, dtype=torch.float64, device="cpu")
@@ -163,7 +163,7 @@ def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) 
     return OnDevice(
         slots,
         (halved[1] if exact else values).to(device),
-        torch.from_numpy(numpy.ascontiguousarray(codec.tables_of(source, heads))).to(device),
+        torch.from_numpy(numpy.ascontiguousarray(codec.column_tables(source, heads))).to(device),
         rows[:, 0].reshape(heads, -1).contiguous().to(device),
         (halved[0] if exact else rows[:, 1:]).contiguous().to(device),
         frequencies.to(device),
@@ -187,11 +187,11 @@ def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> to
     return torch.nn.functional.pad(apart, (0, -dim % tile_of(dim))).flatten(2)
 
 
-def _slots(tables: Tables, device: torch.device) -> torch.Tensor | None:
+def _slots(tables: SymbolTables, device: torch.device) -> torch.Tensor | None:
     kept = _of_tables.setdefault(tables, {})
     if str(device) not in kept:
         sums = (tables.frequencies.sum(1) == TOTAL).all() and (tables.frequencies >= 0).all()
-        kept[str(device)] = torch.from_numpy(slots_of(tables.frequencies).view(numpy.int32)).to(device) if sums else None
+        kept[str(device)] = torch.from_numpy(slot_table(tables.frequencies).view(numpy.int32)).to(device) if sums else None
     return kept[str(device)]
 
 

@@ -36,7 +36,7 @@ SCALE_HEADS = 4
 SCALE_WARPS = 4
 """Tokens of a program that computes token scales, heads that it loads at once, and its warps."""
 
-_HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.LARGEST))
+_HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.MAX_ENCODED))
 
 
 class GroupConstants(NamedTuple):
@@ -266,7 +266,7 @@ def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
-    """Compute ``scale_range.chosen`` for a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
+    """Compute ``scale_range.choose_range`` for a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
     high = _root(_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
     last = _root(_extreme(extremes, 1))
@@ -285,7 +285,7 @@ def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the codes, int32, and the binary16 values that they decode to, as ``scale_range.nearest`` does."""
+    """Return the codes, int32, and the binary16 values that they decode to, as ``scale_range.encode_nearest`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(

@@ -19,7 +19,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import LARGEST_GAIN, RUN_COLUMNS, run_slice
+from kvpack.formats.basis import LARGEST_GAIN, RUN_COLUMNS, run_columns
 from kvpack.formats.klt import used_widths
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
@@ -166,7 +166,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
 def _coded(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
     """Return ``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros after the last column."""
     dim = rows.shape[-1]
-    runs = [rows[..., run_slice(run, dim)] for run, width in enumerate(widths) if width]
+    runs = [rows[..., run_columns(run, dim)] for run, width in enumerate(widths) if width]
     return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
 
 

@@ -66,7 +66,7 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
     tables: list[list[torch.Tensor]] = [[torch.zeros(2, dtype=torch.float32, device="cpu")] for _ in range(heads)]
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
-            table = source.tables_of((head,), (run,), part.width)[0, 0].cpu()
+            table = source.head_tables((head,), (run,), part.width)[0, 0].cpu()
             if not (table[1:] >= table[:-1]).all():
                 return None
             first = HEAD_RUN_COLUMNS * run % COLUMNS.value

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.minifloat import floor_log2, most_of, run_scales
+from kvpack.formats.minifloat import floor_log2, max_quotient, run_scales
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import SMALLEST_AXIS, Term
@@ -90,7 +90,7 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     constants = MinifloatConstants(
         ElementForm(form.fraction_bits, form.bias, form.finite, form.bits), ElementForm(3, 7, 0x7F, 8), form.largest,
         floor_log2(form.largest), kind.value, codec.block if in_blocks else symbols, codec.blocks if in_blocks else 1,
-        codec.scale_dtype == "fp16", most_of(codec), per_head, bool(tables),
+        codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
     )  # fmt: skip
     stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == NESTED.value else [])]
     return encode_rows(
@@ -118,7 +118,7 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
 
 @triton.jit
 def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even: ``formats.minifloat.encoded``."""
+    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even: ``formats.minifloat.encode_elements``."""
     FRACTION: tl.constexpr = FORM.fraction
     BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION

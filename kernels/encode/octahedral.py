@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.formats.octahedral import norm_with_index
+from kvpack.formats.octahedral import norm_extends_index
 
 from .columns import Term
 from .kernel import Quantizer, encode_rows
@@ -67,7 +67,7 @@ def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
 def _terms(codec: Octahedral) -> dict[str, list[Term]]:
     # The quantizer's digits: the direction in its quarter, the two signs, the norm.
     direction, norm = 2 * (codec.b_dir - 1), codec.b_norm
-    with_index = norm_with_index(codec.b_dir, norm)
+    with_index = norm_extends_index(codec.b_dir, norm)
     index = [Term(0, direction)] if direction else []
     sign = [Term(1, 2)]
     if norm:

@@ -16,7 +16,7 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import angle_directions, uniform_directions
-from kvpack.formats.tables import kept_on_device
+from kvpack.formats.tables import cache_per_device
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
 from .columns import SMALLEST_AXIS, Term
@@ -94,7 +94,7 @@ def _terms(codec: Polar) -> dict[str, list[Term]]:
     return terms
 
 
-@kept_on_device
+@cache_per_device
 def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """Return the bounds between neighbors in each level's table above the first, in turns, ``[level, MAX_ANGLES]``.
 
@@ -107,7 +107,7 @@ def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     return bounds
 
 
-@kept_on_device
+@cache_per_device
 def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are the bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)

@@ -19,7 +19,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
-from kvpack.formats.tables import kept_on_device
+from kvpack.formats.tables import cache_per_device
 from kvpack.formats.token_norms import LARGEST_STORED, LIMITS, LOG8, log8_bounds
 
 from .columns import SMALLEST_AXIS
@@ -100,7 +100,7 @@ def components(rotation: Rotation, count: int, symbols: int, block: int, x: torc
     return _components(rotation, count, symbols, block, torch.float16 if x.dtype == torch.float16 else torch.bfloat16, x.device)
 
 
-@kept_on_device
+@cache_per_device
 def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     dim = rotation.dim
     # A matrix of no zeros: its signs are its entries times sqrt(dim), exactly.
@@ -111,13 +111,13 @@ def _components(rotation: Rotation, count: int, symbols: int, block: int, dtype:
     return padded.view(-1, count, symbols // block, block).permute(2, 1, 0, 3).to(dtype).contiguous()
 
 
-@kept_on_device
+@cache_per_device
 def values_of(table: bytes) -> torch.Tensor:
     """Return a table of little-endian float32 as a float32 tensor."""
     return torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float32)
 
 
-@kept_on_device
+@cache_per_device
 def bounds_of(table: bytes) -> torch.Tensor:
     """Return the bounds between neighbors in a table within [0, 1], and one above all, because a kernel supports no empty tensor."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)

@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.tables import kept_on_device
+from kvpack.formats.tables import cache_per_device
 
 from .columns import SMALLEST_AXIS, Term
 from .kernel import Quantizer, encode_rows
@@ -19,7 +19,7 @@ from .norms import Norms, begin_norms, end_norms, norms_for, with_decoded
 from .rows import block_tokens, bounds_of, entry_of, level_of, values_of
 
 if TYPE_CHECKING:
-    from kvpack.formats.scalar import Scalar, ScalarPart
+    from kvpack.formats.scalar import ChannelSet, Scalar
 
     from .kernel import Output
 
@@ -44,7 +44,7 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
     tables = [bounds_of(codec.magnitude_table, x.device), values_of(codec.magnitude_table, x.device)]
     if codec.bits_high:
         high = codec.high_magnitude_table
-        tables += [bounds_of(high, x.device), values_of(high, x.device), _high(codec.parts, symbols, x.device)]
+        tables += [bounds_of(high, x.device), values_of(high, x.device), _high(codec.channel_sets, symbols, x.device)]
     constants = ScalarConstants(norms_for(codec, tables, x.device), 1 << codec.bits - 1, (1 << codec.bits_high) // 2)
     return encode_rows(
         codec, x, output, Quantizer(_quantize, constants, begin_norms, end_norms), _terms, [output.streams["norm"]], tables,
@@ -54,12 +54,12 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
 
 def _terms(codec: Scalar) -> dict[str, tuple[Term]]:
     names = [name for name, _ in codec.fields]
-    parts = enumerate(zip(names, codec.parts, strict=True))
+    parts = enumerate(zip(names, codec.channel_sets, strict=True))
     return {name: (Term(number, part.bits, symbols=part.channels),) for number, (name, part) in parts}
 
 
-@kept_on_device
-def _high(parts: tuple[ScalarPart, ...], symbols: int) -> torch.Tensor:
+@cache_per_device
+def _high(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
     """Return 1 for those of ``symbols`` channels that have the second width, else 0, int32."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1

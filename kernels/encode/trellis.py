@@ -37,7 +37,7 @@ def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
     """
     if output.origins is not None:
         return False
-    for name, stream in codec.searched(x.to(torch.float32), nearest_path, ROWS).items():
+    for name, stream in codec.encode_with(x.to(torch.float32), nearest_path, ROWS).items():
         output.streams[name].copy_(stream)
     return True
 

@@ -18,8 +18,8 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import RUN_COLUMNS, not_given
-from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_of
+from kvpack.formats.basis import RUN_COLUMNS, missing_basis
+from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_by_width
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.bitpack.row_registers import (
     Register,
@@ -81,7 +81,7 @@ def tiles(codec: Klt) -> Tiles | None:
     source, unit = _source(codec), unit_of(codec)
     own = codec.fixed_heads is not None
     tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
-    every = [source.tables_of(part.heads, part.runs, part.width) * unit for part in codec.runs] if own else [*tables.values()]
+    every = [source.head_tables(part.heads, part.runs, part.width) * unit for part in codec.runs] if own else [*tables.values()]
     longest = source.matrix[:, :, _kept(codec)].norm(dim=-1).max() / unit
     if not (longest <= LARGEST and all(table.abs().max() <= LARGEST for table in every)):
         return None
@@ -92,7 +92,7 @@ def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
     """Return the loader of keys or values with ``tables`` ``[head, code]`` by run."""
     row = Row()
     plan = Plan(tables, keys, row.registers)
-    for (name, packing), columns in zip(codec.packings().items(), columns_of(codec.widths, codec.dim).values(), strict=True):
+    for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
         plan.add(row.add(name, packing), columns)
     plan.place_tables()
     streams, gain = row.streams, codec.gain != "none"
@@ -121,8 +121,8 @@ def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
 
 def _source(codec: Klt) -> BasisRows:
     if codec.source is None:
-        raise not_given(codec.place)
-    return codec.source.on(torch.device("cpu"))
+        raise missing_basis(codec.basis_location)
+    return codec.source.on_device(torch.device("cpu"))
 
 
 def _kept(codec: Klt) -> list[int]:

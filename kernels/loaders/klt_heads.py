@@ -83,7 +83,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
             for run in range(COLUMNS.value // HEAD_RUN_COLUMNS * step, COLUMNS.value // HEAD_RUN_COLUMNS * (step + 1)):
                 byte, width = places.get((head, run), (0, 0))
                 if width and (run // 2, width) not in first:
-                    entries.append(source.tables_of((head,), (run,), width)[sequence, 0] * unit)
+                    entries.append(source.head_tables((head,), (run,), width)[sequence, 0] * unit)
                     first[run // 2, width], at = at, at + (1 << width)
                 mask = first.get((run // 2, width), 0) << _MASK_BITS.value | (1 << width) - 1
                 begins += [8 * byte + width * column for column in range(HEAD_RUN_COLUMNS)]

@@ -43,7 +43,7 @@ class LoadedPart(NamedTuple):
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles: each width of its channels has a packing and a part.
 
-    If there is only one of ``parts``, ``high`` is ``low``.
+    If there is only one of ``channel_sets``, ``high`` is ``low``.
     """
 
     low: TilePacking
@@ -64,7 +64,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     all_steps = 0
     channels: list[tuple[int, ...]] = []
     stored = (codec.magnitude_table, codec.high_magnitude_table)
-    for (name, packing), part, table in zip(codec.packings().items(), codec.parts, stored, strict=False):
+    for (name, packing), part, table in zip(codec.packings().items(), codec.channel_sets, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
         side_by_side = tile_fields(packing, dual)
@@ -135,7 +135,7 @@ def load(
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
-    if CONSTANTS.parts == 2:
+    if CONSTANTS.channel_sets == 2:
         loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
     return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
 

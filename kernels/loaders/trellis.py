@@ -17,7 +17,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.trellis import WORD_BITS, values_of
+from kvpack.formats.trellis import WORD_BITS, window_values
 from kvpack.kernels.bitpack.replicated_columns import load_columns as load_words_of_columns
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import of_columns
@@ -52,7 +52,7 @@ def tiles(codec: Trellis) -> Tiles:
     (packing,) = codec.packings().values()
     width = tile_width(packing)
     shifts, steps, used = _shifts(codec, packing.width, width, tile_fields(packing))
-    values = values_of(codec.table, "cpu").to(torch.float16)
+    values = window_values(codec.table, "cpu").to(torch.float16)
     behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
     norm_bits = FACTOR_BITS[codec.norm]
     constants = TrellisConstants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)

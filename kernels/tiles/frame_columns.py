@@ -116,7 +116,7 @@ def _coded_of(codec: Codec) -> torch.Tensor:
         return _originals_of(codec).transpose(1, 2)
     if balanced := codec.side_car(Balanced):
         assert balanced.source is not None
-        turned = balanced.source.on(torch.device("cpu")).query_matrices(codec.rotation)
+        turned = balanced.source.on_device(torch.device("cpu")).query_matrices(codec.rotation)
         qjl = codec.side_car(Qjl)
         return turned if qjl is None else torch.cat([turned, qjl.rotation.forward(turned)], 2)
     turned = codec.rotation.forward(torch.eye(codec.dim, dtype=torch.float32, device="cpu"))
@@ -129,7 +129,7 @@ def _originals_of(codec: Codec) -> torch.Tensor:
     """Return the rows of the coded frame, float32 ``[matrix, frame dim, dim]``; for klt, in units of its tables, then the mean token."""
     if isinstance(codec, Klt):
         assert codec.source is not None
-        source = codec.source.on(torch.device("cpu"))
+        source = codec.source.on_device(torch.device("cpu"))
         matrix = source.matrix.to(torch.float64)
         result = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
         return result.flatten(0, 1).to(torch.float32)

@@ -14,7 +14,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenized
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
-from kvpack.formats.arguments import check_callback, integer, shown
+from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
 from kvpack.integrations.transformers.models import execution_device
@@ -118,20 +118,20 @@ def evaluate(
     ['fp8', 'octopus-4']
     """
     if not isinstance(model, torch.nn.Module):
-        raise InvalidType(f"model is {shown(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
+        raise InvalidType(f"model is {describe(model)}, expected a transformers model, such as AutoModelForCausalLM.from_pretrained(name)")
     if model.training:
         raise InvalidParameter("the model is in training mode, in which it may drop values at random: call model.eval()")
     check_callback(progress)
     if tokenizer is not None and not callable(tokenizer):
         raise InvalidType(
-            f"tokenizer is {shown(tokenizer)}, expected the model's tokenizer, such as AutoTokenizer.from_pretrained(name), or None"
+            f"tokenizer is {describe(tokenizer)}, expected the model's tokenizer, such as AutoTokenizer.from_pretrained(name), or None"
         )
-    seed = integer(seed, "seed")
+    seed = as_integer(seed, "seed")
     if not 0 <= seed < MAX_SEED:
-        raise InvalidParameter(f"seed is {shown(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
+        raise InvalidParameter(f"seed is {describe(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
     given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not given or not all(isinstance(text, str) for text in given):
-        raise InvalidType(f"texts is {shown(texts)}, expected a string or a list of strings")
+        raise InvalidType(f"texts is {describe(texts)}, expected a string or a list of strings")
     requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
     parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
@@ -188,9 +188,9 @@ def _places(
 
 def _size(name: str, value: int, least: int, largest: int, why: str) -> int:
     """Return ``value`` as an int. Raises InvalidParameter."""
-    result = integer(value, name)
+    result = as_integer(value, name)
     if not least <= result <= largest:
-        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer from {least} to {largest} {why}")
+        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer from {least} to {largest} {why}")
     return result
 
 

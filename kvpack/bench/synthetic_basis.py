@@ -20,9 +20,9 @@ from kvpack.coding.bases import DISTORTIONS, Basis, basis_bytes
 from kvpack.coding.basis_files import SIDES
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats import rans
-from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flat_tables, runs_of
+from kvpack.formats.basis import MAX_WIDTH, RUN_COLUMNS, flatten_tables, run_count
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, Tables
+from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, SymbolTables
 from kvpack.formats.transform import SCOPES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
     """
     rows, all_widths = {}, {}
     for side, given, dim in zip(SIDES, _widths(recipe), dims, strict=True):
-        widths = (given + [0] * runs_of(dim))[: runs_of(dim)]
+        widths = (given + [0] * run_count(dim))[: run_count(dim)]
         rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
         all_widths[0, side] = bytes(widths)
     basis = Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe)
@@ -116,7 +116,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
     quantiles = (torch.arange(_NORMAL, dtype=torch.float64) + 0.5) / _NORMAL
     normal = torch.special.ndtri(quantiles)
     tables = [normal.view(1 << width, -1).mean(1) for width in range(1, MAX_WIDTH + 1)]
-    rows = torch.cat([mean, matrix, weights / math.sqrt(_weight(MAX_WIDTH)), flat_tables([tables] * len(widths), dim)])
+    rows = torch.cat([mean, matrix, weights / math.sqrt(_weight(MAX_WIDTH)), flatten_tables([tables] * len(widths), dim)])
     return rows.to(torch.float32)
 
 
@@ -140,7 +140,7 @@ def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
     """Return a basis of one layer with frames that are rotations, and keys with RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
-        rows[0, side] = torch.stack([_rows([1] * runs_of(dim), dim, seed) for seed in range(heads)])
+        rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
         count, channels = (heads, dim) if scope == "head" else (1, heads * dim)
         scales = numpy.arange(channels) * _OCTAVES * SCALES_PER_OCTAVE // channels
         rope = Rope(tuple(10000.0 ** (-2 * pair / dim) for pair in range(dim // 2)), "halves") if side == "k" else None
@@ -156,7 +156,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
     return torch.cat([torch.randn(1, channels, generator=generator, dtype=torch.float64) / 256, matrix]).to(torch.float32)
 
 
-def _normal_tables() -> Tables:
+def _normal_tables() -> SymbolTables:
     """Return tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the smallest one, in steps."""
     # Level l, above 0, begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
@@ -167,7 +167,7 @@ def _normal_tables() -> Tables:
     escapes = (1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-20)
     counts = (torch.cat([escapes, parts], 1) * 2**20).round().to(torch.int64).numpy()
     values = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32).expand(_TABLES, -1)
-    return Tables(rans.frequencies(counts), values)
+    return SymbolTables(rans.frequencies(counts), values)
 
 
 def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)
-    rows = frames.rows_on(x.device)
+    rows = frames.rows_on_device(x.device)
     colored = (wide * deviations[:, None]) @ rows[:, 1:] + rows[:, :1]
     colored = colored if frames.count == heads else colored.view(batch, tokens, heads, dim).transpose(1, 2)
-    return (colored if frames.rope is None else frames.rope.turned(colored, 0)).to(x.dtype)
+    return (colored if frames.rope is None else frames.rope.rotate(colored, 0)).to(x.dtype)

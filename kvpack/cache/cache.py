@@ -20,7 +20,7 @@ from kvpack.coding.encoding import collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
-from kvpack.formats.arguments import check_callback, checked_device, integer
+from kvpack.formats.arguments import as_integer, check_callback, checked_device
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
 from .contents import contents_of
@@ -132,7 +132,7 @@ class Cache:
     def __getitem__(self, index: tuple[slice, slice]) -> Cache: ...
     def __getitem__(self, index: SupportsIndex | tuple[slice, slice]) -> Layer | Cache:
         if isinstance(index, SupportsIndex) and not isinstance(index, type):
-            index = integer(index, "a layer index")
+            index = as_integer(index, "a layer index")
             if not -len(self) <= index < len(self):
                 raise OutOfBounds(f"layer {index} is out of range: the cache has {len(self)} layers")
             return self.layers[index]
@@ -142,8 +142,8 @@ class Cache:
                 slice(start=SupportsIndex() | None as start, stop=SupportsIndex() | None as stop, step=None | 1),
             ):
                 return self._slice(
-                    0 if start is None else integer(start, "start"),
-                    self.tokens if stop is None else integer(stop, "stop"),
+                    0 if start is None else as_integer(start, "start"),
+                    self.tokens if stop is None else as_integer(stop, "stop"),
                 )
         raise OutOfBounds(f"cache[{index!r:.80}]: index a cache as cache[layer] or cache[:, start:stop]")
 
@@ -175,7 +175,7 @@ class Cache:
 
     def positions(self, number: int) -> tuple[int, int]:
         """Return the first position that layer ``number`` contains, and the position after its last."""
-        layer = self[integer(number, "number")]
+        layer = self[as_integer(number, "number")]
         return self.start + layer.skipped, self.start + layer.seen
 
     def check_ends(self) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import PAGE
-from kvpack.formats.raw import HOLDS
+from kvpack.formats.head_norms import PAGE_TOKENS
+from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
@@ -95,7 +95,7 @@ def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norm
     with float32_no_grad(side.device):
         try:
             # The last part holds a page of raw_positions, whose median is that of all tokens' last page.
-            starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE]
+            starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE_TOKENS]
             for start, stop in pairwise([*starts, packed]):
                 part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, :, start:stop]
                 parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
@@ -110,7 +110,7 @@ def _exact_dtype(side: Side) -> str:
     dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.runs else set()
     if side.runs:
         dtypes.add(side.codec.exact_dtype or "fp32")
-    return next(name for name in HOLDS if dtypes <= set(HOLDS[name]))
+    return next(name for name in EXACT_DTYPES if dtypes <= set(EXACT_DTYPES[name]))
 
 
 def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import PIECE_BYTES, path_text
-from kvpack.formats.arguments import check_callback, check_flag, checked_device, integer
+from kvpack.formats.arguments import as_integer, check_callback, check_flag, checked_device
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
@@ -148,7 +148,7 @@ def load(
     check_flag(copy, "copy")
     check_callback(progress)
     if memory_limit is not None:
-        memory_limit = integer(memory_limit, "memory_limit")
+        memory_limit = as_integer(memory_limit, "memory_limit")
     if target.type == "cuda":
         loaded = read_to(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
         return loaded if recipe is None else _in_recipe(loaded, recipe, basis)

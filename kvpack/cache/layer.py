@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
@@ -91,9 +91,9 @@ class Layer:
         for tokens that the layer does not hold, for a step, and for negative positions.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
-            raise OutOfBounds(f"layer[{shown(tokens)}]: index a layer by tokens, as layer[start:stop]")
-        start = 0 if tokens.start is None else integer(tokens.start, "start")
-        stop = self.seen if tokens.stop is None else integer(tokens.stop, "stop")
+            raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
+        start = 0 if tokens.start is None else as_integer(tokens.start, "start")
+        stop = self.seen if tokens.stop is None else as_integer(tokens.stop, "stop")
         if (start, stop) == (0, self.seen):
             return self
         if self.states:

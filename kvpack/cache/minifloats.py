@@ -10,7 +10,7 @@ import torch
 
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.formats.minifloat import BLOCKS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
+from kvpack.formats.minifloat import BLOCK_CHANNELS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
 from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun
@@ -131,7 +131,7 @@ class Minifloats:
         else:
             raise InvalidType(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
         batch, heads, tokens, dim = self.shape
-        expected = (batch, heads, tokens, -(-dim // BLOCKS[scale_dtype]))
+        expected = (batch, heads, tokens, -(-dim // BLOCK_CHANNELS[scale_dtype]))
         if tuple(self.scales.shape) != expected:
             raise InvalidParameter(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
         return "block", scale_dtype

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from kvpack.coding.dispatch import decode, decode_frame
-from kvpack.formats.batch import rows_of, select
+from kvpack.formats.batch import select_sequences, take_rows
 from kvpack.formats.errors import OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
@@ -92,7 +92,7 @@ class Stretch:
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
         """Token of each entry, ascending int64 on the CPU, for streams whose entries name their tokens."""
-        return {name: token.cpu() for name, token in self.codec.ordered(self.streams).items()}
+        return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)`` as views, except for entries that name their tokens.
@@ -105,7 +105,7 @@ class Stretch:
         result = {}
         for name, layout in self.layout.items():
             result[name] = self.streams[name][:, :, slice(*self._rows_of(name, layout, start, stop, first, last))]
-        return result | self.codec.shifted(result, -start) if self._entry_tokens and start else result
+        return result | self.codec.shift_tokens(result, -start) if self._entry_tokens and start else result
 
     def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
         """Return the rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
@@ -226,7 +226,7 @@ class PackedRun:
 
     def select(self, indices: torch.Tensor) -> PackedRun:
         """Return the sequences ``indices``, int64 ``[row]`` within the batch, in that order; codes are copied, never decoded."""
-        return replace(self, streams=select(self.codec, self.streams, indices))
+        return replace(self, streams=select_sequences(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
@@ -246,7 +246,7 @@ class PackedRun:
 def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
     """Return the streams of consecutive ``parts``, ready to be joined: entries name tokens counted from the first part's."""
     firsts = accumulate((tokens for tokens, _ in parts), initial=0)
-    return [{**streams, **codec.shifted(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
+    return [{**streams, **codec.shift_tokens(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
 class PackedRuns(Sequence[PackedRun]):
@@ -354,7 +354,7 @@ class PackedRuns(Sequence[PackedRun]):
             for name, layout in template.layout.items():
                 parts = [named[name] for named in of_stretches]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-                streams[name] = rows_of(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
+                streams[name] = take_rows(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
         return PackedRuns([Stretch(template.codec, self.ends[last], streams)])
 
     def added(self, page: PackedRun) -> PackedRuns:

@@ -16,7 +16,7 @@ from kvpack.coding.encoding import RAW_NAMES, collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.arguments import check_callback, check_mapping, integer, items
+from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.side_cars import WithSideCars
@@ -115,7 +115,7 @@ def pack(
     recipe = parse_recipe(recipe)
     if inputs is not None and not isinstance(inputs, Inputs):
         raise InvalidType(f"inputs is a {type(inputs).__name__}, expected a kvpack.Inputs")
-    start, named = integer(start, "start"), {} if model is None else model_fields(model)
+    start, named = as_integer(start, "start"), {} if model is None else model_fields(model)
     if not 0 <= start <= MAX_TOKENS:
         raise InvalidParameter(f"start is {start}, expected an integer from 0 to {MAX_TOKENS}")
     recipe.check_length()
@@ -193,8 +193,8 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
     check_mapping(states_at, "states_at", "recording(model).states_at(past_key_values)")
     expected = [{name: state.shape for name, state in layer.states.items()} for layer in cache]
     for position, states in states_at.items():
-        integer(position, "a position of states_at")
-        given = items(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
+        as_integer(position, "a position of states_at")
+        given = as_list(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
         if (
             not all(isinstance(mapping, Mapping) and all(isinstance(x, torch.Tensor) for x in mapping.values()) for mapping in given)
             or [{name: state.shape for name, state in mapping.items()} for mapping in given] != expected
@@ -264,7 +264,7 @@ def _pack_side(
         raise type(error)(f"{where}: {error}") from None
     if not isinstance(x, torch.Tensor):
         # The engine's values are kept bit for bit, so that no token need be raw.
-        codec = codec.without_raw
+        codec = codec.without_raw_positions
         if codec != x.codec:
             raise InvalidParameter(
                 f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"

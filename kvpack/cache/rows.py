@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
         if indices.dim() != 1:
             raise InvalidParameter(f"rows is a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
         if indices.is_meta or indices.layout != torch.strided:
-            raise InvalidParameter(f"rows is {shown(indices)} on {indices.device}, expected a list or a dense tensor")
+            raise InvalidParameter(f"rows is {describe(indices)} on {indices.device}, expected a list or a dense tensor")
         indices = indices.tolist()
     if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
-        raise InvalidParameter(f"rows is {shown(indices)}, expected a list of integers, such as select([0, 2])")
+        raise InvalidParameter(f"rows is {describe(indices)}, expected a list of integers, such as select([0, 2])")
     rows = []
     for index in indices:
         if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
-            raise InvalidParameter(f"rows contains {shown(index)}, expected integers, such as select([0, 2])")
-        rows.append(integer(index, "a row of the batch"))
+            raise InvalidParameter(f"rows contains {describe(index)}, expected integers, such as select([0, 2])")
+        rows.append(as_integer(index, "a row of the batch"))
     if not rows:
         raise InvalidParameter("no rows were requested: pass at least one")
     return tuple(rows)

@@ -18,11 +18,11 @@ from kvpack.coding import dispatch
 from kvpack.coding.blocks import for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
-from kvpack.formats.arguments import check_floating, checked_device, integer
-from kvpack.formats.batch import select
+from kvpack.formats.arguments import as_integer, check_floating, checked_device
+from kvpack.formats.batch import select_sequences
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
-from kvpack.formats.raw import HOLDS
-from kvpack.formats.value_blocks import caches_of
+from kvpack.formats.raw import EXACT_DTYPES
+from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
@@ -207,7 +207,7 @@ class Side:
 
         Raises OutOfBounds for tokens that the side does not have, and for a start inside a group of tokens encoded together.
         """
-        start, stop = integer(start, "start"), integer(stop, "stop")
+        start, stop = as_integer(start, "start"), as_integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens {start} to {stop} were requested from a side of {self.tokens} tokens")
         try:
@@ -228,7 +228,7 @@ class Side:
             return self
         with float32_no_grad(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            runs = self._runs.mapped(self.codec, lambda streams: select(self.codec, streams, chosen))
+            runs = self._runs.mapped(self.codec, lambda streams: select_sequences(self.codec, streams, chosen))
             return replace(self, runs=runs, tail=self.tail.index_select(0, chosen))
 
     def append(
@@ -277,7 +277,7 @@ class Side:
         if not is_rounded(x, narrow):
             return torch.cat([self.tail, narrow], 2)
         if self.codec.exact_dtype is not None:
-            held = HOLDS[self.codec.exact_dtype]
+            held = EXACT_DTYPES[self.codec.exact_dtype]
             if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
                 kept = RAW_DTYPES[self.codec.exact_dtype]
                 raise InvalidType(
@@ -356,7 +356,7 @@ def sequences_at_once(*sides: Side) -> int:
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
     """Return the tokens of a tile with ``values`` values each: a multiple of ``multiple``, or if that is too many, whole token groups."""
-    tokens = TILE_VALUES * caches_of(device) // max(1, values)
+    tokens = TILE_VALUES * block_factor(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
 

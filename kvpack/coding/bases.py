@@ -15,9 +15,9 @@ from kvpack.file import container
 from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
 from kvpack.file.layer_states import StateEntry, features_of
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.balanced_frames import CalibratedFrames
-from kvpack.formats.basis import RUN_COLUMNS, BasisRows, Calibrated
+from kvpack.formats.basis import RUN_COLUMNS, BasisRows, CalibratedRows
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidType, OutOfBounds
 from kvpack.formats.frames import Frames, Rope
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, Klt, default_gain
@@ -119,7 +119,7 @@ class Basis:
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
         """Create the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise InvalidType(f"data is {shown(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
+            raise InvalidType(f"data is {describe(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
 
     def __repr__(self) -> str:
@@ -197,12 +197,12 @@ class Basis:
         """Return the (layer, "k" or "v") pairs that have frames, in order."""
         return sorted(self._frames)
 
-    def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> Calibrated:
+    def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
         """Return the calibrated parameters of the codec transform for an average of ``bits`` bits per value over all keys and values.
 
         With ``raw``, the average includes the tokens that are kept raw. Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
-        return Calibrated(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
+        return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 
     def step(self, bits: float, raw: bool = False) -> int:
         """Return the finest step of the codec transform whose expected average is at most ``bits`` bits per value.
@@ -246,12 +246,12 @@ class Basis:
             values += channels
         return bits / values if values else 0.0
 
-    def klt_parameters(self, layer: int, side: str, bits: float, gain: str | None = None, per_head: bool = False) -> Calibrated:
+    def klt_parameters(self, layer: int, side: str, bits: float, gain: str | None = None, per_head: bool = False) -> CalibratedRows:
         """Return the calibrated parameters of the codec klt for an average of ``bits`` bits per value over all keys and values.
 
         ``gain`` and ``per_head`` are as for ``widths``. Raises OutOfBounds, and InvalidParameter for bits out of range.
         """
-        return Calibrated(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, per_head)[layer, side])
+        return CalibratedRows(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, per_head)[layer, side])
 
     @cached_property
     def _run_weights(self) -> dict[tuple[int, str, bool], Numbers]:
@@ -351,7 +351,7 @@ class Basis:
 
 def _check_bits(bits: float, least: float) -> None:
     if not isinstance(bits, int | float) or not least <= bits <= MAX_BITS:
-        text = f"{bits:g}" if isinstance(bits, float) else shown(bits)
+        text = f"{bits:g}" if isinstance(bits, float) else describe(bits)
         raise InvalidParameter(f"bits is {text}, expected {least:g} to {MAX_BITS:g} bits per value")
 
 

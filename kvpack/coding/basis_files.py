@@ -11,9 +11,9 @@ from kvpack.file import container
 from kvpack.file.basis import FREQUENCIES, KEY_FRAMES, ROPE, VALUES
 from kvpack.file.user_files import OnDisk, open_regular, path_text
 from kvpack.formats.balanced_frames import BalancedFrames
-from kvpack.formats.basis import BasisRows, rows_of
+from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded
-from kvpack.formats.frames import Frames, Rope, Tables
+from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
 
     if (0, FREQUENCIES) not in states:
         return {}
-    tables = Tables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
+    tables = SymbolTables(array(0, FREQUENCIES), torch.from_numpy(array(0, VALUES).astype(numpy.float32)))
     longest = _longest(file)
     result = {}
     for layer, name in states:
@@ -133,4 +133,4 @@ def read_rows(file: container.File, layer: int, side: str) -> BasisRows:
     (layout,) = file.header.streams[entry].values()
     data = file.read_side(layer, side)["values"]
     dtype = torch.float16 if layout.dtype == "F16" else torch.float32
-    return BasisRows(torch.frombuffer(data, dtype=dtype).view(layout.shape)[:, :, : rows_of(layout.shape[3])])
+    return BasisRows(torch.frombuffer(data, dtype=dtype).view(layout.shape)[:, :, : row_count(layout.shape[3])])

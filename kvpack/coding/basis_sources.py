@@ -115,7 +115,9 @@ def with_bases(header: Header, source: Any = None) -> Header:
                 if part.bases_needed and part.source is not None:
                     heads = part.source.heads(part.dim) if isinstance(part, Transform) else part.source.heads
                     if heads != side.heads:
-                        raise InvalidHeader(f"layers[{number}].{name}.heads is {side.heads}, but the {part.place} have {heads} heads")
+                        raise InvalidHeader(
+                            f"layers[{number}].{name}.heads is {side.heads}, but the {part.basis_location} have {heads} heads"
+                        )
     return replace(header, codecs=codecs)
 
 
@@ -141,7 +143,7 @@ def _with_frames(number: int, codec: Codec, side_car: Balanced, basis: Basis) ->
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
     if frames.dim != side_car.dim:
-        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, but the {side_car.place} have {frames.dim} channels")
+        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, but the {side_car.basis_location} have {frames.dim} channels")
     return codec.with_side_car(replace(side_car, source=frames))
 
 
@@ -156,13 +158,13 @@ def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis)
     if rows.dim != family.dim:
         if not family.bases_needed:
             return codec
-        raise InvalidHeader(f"codecs[{number}]: dim is {family.dim}, but the {family.place} have {rows.dim} channels")
+        raise InvalidHeader(f"codecs[{number}]: dim is {family.dim}, but the {family.basis_location} have {rows.dim} channels")
     if not isinstance(family, Transform):
         return codec.with_family(replace(family, source=rows))
     assert frames is not None
     if frames.count != (rows.heads if family.scope == "head" else 1):
         raise InvalidHeader(
-            f"codecs[{number}]: scope is {family.scope}, but the {family.place} have {frames.count} frames for {rows.heads} heads"
+            f"codecs[{number}]: scope is {family.scope}, but the {family.basis_location} have {frames.count} frames for {rows.heads} heads"
         )
     return codec.with_family(replace(family, source=frames))
 

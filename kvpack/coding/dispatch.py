@@ -18,7 +18,7 @@ from kvpack.file import row
 from kvpack.formats import head_norms, rans
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lossless import Lossless
 from kvpack.formats.side_cars import WithSideCars
 
@@ -144,7 +144,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
             if number in wrong:
                 codec.check(dict(zip(streams, _to_host([*streams.values()])(), strict=True)), where)
             if isinstance(codec, WithSideCars):
-                codec.check_side_cars(arrays_by_side.get(number, {}), runs, codec.batch_of(streams), where)
+                codec.check_side_cars(arrays_by_side.get(number, {}), runs, codec.batch_size(streams), where)
 
     return raise_invalid
 
@@ -220,13 +220,13 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``head_norms.norms_of(x)``, computed in C if possible. The last bits may differ, because C adds in another order."""
+    """Return ``head_norms.norms_per_head(x)``, computed in C if possible. The last bits may differ, because C adds in another order."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
         if c_encode.measures(x):
             return c_encode.norms(x)
-    return norms_of(x)
+    return norms_per_head(x)
 
 
 def environment_key() -> tuple[str | None, str | None]:
@@ -268,7 +268,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Run ``rans.encoded`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``rans.encode_in_numpy`` in C; return None if the C kernels are unavailable or disabled."""
     if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -276,7 +276,7 @@ def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Nu
     return c_rans.encode(symbols, lengths, tables, table)
 
 
-rans.compiled, rans.compiled_encoder = _decode_chunks, _encode_chunks
+rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
@@ -292,7 +292,7 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Run ``head_norms.has_large`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``head_norms.has_large_size`` in C; return None if the C kernels are unavailable or disabled."""
     if not _runs_c_on(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
@@ -301,7 +301,7 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if ``head_norms.has_large`` is true of ``codec.error_sizes(streams)``; C reads the sizes from the streams if it can.
+    """Return True if ``head_norms.has_large_size`` is true of ``codec.error_sizes(streams)``; C reads the sizes from the streams if it can.
 
     ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
     """
@@ -311,14 +311,14 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
         has_large = c_encode.has_large_error(codec, streams, ratio)
         if has_large is not None:
             return has_large
-    return head_norms.has_large(codec.error_sizes(streams), ratio)
+    return head_norms.has_large_size(codec.error_sizes(streams), ratio)
 
 
 def _runs_c_on(device: torch.device) -> bool:
     return device.type == "cpu" and os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
-head_norms.compiled = _has_large
+head_norms.compiled_has_large_size = _has_large
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -50,9 +50,9 @@ def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, sid
     both.
     """
     key = recipe, layer, layers, side
-    if key not in codec.made:
-        codec.made[key] = _apply_options(codec, recipe, layer, layers, side)
-    created: Codec = codec.made[key]
+    if key not in codec.derived_values:
+        codec.derived_values[key] = _apply_options(codec, recipe, layer, layers, side)
+    created: Codec = codec.derived_values[key]
     return created
 
 
@@ -64,7 +64,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
             codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
     if isinstance(codec, WithSideCars) and not options.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
-            raw = RawPositions.of_words(codec.dim, side, Options(codec.id, options))
+            raw = RawPositions.from_options(codec.dim, side, Options(codec.id, options))
             # Equality ignores the options that select tokens, so this replaces the stored side-car.
             if raw is not None and raw in codec.side_cars:
                 codec = codec.with_side_car(raw)

@@ -20,22 +20,22 @@ from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import PER_HEAD
 from kvpack.formats.head_norms import (
+    ERROR_RATIO,
     GROUP_RATIO,
     HEADS,
-    OWN_RATIO,
     SHARED_RATIO,
     TOKENS,
-    excess,
-    few,
-    have_large_head,
-    misfit,
-    relative,
-    widening,
+    drop_crowded_pages,
+    has_large_head,
+    misfit_scores,
+    relative_norms,
+    shared_scale_factors,
+    widening_factors,
 )
-from kvpack.formats.raw import HOLDS
-from kvpack.formats.raw_positions import VALUES, RawPositions, replaced, with_misfits
+from kvpack.formats.raw import EXACT_DTYPES
+from kvpack.formats.raw_positions import VALUES, RawPositions, add_misfits, replace_tokens
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.formats.value_blocks import caches_of
+from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
@@ -70,7 +70,7 @@ MANY_RATIO = 4.0
 
 
 OWN_WARNING_RATIO = 2.0
-"""A token is warned of if its own error is more than this many times the usual one; it is raw from ``head_norms.OWN_RATIO`` on."""
+"""A token is warned of if its own error is more than this many times the usual one; it is raw from ``head_norms.ERROR_RATIO`` on."""
 
 MANY_OWN_RATIO = 3.0
 """Tokens of a page that has many whose own errors are large count only above this many times the usual error.
@@ -149,7 +149,7 @@ def encode(
     """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
 
     ``before`` contains the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, kv_head,
-    token]``, are those of the layer's keys (``head_norms.norms_of``), as far as these are known. Raises InvalidParameter for NaN or
+    token]``, are those of the layer's keys (``head_norms.norms_per_head``), as far as these are known. Raises InvalidParameter for NaN or
     infinity (raw and lossless keep them), and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises
     InvalidParameter if ``uses_triton`` does. Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to it, and
     a KvpackWarning that names tokens that lose precision because of a shared scale, or because of what maps and means leave of them.
@@ -166,8 +166,11 @@ def encode(
 
 
 def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return ``head_norms.misfit`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales. Raises the errors of ``encode``."""
-    return misfit(_coded_norms(codec, x, where, None), shared)
+    """Return ``head_norms.misfit_scores`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales.
+
+    Raises the errors of ``encode``.
+    """
+    return misfit_scores(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -196,7 +199,7 @@ def encode_all(
     if streams is None:
         streams = _encode_in_blocks(codec, x, where, before, position, coded)
     kept = codec.summary.exact_dtype
-    if kept is not None and RAW_NAMES[x.dtype] not in HOLDS[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
+    if kept is not None and RAW_NAMES[x.dtype] not in EXACT_DTYPES[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
         warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
     return streams
@@ -213,18 +216,18 @@ def _encode_beside_raw(
 ) -> dict[str, torch.Tensor]:
     """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, including kernels, gets a whole run."""
     with float32_no_grad(x.device):
-        plain, given = codec.without_raw, cache(partial(dispatch.norms, x))
+        plain, given = codec.without_raw_positions, cache(partial(dispatch.norms, x))
         shared = plain.summary.shared_scales
         chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
         if shared and raw.high_norm and not plain.summary.changes_norms:
-            chosen = with_misfits(chosen, misfit(given(), shared))
+            chosen = add_misfits(chosen, misfit_scores(given(), shared))
         coded = room_for_norms(plain, x)
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
             # The keys choose, and a token of large values is refused by a norm that cannot hold it.
-            large = have_large_head(given(), raw.high_norm) if raw.high_norm else None
-            more = None if large is None else few(large & ~chosen)
+            large = has_large_head(given(), raw.high_norm) if raw.high_norm else None
+            more = None if large is None else drop_crowded_pages(large & ~chosen)
             if more is None or not more.any():
                 raise
             chosen = chosen | more
@@ -232,7 +235,7 @@ def _encode_beside_raw(
         losses = _losses(EncodedRun(plain, x, streams, given, coded, chosen))
         kept = chosen
         if losses and raw.high_norm:
-            kept = with_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
+            kept = add_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         _report(_misfit_of(losses, where, kept, raw.high_norm > 0))
         # Few runs have such tokens: to measure all before they are encoded would take longer.
         return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
@@ -255,18 +258,18 @@ def _encode_others(
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
         with _placed(where):
-            raw_values = raw.stored(x, token, sequence)
+            raw_values = raw.encode_tokens(x, token, sequence)
         if not torch.isfinite(raw_values[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
-        plain = codec.without_raw
+        plain = codec.without_raw_positions
         if not plain.summary.entries and not plain.summary.has_run_rows:
             # A copy of all values without the raw tokens would take longer than to encode them, and rows of tokens can be replaced.
             with contextlib.suppress(OutOfRange):
                 streams = encode_all(plain, x, where, before, position, coded)
                 _encode_groups_again(plain, x, chosen, streams, where, before, coded)
         if streams is None:
-            rest = replaced(x, token, sequence, chosen, codec.summary.token_group)
+            rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
             streams = encode_all(plain, rest, where, before, position, coded)
     streams |= raw_values
     return {name: streams[name] for name in codec.row_layouts}
@@ -291,7 +294,7 @@ def _encode_groups_again(
     chosen_here = chosen[:, places]
     token, sequence = chosen_here.T.nonzero().unbind(1)
     norms = None if coded is None else torch.empty(*x.shape[:2], len(places), dtype=torch.float32, device=x.device)
-    encoded = encode_all(codec, replaced(x[:, :, places], token, sequence, chosen_here, group), where, before, coded=norms)
+    encoded = encode_all(codec, replace_tokens(x[:, :, places], token, sequence, chosen_here, group), where, before, coded=norms)
     if coded is not None and norms is not None:
         coded[:, :, places] = norms
     for name, entry in codec.row_layouts.items():
@@ -349,7 +352,7 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
-    size = max(multiple, BLOCK_VALUES * caches_of(x.device) // row // multiple * multiple)
+    size = max(multiple, BLOCK_VALUES * block_factor(x.device) // row // multiple * multiple)
     if codec.id == "raw":
         # One copy without temporaries.
         size = max(1, tokens)
@@ -378,7 +381,7 @@ def _placed(where: str) -> Iterator[None]:
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
     """Return True if any value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
-    if RAW_NAMES[x.dtype] in HOLDS[RAW_NAMES[values.dtype]]:
+    if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     for given, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
@@ -423,9 +426,9 @@ def _losses(run: EncodedRun) -> list[Loss]:
     if shared:
         measured = run.norms() if run.coded is None else run.coded
         if HEADS in shared:
-            losses.append(Loss(HEADS, excess(measured), SHARED_RATIO, SHARED_RATIO, measured))
+            losses.append(Loss(HEADS, shared_scale_factors(measured), SHARED_RATIO, SHARED_RATIO, measured))
         if TOKENS in shared:
-            losses.append(Loss(TOKENS, widening(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
+            losses.append(Loss(TOKENS, widening_factors(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
     # Of most runs no scale is too large.
     return [loss for loss in losses if loss.factors.any()] + losses_of(run)
 
@@ -433,14 +436,14 @@ def _losses(run: EncodedRun) -> list[Loss]:
 def losses_of(run: EncodedRun) -> list[Loss]:
     """Return what tokens of ``run`` lose by themselves, and what they cost others by a scale of their run."""
     losses = []
-    for kind, measure, ratios in ((_OWN, own_errors, (OWN_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
+    for kind, measure, ratios in ((_OWN, own_errors, (ERROR_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
         sizes = measure(run)
         if sizes is None:
             continue
         factors = sizes.amax(1)
         if kind == _OWN:
-            large = factors > OWN_RATIO
-            factors = factors.masked_fill(large & ~few(large) & (factors <= MANY_OWN_RATIO), 0.0)
+            large = factors > ERROR_RATIO
+            factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
         losses.append(Loss(kind, factors, *ratios, sizes))
     return losses
 
@@ -472,13 +475,13 @@ def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = N
             factors = factors.masked_fill(kept, 0.0)
         lost = factors > ratio
         if name == TOKENS and lost.any():
-            lost = few(lost) | (factors > MANY_RATIO)
+            lost = drop_crowded_pages(lost) | (factors > MANY_RATIO)
         if lost.any():
             factors = factors.masked_fill(~lost, 0.0)
             sequence, token = divmod(int(factors.argmax()), factors.shape[1])
-            of_heads = relative(sizes) if name in (HEADS, TOKENS) else sizes
+            of_heads = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
             head = int(of_heads[sequence, :, token].nan_to_num(posinf=0.0).argmax())
-            rare = not keeps_large and bool((few(lost) == lost).all())
+            rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
             result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
     return max(result, key=lambda one: one.factor) if result else None
 

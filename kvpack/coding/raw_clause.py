@@ -32,7 +32,7 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 def raw_positions_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
     """Return the rule that selects raw tokens, from codec options; None if no tokens stay raw. Raises InvalidParameter."""
-    return RawPositions.of_words(dim, "k", Options("raw", words))
+    return RawPositions.from_options(dim, "k", Options("raw", words))
 
 
 def raw_clause_value(words: Mapping[str, str]) -> str:

@@ -32,10 +32,10 @@ from kvpack.codecs import CodecChoice
 from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats import CODECS, SIDE_CARS
-from kvpack.formats.arguments import check_mapping, integer, shown
+from kvpack.formats.arguments import as_integer, check_mapping, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingBasis, OutOfBounds
-from kvpack.formats.raw import HOLDS
-from kvpack.formats.tables import Kept
+from kvpack.formats.raw import EXACT_DTYPES
+from kvpack.formats.tables import BoundedCache
 
 from . import raw_clause
 from .basis_sources import load_basis
@@ -124,7 +124,7 @@ class Recipe:
         if codecs or layers or window is not None:
             if text is not None:
                 others = ", ".join(codecs) or "layers or window"
-                raise InvalidParameter(f"pass a recipe either as text or as codecs, but not both: got the text {shown(text)} and {others}")
+                raise InvalidParameter(f"pass a recipe either as text or as codecs, but not both: got text {describe(text)} and {others}")
             check_mapping(layers, "layers", '{"0,-1": Raw()}')
             text = _text_of(codecs, layers or {}, window)
         elif isinstance(text, Recipe) or (text is not None and _names_file(text)):
@@ -232,11 +232,11 @@ class Recipe:
         Raises InvalidParameter, listing suitable presets, if the codec does not support the head dim, and InvalidType if it does not
         support the dtype.
         """
-        layer, layers, dim = integer(layer, "layer"), integer(layers, "layers"), integer(dim, "dim")
+        layer, layers, dim = as_integer(layer, "layer"), as_integer(layers, "layers"), as_integer(dim, "dim")
         if not isinstance(side, str) or side not in SIDES:
-            raise InvalidParameter(f"side is {shown(side)}, expected 'k' or 'v'")
+            raise InvalidParameter(f"side is {describe(side)}, expected 'k' or 'v'")
         if not isinstance(dtype, str):
-            raise InvalidType(f"dtype is {shown(dtype)}, expected 'bf16', 'fp16' or 'fp32'")
+            raise InvalidType(f"dtype is {describe(dtype)}, expected 'bf16', 'fp16' or 'fp32'")
         key = layer, layers, side, dim, dtype
         if key not in self._codecs:
             self._codecs[key] = self._codec(*key)
@@ -244,7 +244,7 @@ class Recipe:
 
     @cached_property
     def _codecs(self) -> dict[tuple[int, int, str, int, str], Codec]:
-        return Kept()
+        return BoundedCache()
 
     def _codec(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> Codec:
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
@@ -305,17 +305,17 @@ class Recipe:
 
     def lossless(self, layers: int, dim: int = CHECKED_DIM) -> tuple[str, ...]:
         """Return the dtypes among "bf16", "fp16" and "fp32" that the recipe stores exactly in all ``layers`` layers."""
-        if not 0 <= integer(layers, "layers") <= MAX_LAYERS:
-            raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 0 to {MAX_LAYERS}")
+        if not 0 <= as_integer(layers, "layers") <= MAX_LAYERS:
+            raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
-        return tuple(dtype for dtype in HOLDS if all(self._keeps(layer, layers, side, dim, dtype) for layer, side in sides))
+        return tuple(dtype for dtype in EXACT_DTYPES if all(self._keeps(layer, layers, side, dim, dtype) for layer, side in sides))
 
     def _keeps(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
         try:
             exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
         except (InvalidType, MissingBasis):
             return False
-        return exact is not None and dtype in HOLDS[exact]
+        return exact is not None and dtype in EXACT_DTYPES[exact]
 
     def check_length(self) -> None:
         """Raise InvalidParameter if the text is too long for a file's header."""
@@ -354,7 +354,7 @@ def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
         clauses += [(f"layers={items}:", side, codec) for side, codec in sides.items()]
     for where, side, codec in clauses:
         if not isinstance(codec, CodecChoice):
-            raise InvalidType(f"{where}{side} is {shown(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
+            raise InvalidType(f"{where}{side} is {describe(codec)}, expected a codec of kvpack.codecs, such as Octahedral(b=3)")
     return ";".join([*(f"{where}{side}={codec}" for where, side, codec in clauses), *([] if window is None else [f"window={window}"])])
 
 

@@ -11,7 +11,7 @@ from kvpack.formats import create_codec
 from kvpack.formats.balanced import OPTION
 from kvpack.formats.channel_scale import BALANCED
 from kvpack.formats.errors import InvalidType
-from kvpack.formats.lossless import FORMS
+from kvpack.formats.lossless import FLOAT_FORMATS
 from kvpack.formats.options import Options, UnknownWord
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from kvpack.formats.balanced_frames import CalibratedFrames
     from kvpack.formats.base import Codec
-    from kvpack.formats.basis import Calibrated
+    from kvpack.formats.basis import CalibratedRows
 
 CHECKED_DIM = 128
 """Head dim for which a recipe is checked before the model's head dim is known."""
 
-_DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FORMS)}
+_DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FLOAT_FORMATS)}
 """Supported input dtypes of the codecs that store the input's dtype by default."""
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
@@ -69,7 +69,7 @@ class Rule:
         dim: int,
         side: str,
         dtype: str = "bf16",
-        calibrated: Calibrated | None = None,
+        calibrated: CalibratedRows | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
         """Return the codec for ``side``, values of head dim ``dim`` and ``dtype``.

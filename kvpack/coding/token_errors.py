@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.formats.head_norms import PAGE, above_usual, has_large, usual
+from kvpack.formats.head_norms import PAGE_TOKENS, exceeds_usual, has_large_size, usual_norms
 
 from . import dispatch
 
@@ -64,17 +64,17 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         sizes = codec.error_sizes(streams)
     else:
         assert coded is not None
-        if not has_large(coded, CODED_SPREAD):
+        if not has_large_size(coded, CODED_SPREAD):
             return None
         sizes = coded
     left_out = None if kept is None or not kept.any() else kept[:, None]
-    suspects = above_usual(_without(sizes, left_out), spread or CODED_SPREAD)
+    suspects = exceeds_usual(_without(sizes, left_out), spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
     left_out = given <= 0 if left_out is None else (given <= 0) | left_out
     # Sizes that are powers of two say little about shares.
-    larger = above_usual(_without(sizes / given, left_out), 1.0 if spread else CODED_SPREAD)
+    larger = exceeds_usual(_without(sizes / given, left_out), 1.0 if spread else CODED_SPREAD)
     if larger is None or not (suspects := suspects & larger).any():
         return None
     result = torch.zeros_like(given)
@@ -83,7 +83,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
         errors = (_without(size, left_out[:, :, part]) for size in (error, error / given[:, :, part]))
-        factors = torch.minimum(*(size / usual(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
+        factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
     return result
 
@@ -94,7 +94,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
     The result is None if the scales fit.
     """
     codec, x, kept = run.codec, run.x, run.kept
-    least = codec.least_sizes(run.streams)
+    least = codec.min_sizes(run.streams)
     tokens = x.shape[2]
     if least is None or tokens < 3:
         return None
@@ -105,7 +105,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
     sizes = sizes_of(sample)
     sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
     # A rest that fills no page may have one token.
-    page = min(sizes.shape[2], PAGE // step)
+    page = min(sizes.shape[2], PAGE_TOKENS // step)
     pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
     smallest = pages.nanmedian(3).values.nan_to_num(torch.inf).amin(2, keepdim=True)
     lost = least / smallest
@@ -124,7 +124,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
 
 def sample_step(tokens: int) -> int:
     """Return how many tokens apart those are that ``crowding`` finds the usual size of ``tokens`` tokens by."""
-    return _SAMPLED if tokens >= PAGE else max(1, tokens // _LEAST_SAMPLES)
+    return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
@@ -147,11 +147,11 @@ def _stretches(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]
     if codec.summary.entries:
         yield 0, tokens
         return
-    unit = math.lcm(PAGE, *(layout.tokens_per_row for layout in codec.row_layouts.values()))
+    unit = math.lcm(PAGE_TOKENS, *(layout.tokens_per_row for layout in codec.row_layouts.values()))
     for number in torch.unique(suspects.any(0).any(0).nonzero()[:, 0] // unit).tolist():
         start, stop = number * unit, min(number * unit + unit, tokens)
         # Last tokens that fill no page are measured by the last ones that do.
-        yield (max(0, start - unit) if stop - start < PAGE else start), stop
+        yield (max(0, start - unit) if stop - start < PAGE_TOKENS else start), stop
 
 
 def _slice(codec: Codec, streams: Streams, start: int, stop: int) -> dict[str, torch.Tensor]:

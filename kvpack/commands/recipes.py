@@ -257,7 +257,7 @@ def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, flo
             for place, (side, dim) in enumerate((("k", layer.dim_k), ("v", layer.dim_v))):
                 codec = recipe.codec(number, len(layers), side, dim)
                 runs = (layer.tokens - tail,) if layer.tokens > tail else ()
-                rows = tuple(codec.usual_entries(1, layer.heads, sum(runs)).items())
+                rows = tuple(codec.usual_entry_counts(1, layer.heads, sum(runs)).items())
                 index = codecs.setdefault(codec, len(codecs))
                 sides[place] = SideEntry(index, 1, layer.heads, runs, tail, "bf16", recipe.window, rows)
                 held = layer.heads * layer.tokens * dim

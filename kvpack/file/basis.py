@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 from kvpack.formats import rans
 from kvpack.formats.balanced import FRAMES
 from kvpack.formats.base import MAX_DIM
-from kvpack.formats.basis import rows_of
+from kvpack.formats.basis import row_count
 from kvpack.formats.errors import InvalidHeader, InvalidPayload
-from kvpack.formats.frames import LARGEST_FREQUENCY, MAX_ALPHABET, MAX_TABLES, PAIRINGS
+from kvpack.formats.frames import MAX_ALPHABET, MAX_FREQUENCY, MAX_TABLES, PAIRINGS
 from kvpack.formats.raw import Raw
-from kvpack.formats.value_blocks import check_finite, values_between
+from kvpack.formats.value_blocks import check_finite, read_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,9 +74,9 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
                 raise InvalidHeader(f"{where}: the codec is {codec.params()!r:.200}, expected raw of {' or '.join(DTYPES)} in a basis")
             if side.batch != 1 or side.tail:
                 raise InvalidHeader(f"{where}: batch is {side.batch} and tail {side.tail}, expected batch 1 and no tail in a basis")
-            if side.tokens < rows_of(codec.dim):
+            if side.tokens < row_count(codec.dim):
                 raise InvalidHeader(
-                    f"{where}: has {side.tokens} rows, expected at least {rows_of(codec.dim)} in a basis of {codec.dim} channels"
+                    f"{where}: has {side.tokens} rows, expected at least {row_count(codec.dim)} in a basis of {codec.dim} channels"
                 )
 
 
@@ -159,12 +159,12 @@ def check_frame_values(state: StateEntry, array: Array) -> None:
     if name in ("k.frames", "v.frames", *_KEYS) or (name == VALUES and state.layer == 0):
         check_finite(state.where, array, "the frames of a basis")
     elif name == FREQUENCIES and state.layer == 0:
-        sums = values_between(array, 0, math.prod(array.shape)).reshape(-1, state.shape[2]).sum(1)
+        sums = read_values(array, 0, math.prod(array.shape)).reshape(-1, state.shape[2]).sum(1)
         if (sums != rans.TOTAL).any():
             wrong = int((sums != rans.TOTAL).argmax())
             raise InvalidPayload(f"{state.where}: the frequencies of table {wrong} sum to {sums[wrong]}, expected {rans.TOTAL}")
     elif name in ROPE:
-        values = values_between(array, 0, math.prod(array.shape))
-        odd = ~((values >= 0) & (values <= LARGEST_FREQUENCY))
+        values = read_values(array, 0, math.prod(array.shape))
+        odd = ~((values >= 0) & (values <= MAX_FREQUENCY))
         if odd.any():
-            raise InvalidPayload(f"{state.where}: a frequency is {values[odd.argmax()]}, expected 0 to {LARGEST_FREQUENCY:g}")
+            raise InvalidPayload(f"{state.where}: a frequency is {values[odd.argmax()]}, expected 0 to {MAX_FREQUENCY:g}")

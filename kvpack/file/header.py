@@ -20,7 +20,7 @@ from kvpack.formats.group import TOKEN_SCALE_FEATURE
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.token_norms import FEATURE as LOG_NORMS_FEATURE
+from kvpack.formats.token_norms import LOG_NORMS_FEATURE as LOG_NORMS_FEATURE
 
 from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets
 from .checks import BINARY_BY_NAME, TEXT, TEXT_BY_NAME, Rule, check, check_fields

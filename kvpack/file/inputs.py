@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from . import hidden_tokens
@@ -85,17 +85,17 @@ class Inputs:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
             raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; got {_described(self.token_ids)}")
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
-            raise InvalidParameter(f"undetermined is {shown(self.undetermined)}, expected a tuple of nonempty strings")
+            raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
-            raise InvalidParameter(f"starts is {shown(self.starts)}, expected a tuple of positions, integers from 0")
+            raise InvalidParameter(f"starts is {describe(self.starts)}, expected a tuple of positions, integers from 0")
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
             raise InvalidParameter(f"starts has {len(self.starts)} positions, and undetermined {len(self.undetermined)} texts")
         if not _is_tuple(self.rows, bytes):
-            raise InvalidParameter(f"rows is {shown(self.rows)}, expected a tuple of bytes, the ids of each row")
+            raise InvalidParameter(f"rows is {describe(self.rows)}, expected a tuple of bytes, the ids of each row")
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
-            raise InvalidParameter(f"hidden is {shown(self.hidden)}, expected a tuple of (row, start, stop)")
+            raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (row, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
             raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; got {', '.join(map(_described, self.rows))}")
         if not all(row.startswith(self.token_ids) for row in self.rows):

@@ -12,7 +12,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.header import FORMAT
 from kvpack.file.user_files import path_text
-from kvpack.formats.arguments import check_flag, check_text, shown
+from kvpack.formats.arguments import check_flag, check_text, describe
 from kvpack.formats.errors import InvalidParameter
 
 from .canonical_text import weights_kind
@@ -113,7 +113,7 @@ class Identity:
                 continue
             check_argument(f"identity.{name}", value, TEXT)
         if not isinstance(self.windows, tuple) or not all(size is None or (type(size) is int and size > 0) for size in self.windows):
-            raise InvalidParameter(f"identity.windows is {shown(self.windows)}, expected a tuple of tokens or None, one for each layer")
+            raise InvalidParameter(f"identity.windows is {describe(self.windows)}, expected a tuple of tokens or None, one for each layer")
         check_flag(self.keeps_states, "identity.keeps_states")
         object.__setattr__(self, "recipe", parse_recipe(self.recipe).canonical)
 
@@ -240,7 +240,7 @@ class Identity:
         for name, text in (texts | {"revision": "" if revision is None else revision, "rope": "" if rope is None else rope}).items():
             check_text(text, name)
         if not isinstance(tp, tuple | list) or len(tp) != 2:
-            raise InvalidParameter(f"tp is {shown(tp)}, expected the rank and the number of ranks, such as (0, 1)")
+            raise InvalidParameter(f"tp is {describe(tp)}, expected the rank and the number of ranks, such as (0, 1)")
         fields: dict[str, Any] = engine_fields(model_path, revision, rope, kv_dtype=kv_dtype, layout=layout, tp=tp, extra=extra)
         return cls(recipe=parse_recipe(recipe), adapter=adapter, dtype=kv_dtype, tenant=tenant, **fields)
 

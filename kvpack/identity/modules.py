@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .canonical_text import BY_HAND, class_name
@@ -88,7 +88,7 @@ def check_model(model: Any) -> None:
         instead = "load the model first, such as AutoModelForCausalLM.from_pretrained(path)"
     else:
         instead = "give the model, such as one of AutoModelForCausalLM"
-    raise InvalidType(f"model is {shown(model)}, expected a transformers model: {instead}")
+    raise InvalidType(f"model is {describe(model)}, expected a transformers model: {instead}")
 
 
 def base_model(found: Iterable[ModelPart]) -> Any:

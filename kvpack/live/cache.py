@@ -15,7 +15,7 @@ from kvpack.cache.packed_argument import check_packed
 from kvpack.cache.rows import check_rows, row_numbers
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats.arguments import check_flag, check_floating, checked_device, integer, shown
+from kvpack.formats.arguments import as_integer, check_flag, check_floating, checked_device, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.modes import float32_no_grad
@@ -77,9 +77,9 @@ class LiveCache:
         model: ModelArgument | None = None,
     ) -> None:
         self._recipe = parse_recipe(recipe)
-        self._count = integer(layers, "layers")
+        self._count = as_integer(layers, "layers")
         if not 1 <= self._count <= MAX_LAYERS:
-            raise InvalidParameter(f"layers is {shown(layers)}, expected an integer from 1 to {MAX_LAYERS}")
+            raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 1 to {MAX_LAYERS}")
         self._recipe.check_layers(self._count)
         self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(model_fields(model)), 0
         if self._recipe.basis is not None:
@@ -323,7 +323,7 @@ class LiveCache:
 
     def replayed(self, tokens: int) -> None:
         """Record that a graph replay has added ``tokens`` tokens to every layer."""
-        tokens = integer(tokens, "tokens")
+        tokens = as_integer(tokens, "tokens")
         for layer in self._chosen(None):
             layer.raw_tokens += tokens
 
@@ -385,7 +385,7 @@ class LiveCache:
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
         """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that have been dropped."""
-        tokens = integer(tokens, "tokens")
+        tokens = as_integer(tokens, "tokens")
         self._settle()
         chosen = self._chosen(layer)
         if tokens and not chosen:
@@ -478,7 +478,7 @@ class LiveCache:
     def _own(self, layer: int) -> LiveLayer | None:
         """Return layer ``layer``, or None before its first tokens; negative numbers do not count from the end."""
         if type(layer) is not int:
-            integer(layer, "layer")
+            as_integer(layer, "layer")
         if 0 <= layer < self._count:
             return self._layers[layer]
         raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")

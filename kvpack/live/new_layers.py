@@ -11,7 +11,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .layer import LiveLayer
@@ -68,12 +68,12 @@ def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):
-        raise InvalidType(f"sliding_windows is {shown(windows)}, expected a list with an integer or None for each layer")
+        raise InvalidType(f"sliding_windows is {describe(windows)}, expected a list with an integer or None for each layer")
     if len(windows) != layers:
         raise InvalidParameter(
             f"sliding_windows has {len(windows)} items, but the cache has {layers} layers: give one, or None, for each layer"
         )
     for window in windows:
-        if window is not None and integer(window, "sliding_windows") < 1:
+        if window is not None and as_integer(window, "sliding_windows") < 1:
             raise InvalidParameter(f"sliding_windows has {window}, expected integers of at least 1, or None")
     return tuple(windows)

@@ -18,10 +18,10 @@ from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_o
 from kvpack.coding.token_errors import EncodedRun
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.head_norms import HEADS, SHARED_RATIO, norms_of, over_heads, usual
+from kvpack.formats.head_norms import HEADS, SHARED_RATIO, norms_over_heads, norms_per_head, usual_norms
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, in_slots, put_slots, tokens_of_slots
+from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.modes import writing
 
@@ -53,7 +53,7 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for any of the pages.
 
-    ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``tokens_of_slots``.
+    ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``choose_slot_tokens``.
     """
     for first, some in _some(lane, slots, torch.float32):
         x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
@@ -62,14 +62,14 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             encoded, lost = _encoded(lane, x, x, None)
             left_out += _without_room(lane, x, key_norms, misfits, lost)
         else:
-            choose = partial(in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
+            choose = partial(store_in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
             result = choose(misfits)
-            encoded, lost = _encoded(lane, x, result.rest, result.chosen)
+            encoded, lost = _encoded(lane, x, result.codec_input, result.chosen)
             count, costly = result.left_out.sum(0)
             if lost is not None and (lost[0] > 1).any():
                 if raw.high_norm:
                     result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                    encoded, _ = _encoded(lane, x, result.rest, None)
+                    encoded, _ = _encoded(lane, x, result.codec_input, None)
                     count = result.left_out[:, 0].sum()
                 else:
                     count += (lost[0] > 1).sum()
@@ -95,15 +95,15 @@ def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: tor
     codec, watched = lane.plain, lane.watched
     found = []
     if watched is not None and codec.token_group > 1:
-        found += [_above(sizes, watched.high_norm) for sizes in (over_heads(key_norms)[:, None], key_norms)]
+        found += [_above(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms)[:, None], key_norms)]
     if HEADS in lane.shared:
-        found.append(_above(over_heads(norms)[:, None], SHARED_RATIO))
+        found.append(_above(norms_over_heads(norms)[:, None], SHARED_RATIO))
     if lane.measured:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.error_sizes(streams)
             found.append(_above(sizes, spread) & _above(sizes / norms, 1.0))
-        if (least := codec.least_sizes(streams)) is not None:
+        if (least := codec.min_sizes(streams)) is not None:
             found.append(norms < least * math.sqrt(codec.dim))
     each = torch.stack([mask.flatten(1).any(1) for mask in found]).any(0)
     return each.view(len(rows), lane.count).any(1)
@@ -112,13 +112,13 @@ def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: tor
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """Count the tokens that lose precision, or cost others precision, in pages without raw tokens whose streams are in ``rows``.
 
-    The result is int64 ``[2]``, as in ``tokens_of_slots``.
+    The result is int64 ``[2]``, as in ``choose_slot_tokens``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _some(lane, slots, torch.float32):
         x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
-        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_of, x))))
+        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_per_head, x))))
         result += _without_room(lane, x, key_norms, misfits, lost)
     return result
 
@@ -128,7 +128,7 @@ def _measured(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the values of pages, ``[page and layer, kv_head, token, dim]``, the norms of their keys, and their misfits.
 
-    The norms are None if no raw tokens are chosen, and the misfits (``head_norms.misfit``) if no scales are shared.
+    The norms are None if no raw tokens are chosen, and the misfits (``head_norms.misfit_scores``) if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -139,26 +139,26 @@ def _measured(
     if lane.watched is not None:
         k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
         gather(keys, slots, k)
-        norms = norms_of(k.to(geometry.computed_dtype))
+        norms = norms_per_head(k.to(geometry.computed_dtype))
     return x, norms, misfits_of(lane.plain, x, lane.shared, _where(lane)) if lane.shared else None
 
 
 def _encoded(
     lane: Lane, x: torch.Tensor, rest: torch.Tensor, chosen: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``rest``, the values ``x`` of pages without their ``chosen`` raw tokens; return the streams, and the ``excesses``."""
+    """Encode ``codec_input``, the values ``x`` of pages without their ``chosen`` raw tokens; return the streams, and the ``excesses``."""
     coded = room_for_norms(lane.plain, x)
     encoded = encode_all(lane.plain, rest, _where(lane), coded=coded)
-    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_of, x)), coded, chosen))
+    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), coded, chosen))
 
 
 def _without_room(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the counts of ``tokens_of_slots``, int64 ``[2]``, for pages ``x`` without raw tokens; ``lost`` are their ``excesses``."""
+    """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for pages ``x`` without raw tokens; ``lost`` are their ``excesses``."""
     result = torch.zeros(2, dtype=torch.int64, device=x.device)
     if key_norms is not None and lane.watched is not None:
-        result += tokens_of_slots(lane.watched, key_norms, lane.plain.token_group, 0, misfits)[1].sum(0)
+        result += choose_slot_tokens(lane.watched, key_norms, lane.plain.token_group, 0, misfits)[1].sum(0)
     return result if lost is None else result + (lost > 1).sum((1, 2))
 
 
@@ -168,7 +168,7 @@ def _where(lane: Lane) -> str:
 
 def _above(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0."""
-    medians = usual(sizes)
+    medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvpack.formats.arguments import check_flag, integer, items, shown
+from kvpack.formats.arguments import as_integer, as_list, check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
 from .geometry import PageGeometry
@@ -24,7 +24,7 @@ class PageBuffer:
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
         if not isinstance(geometry, PageGeometry):
-            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")
+            raise InvalidType(f"geometry is {describe(geometry)}, expected a kvpack.pages.PageGeometry")
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
@@ -94,7 +94,7 @@ def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
     Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
     for a repeated slot.
     """
-    result = [integer(slot, "a slot") for slot in items(slots, "slots", "slots, which are integers")]
+    result = [as_integer(slot, "a slot") for slot in as_list(slots, "slots", "slots, which are integers")]
     for slot in result:
         if not 0 <= slot < count:
             raise OutOfBounds(f"slot {slot} was passed, but the buffer has {count} slots")

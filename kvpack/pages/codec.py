@@ -12,7 +12,7 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.row import NAMESPACE_BYTES, row_layout
-from kvpack.formats.arguments import check_flag, items, shown
+from kvpack.formats.arguments import as_list, check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, Truncated
 
 from .buffer import PageBuffer
@@ -57,9 +57,9 @@ class PageCodec:
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is a {type(geometry).__name__}, expected a kvpack.pages.PageGeometry")
         if type(threads) is not int or not 1 <= threads <= 256:
-            raise InvalidParameter(f"threads is {shown(threads)}, expected an integer from 1 to 256")
+            raise InvalidParameter(f"threads is {describe(threads)}, expected an integer from 1 to 256")
         if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
-            raise InvalidParameter(f"namespace is {shown(namespace)}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
+            raise InvalidParameter(f"namespace is {describe(namespace)}, expected {NAMESPACE_BYTES} bytes, such as Identity.digest")
         self.recipe, self.geometry, self.threads, self.namespace = parse_recipe(recipe), geometry, threads, namespace
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
@@ -133,7 +133,7 @@ class PageCodec:
         """Return the errors that ``decode_into`` would report for ``rows`` in host memory. Raises InvalidParameter."""
         check_flag(values, "values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
-            rows = items(rows, "rows", "rows, which are bytes")
+            rows = as_list(rows, "rows", "rows, which are bytes")
         views = self._views(rows, len(rows), writable=False)
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
@@ -201,7 +201,7 @@ def _overlapping(apart: int, nbytes: int) -> str:
 def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:
     if keys is None:
         return [None] * count
-    keys = items(keys, "keys", "the engine's keys, which are bytes")
+    keys = as_list(keys, "keys", "the engine's keys, which are bytes")
     if len(keys) != count:
         raise InvalidParameter(f"{len(keys)} keys were given for {count} {what}")
     return [key_digest(key) for key in keys]

@@ -10,12 +10,12 @@ import torch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_positions import RawPositions, slots_of
+from kvpack.formats.raw_positions import RawPositions, slot_count
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -57,8 +57,8 @@ class PageGeometry:
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
         """Return the geometry of pages with ``count`` bytes per layer that only their engine interprets. Raises InvalidParameter."""
-        if not 1 <= integer(count, "count") <= MAX_BYTES:
-            raise InvalidParameter(f"count is {shown(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
+        if not 1 <= as_integer(count, "count") <= MAX_BYTES:
+            raise InvalidParameter(f"count is {describe(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
         return cls(layers, 1, count // dim, dim, None, "u8")
 
@@ -67,9 +67,9 @@ class PageGeometry:
         for name, limit in {**limits, **({} if self.dim_v is None else {"dim_v": 1024})}.items():
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= limit:
-                raise InvalidParameter(f"PageGeometry: {name} is {shown(value)}, expected an integer from 1 to {limit}")
+                raise InvalidParameter(f"PageGeometry: {name} is {describe(value)}, expected an integer from 1 to {limit}")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise InvalidParameter(f"PageGeometry: dtype is {shown(self.dtype)}, expected one of {', '.join(DTYPES)}")
+            raise InvalidParameter(f"PageGeometry: dtype is {describe(self.dtype)}, expected one of {', '.join(DTYPES)}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,7 +109,7 @@ class PageGeometry:
             codec.family.source_for(self.heads)
         slots = self.slots(codec)
         if not slots:
-            codec = codec.without_raw
+            codec = codec.without_raw_positions
         varying = [name for name, layout in codec.row_layouts.items() if layout.per == "entry" and name not in slots]
         if varying:
             raise InvalidParameter(
@@ -124,7 +124,7 @@ class PageGeometry:
         A basis is calibrated without the tokens that recipes keep raw and encodes them badly, so pages with a basis have room for at least
         one.
         """
-        raw, count = codec.side_car(RawPositions), slots_of(self.tokens, int(isinstance(codec.family, Klt)))
+        raw, count = codec.side_car(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:

@@ -17,11 +17,19 @@ from kvpack.coding import dispatch
 from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_norms
 from kvpack.coding.token_errors import CODED_SPREAD, EncodedRun, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import TOKENS, has_large, norms_of
+from kvpack.formats.head_norms import TOKENS, has_large_size, norms_per_head
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, replaced, stored_positions, tokens_of_slots, values_of
+from kvpack.formats.raw_positions import (
+    POSITIONS,
+    VALUES,
+    RawPositions,
+    choose_slot_tokens,
+    encode_positions,
+    gather_raw_values,
+    replace_tokens,
+)
 from kvpack.formats.side_cars import WithSideCars
 
 if TYPE_CHECKING:
@@ -92,7 +100,7 @@ class Lane:
     @property
     def plain(self) -> Codec:
         """Codec of the tokens that are not raw."""
-        return self.codec.without_raw
+        return self.codec.without_raw_positions
 
     def of(self, pages: PageBuffer) -> _Ready:
         """Return the lane with everything about ``pages`` that does not depend on a slot."""
@@ -202,7 +210,7 @@ class _Ready:
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as in ``tokens_of_slots``."""
+        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as in ``choose_slot_tokens``."""
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -237,8 +245,8 @@ class _Ready:
         if lane.shared:
             layers = enumerate(self._tensors, lane.first)
             misfits = torch.cat([misfits_of(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers])
-        norms = torch.cat([norms_of(x[slot].to(dtype)[None]) for x in self._keys])
-        token, left_out = tokens_of_slots(raw, norms, codec.token_group, lane.slots, misfits)
+        norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
+        token, left_out = choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
     def _misfits(self, slot: int, row: memoryview, made: Sequence[_Made], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
@@ -252,14 +260,14 @@ class _Ready:
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
         coded = None if not made or made[0].coded is None else torch.cat([one.coded for one in made if one.coded is not None])
         streams = _Layers(made) if made else _RowStreams(lane, row)
-        least = lane.plain.least_sizes(streams)
+        least = lane.plain.min_sizes(streams)
         # What is exact takes a copy of the page.
         if least is None:
             spread = lane.plain.summary.error_spread
             if coded is None:
                 fits = not spread or not dispatch.has_large_error(lane.plain, streams, spread, self._tensors[0].device)
             else:
-                fits = not has_large(coded, CODED_SPREAD)
+                fits = not has_large_size(coded, CODED_SPREAD)
         else:
             sample = torch.cat([tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors])
             fits = coded is None and run_fits(sample, least)
@@ -288,16 +296,16 @@ class _Ready:
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
-        return replaced(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain.token_group)
+        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain.token_group)
 
     def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, number: int, tokens: torch.Tensor) -> None:
         lane, streams = self._lane, self._streams(row, number)
         x, none = self._tensors[number][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
         try:
-            values = values_of(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
+            values = gather_raw_values(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
         except OutOfRange as error:
             raise OutOfRange(f"layers[{lane.first + number}].{lane.side}: {error}") from None
-        streams[POSITIONS][0, 0, : len(tokens)] = stored_positions(tokens, none)[0, 0]
+        streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)[0, 0]
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _raw_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
@@ -368,10 +376,10 @@ class _Ready:
             # Of a slot that is in use, a byte is not zero.
             for number in numpy.flatnonzero(self._raw_bytes(row, POSITIONS).any(1)).tolist():
                 tensor, streams = self._tensors[number], self._streams(row, number)
-                token, _ = raw.places(streams)
+                token, _ = raw.token_positions(streams)
                 # Rows are decoded that nothing but their checksum vouches for.
                 inside = token < self._lane.geometry.tokens
-                values = raw.kept(streams)[inside].transpose(0, 1)
+                values = raw.kept_values(streams)[inside].transpose(0, 1)
                 if tensor.dtype.itemsize == 1:
                     limit = torch.finfo(tensor.dtype).max
                     values = values.clamp(-limit, limit)

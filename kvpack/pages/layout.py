@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kvpack.formats.arguments import integer, items, shown
+from kvpack.formats.arguments import as_integer, as_list, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .buffer import PageBuffer, checked_slots
@@ -39,9 +39,9 @@ class PageLayout:
         InvalidParameter unless the writer is a permutation: it must not lose, repeat, overlap or change values.
         """
         if not isinstance(geometry, PageGeometry):
-            raise InvalidType(f"geometry is {shown(geometry)}, expected a kvpack.pages.PageGeometry")
+            raise InvalidType(f"geometry is {describe(geometry)}, expected a kvpack.pages.PageGeometry")
         if not callable(write):
-            raise InvalidType(f"write is {shown(write)}, expected the engine's writer, a function of (k, v)")
+            raise InvalidType(f"write is {describe(write)}, expected the engine's writer, a function of (k, v)")
         _check_tensor(page, "page")
         if page.dtype != geometry.torch_dtype:
             raise InvalidType(f"page has dtype {page.dtype}, expected {geometry.dtype}")
@@ -127,9 +127,9 @@ class PageLayout:
 
     def staging(self, slots: int) -> PageBuffer:
         """Allocate memory for ``slots`` pages, for use with ``scatter`` and ``gather``."""
-        slots = integer(slots, "slots")
+        slots = as_integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
-            raise InvalidType(f"slots is {shown(slots)}, expected the number of pages that memory holds")
+            raise InvalidType(f"slots is {describe(slots)}, expected the number of pages that memory holds")
         sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
         return PageBuffer(self.geometry, *sides)
 
@@ -160,8 +160,8 @@ class PageLayout:
         """Return ``slots`` of ``pool`` as integers; ``staging`` has one slot for each."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
-            raise InvalidType(f"staging is {shown(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
-        slots = items(slots, "slots", "slots, which are integers")
+            raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
+        slots = as_list(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
             raise InvalidParameter(
                 f"the staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} of {self.geometry}"
@@ -178,7 +178,7 @@ class PageLayout:
 
 def _check_tensor(x: Any, what: str) -> None:
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-        raise InvalidType(f"{what} is {shown(x)}, expected a dense tensor in memory")
+        raise InvalidType(f"{what} is {describe(x)}, expected a dense tensor in memory")
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.runtime.locks import Lock
 
@@ -203,7 +203,7 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
     """Put ``labels`` before the labels of each metric in Prometheus' text format."""
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
-        raise InvalidType(f"labels is {shown(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
+        raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
         if not _LABEL.fullmatch(name):
             raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, beginning with no digit")

@@ -9,7 +9,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidHeader, InvalidParameter
 
 from .backend import Hold, Pin
@@ -42,7 +42,7 @@ def validate_owner(owner: Any) -> str | None:
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
-        raise InvalidParameter(f"owner is {shown(owner)}, expected a name of at most {MAX_OWNER} bytes of printable text")
+        raise InvalidParameter(f"owner is {describe(owner)}, expected a name of at most {MAX_OWNER} bytes of printable text")
     return owner
 
 

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.row import FRAME_BYTES, check_row
-from kvpack.formats.arguments import items
+from kvpack.formats.arguments import as_list
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter
 from kvpack.formats.lazy import numpy
 from kvpack.identity.identity import length_prefixed
@@ -76,7 +76,7 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     whole_chunks, started_chunks = tokens // chunk, -(-tokens // chunk)
     if inputs is None:
         return [b""] * whole_chunks
-    inputs = items(inputs, "inputs", "digests (bytes), one for each chunk")
+    inputs = as_list(inputs, "inputs", "digests (bytes), one for each chunk")
     if len(inputs) not in (whole_chunks, started_chunks):
         raise InvalidParameter(
             f"inputs has {len(inputs)} digests, expected {whole_chunks} for {tokens} token ids in chunks of {chunk}: pass one for "

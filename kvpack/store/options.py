@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
@@ -104,10 +104,10 @@ class Tier(LocationOptions):
 def check_count(name: str, value: Any, minimum: int) -> None:
     """Raise InvalidParameter unless ``value`` is an integer of at least ``minimum``."""
     if type(value) is not int or value < minimum:
-        raise InvalidParameter(f"{name} is {shown(value)}, expected an integer of at least {minimum}")
+        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer of at least {minimum}")
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:
     """Raise InvalidParameter unless ``value`` is a number of seconds to wait; ``instead`` names what else is valid."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
-        raise InvalidParameter(f"{name} is {shown(value)}, expected seconds above 0, at most {MAX_SECONDS:,}{instead}")
+        raise InvalidParameter(f"{name} is {describe(value)}, expected seconds above 0, at most {MAX_SECONDS:,}{instead}")

@@ -11,7 +11,7 @@ from itertools import count, groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack
 
 from kvpack.coding.recipes import Recipe
-from kvpack.formats.arguments import items
+from kvpack.formats.arguments import as_list
 from kvpack.formats.errors import InvalidParameter, Truncated, WriteFailed
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec, key_digest
@@ -418,14 +418,14 @@ class PageStore:
     def _check_lists(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return both as lists of the same length. Raises InvalidParameter, also for a closed store."""
         self._check_open()
-        keys, slots = _keys(keys), items(slots, "slots", "slots, which are integers")
+        keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
             raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
         return keys, slots
 
 
 def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
-    return items(keys, what, "the engine's keys, which are bytes")
+    return as_list(keys, what, "the engine's keys, which are bytes")
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvpack.coding.recipes import basis_digest, parse_recipe
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import states_key
 from kvpack.identity.rope import longest_sequence
@@ -342,9 +342,9 @@ class Store:
 
         Longer prefixes that continue them are no longer found, and are evicted when room is needed.
         """
-        start = integer(start, "start")
+        start = as_integer(start, "start")
         if start < 0:
-            raise InvalidParameter(f"start is {shown(start)}, expected the number of a token, counted from 0")
+            raise InvalidParameter(f"start is {describe(start)}, expected the number of a token, counted from 0")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         ends = {self._with_states([key])[-1] for key in removed}

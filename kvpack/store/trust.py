@@ -14,7 +14,7 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.atomic import sync_folder
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _group_number(group: int | str) -> int:
         except (KeyError, ValueError):
             raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: pass the group's number") from None
     if type(number) is not int or not 0 <= number <= _MAX_GROUP:
-        raise InvalidParameter(f"trusted_group is {shown(group)}, expected the number or the name of a group")
+        raise InvalidParameter(f"trusted_group is {describe(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
         user = os.geteuid()
         raise InvalidParameter(f"trusted_group is {group!r:.80}, but user {user} is not a member of it: name a group of this user")

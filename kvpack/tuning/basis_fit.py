@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flat_tables, run_slice, runs_of
+from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flatten_tables, run_columns, run_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,10 +106,10 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
     scales = numpy.maximum(deviations, numpy.abs(coded_mean) / LARGEST_MEAN)
     scales = numpy.maximum(scales, MIN_ROW * (deviations * norms).max() / norms)
     columns = (samples - mean) @ back / scales
-    runs = [_trained(columns[:, run_slice(run, dim)].ravel()) for run in range(runs_of(dim))]
+    runs = [_trained(columns[:, run_columns(run, dim)].ravel()) for run in range(run_count(dim))]
     tables = [[_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]
     rows = torch.cat([_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
-    return rows, deviations, flat_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
+    return rows, deviations, flatten_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
 
 
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:

@@ -15,7 +15,7 @@ from kvpack.coding.encoding import collected_misfits
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import norms_per_head
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -139,7 +139,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
     left_out: dict[Place, dict[str, str]] = {}
     for layer, pair in enumerate(exact.pairs):
         # The keys choose raw tokens for both sides.
-        norms = norms_of(pair[0].to(torch.bfloat16))
+        norms = norms_per_head(pair[0].to(torch.bfloat16))
         for side, x in zip(SIDES, pair, strict=True):
             place = layer, side
             packed[place], left_out[place] = {}, {}

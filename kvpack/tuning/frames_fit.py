@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from kvpack.formats import rans
-from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Tables
+from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, SymbolTables
 
 from .basis_fit import costs_of, transform_of
 
@@ -96,7 +96,7 @@ def _columns(
     return columns
 
 
-def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> Tables:
+def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
     """Return tables for columns by standard deviation in steps, trained on the levels of all columns at all steps of ordinary recipes."""
     levels = 2 * REACH + 1
     # The last place stands for levels that have no symbol.
@@ -140,7 +140,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     wanted = numpy.clip(energy, decoded, LARGEST_SCALE**2 * decoded)
     values *= numpy.sqrt(numpy.divide(wanted, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
-    return Tables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
+    return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
 
 
 def _levels(steps: Array, dead_zone: float) -> Array:

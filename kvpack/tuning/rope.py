@@ -9,7 +9,7 @@ import torch
 from kvpack.evaluation.sizes import positions
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.frames import LARGEST_FREQUENCY, PAIRINGS, Rope
+from kvpack.formats.frames import MAX_FREQUENCY, PAIRINGS, Rope
 from kvpack.identity.rope import same_up_to
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _candidates(model: Any) -> list[Rope]:
     if dims := getattr(model.config.get_text_config(), "rotary_dim", None):
         result.append(10000.0 ** -(torch.arange(0, int(dims), 2, dtype=torch.float32, device="cpu") / int(dims)))
     candidates = {tuple(float(one) for one in frequencies): None for frequencies in result}
-    allowed = [one for one in candidates if all(0 <= frequency <= LARGEST_FREQUENCY for frequency in one)]
+    allowed = [one for one in candidates if all(0 <= frequency <= MAX_FREQUENCY for frequency in one)]
     return [Rope(frequencies, pairing) for frequencies in allowed for pairing in PAIRINGS]
 
 
@@ -64,7 +64,7 @@ def _matching(number: int, first: torch.Tensor, others: dict[int, torch.Tensor],
         return None
     for rope in candidates:
         fits = 2 * len(rope.frequencies) <= first.shape[3]
-        if fits and all(_near(rope.turned(first, place), keys) for place, keys in others.items()):
+        if fits and all(_near(rope.rotate(first, place), keys) for place, keys in others.items()):
             return rope
     raise InvalidParameter(
         f"layer {number}: its keys depend on positions, but not through RoPE with the model's frequencies: calibrate without frames, "

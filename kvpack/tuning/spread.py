@@ -57,7 +57,7 @@ def _turns(rope: Rope, dim: int, places: Sequence[int]) -> torch.Tensor:
     """Return the matrices ``[place, dim, dim]``, float64, that rotate a row of channels to the positions ``places``."""
     # Tokens of one sequence are at consecutive positions: each unit vector is a sequence of its own.
     units = torch.eye(dim, dtype=torch.float32, device="cpu")[:, None]
-    return torch.stack([rope.turned(units, place)[:, 0] for place in places]).to(torch.float64)
+    return torch.stack([rope.rotate(units, place)[:, 0] for place in places]).to(torch.float64)
 
 
 def _turned(moments: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:

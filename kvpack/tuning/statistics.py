@@ -20,7 +20,7 @@ from kvpack.cache import tensor_files
 from kvpack.evaluation.windows import attention_shares
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.head_norms import norms_of
+from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.raw_positions import RawPositions
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Framing:
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
         """View ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
         rope = self.ropes[layer] if side == "k" else None
-        x = x if rope is None else rope.turned(x.to(torch.float32), 0, back=True)
+        x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
 
 
@@ -95,7 +95,7 @@ class KeyMoments:
         """
         counted = _counted(k)
         x = k[0].to(torch.float64)[:, counted]
-        before = x if rope is None else rope.turned(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
+        before = x if rope is None else rope.rotate(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
         count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
         return cls(counted.sum().to(torch.float64), count, x.transpose(1, 2) @ x, queries, _products_in_pages(k, counted), before.sum(1))
 
@@ -276,7 +276,7 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 def _counted(k: torch.Tensor) -> torch.Tensor:
     """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that count: those that caches do not keep raw."""
-    raw = RAW.choose(norms_of(k), 0)[0]
+    raw = RAW.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
 

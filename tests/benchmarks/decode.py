@@ -65,7 +65,7 @@ def _values(basis: Basis, layer: int, side: str, tokens: int) -> torch.Tensor:
     columns = torch.randn(frames.count, tokens, frames.columns, generator=generator) * deviations[:, None]
     x = columns @ frames.rows[:, 1:] + frames.rows[:, :1]
     heads = x if frames.count == rows.heads else x.view(tokens, rows.heads, rows.dim).transpose(0, 1)
-    turned = heads if frames.rope is None else frames.rope.turned(heads, 0)
+    turned = heads if frames.rope is None else frames.rope.rotate(heads, 0)
     return turned[None].to(torch.bfloat16)
 
 

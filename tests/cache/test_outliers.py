@@ -406,11 +406,11 @@ def test_c_finds_sizes_far_above_the_usual_as_pytorch_does(tokens: int, monkeypa
         sizes = 0.3 + torch.rand(2, 3, tokens, generator=generator)
         sizes = sizes.masked_fill(torch.rand(sizes.shape, generator=generator) < 0.1 * (number % 3), torch.nan)
         for ratio in (1.2, 1.6, 2.0):
-            medians = head_norms.usual(sizes)
+            medians = head_norms.usual_norms(sizes)
             compiled = [encode.has_large(sizes, ratio, level) for level in range(len(library.levels()))]
             with monkeypatch.context() as patch:
                 patch.setenv(dispatch.VARIABLE, "torch")
-                expected = head_norms.has_large(sizes, ratio)
+                expected = head_norms.has_large_size(sizes, ratio)
             assert expected == bool((sizes > ratio * medians).any())
             assert set(compiled) == {expected}
             found.append(expected)
@@ -439,7 +439,7 @@ def test_c_finds_large_scales_as_pytorch_does(recipe: str, dim: int, tokens: int
             side = kvpack.pack([(v, v)], recipe)[0].v
         assert side is not None
         codec, streams = side.codec, side.runs[0].streams
-        expected = head_norms.has_large(codec.error_sizes(streams), codec.error_spread)
+        expected = head_norms.has_large_size(codec.error_sizes(streams), codec.error_spread)
         for level in range(len(library.levels())):
             assert encode.has_large_error(codec, streams, codec.error_spread, level) == expected
         found.append(expected)

@@ -123,7 +123,7 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What earlier tests searched decides which of two searches quaternions take, and near ties may then differ.
-    monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 0)
+    monkeypatch.setattr(quaternion_search, "_GRID_BREAK_EVEN", 0)
     pairs = random_pairs(1, 300, dims=(64, 96))
     whole = kvpack.pack(pairs, recipe)
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)

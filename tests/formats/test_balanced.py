@@ -176,9 +176,9 @@ def test_caches_by_two_bases_are_not_joined() -> None:
 
 def test_frames_stay_on_their_device() -> None:
     frames = BalancedFrames(random_balanced(HEADS, DIM, "x"))
-    assert frames.on(torch.device("cpu")) is frames
-    elsewhere = frames.on(torch.device("meta"))
-    assert elsewhere is frames.on(torch.device("meta"))
+    assert frames.on_device(torch.device("cpu")) is frames
+    elsewhere = frames.on_device(torch.device("meta"))
+    assert elsewhere is frames.on_device(torch.device("meta"))
     assert elsewhere.matrices.device.type == "meta"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats.base import DTYPE_BYTES, Layout
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
-from kvpack.formats.group import AXES, CENTRES, SIZES, TOKEN_SCALES, Group
+from kvpack.formats.group import AXES, CENTRES, GROUP_SIZES, TOKEN_SCALES, Group
 from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
@@ -117,7 +117,7 @@ def test_layout(words: dict[str, Any], expected: dict[str, Layout]) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", GROUP_SIZES, ids=str)
 def test_a_partial_last_group_is_scaled_by_its_own_members(size: int, axis: str) -> None:
     codec = group(80, g=size, axis=axis)
     x = contents("gaussian", (1, 2, 2 * size + 5, 80), seed=1)

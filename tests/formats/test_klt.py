@@ -22,10 +22,10 @@ from kvpack.cache.side import packed_side
 from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.file import container
-from kvpack.formats.basis import BasisRows, rows_of
+from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, LimitExceeded, MissingBasis, OutOfBounds, OutOfRange
 from kvpack.formats.frames import Frames
-from kvpack.formats.klt import Klt, columns_of
+from kvpack.formats.klt import Klt, columns_by_width
 from support.file_parts import changed
 from support.klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis
 from support.side_car_recipes import attention
@@ -68,7 +68,7 @@ def test_round_trips_where_heads_have_their_own_widths(data: st.DataObject) -> N
 
 
 def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str = "basis") -> Klt:
-    return Klt.of_heads(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]))
+    return Klt.with_head_widths(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]))
 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])
@@ -86,7 +86,7 @@ def test_equal_widths_of_heads_decode_as_shared_ones(gain: str) -> None:
 def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
     codec = of_heads(10, 2, bytes((3, 2, 0, 5)))
     codes = torch.tensor([0b10_001_000, 0b1_100_011_0, 0b111_110_10, 0b0000_10_01, 0b010_00001, 0b000000_10], dtype=torch.uint8)
-    found = {part.width: digits.flatten().tolist() for part, digits in codec.codes_of_heads({"codes": codes.view(1, 1, 1, 6)})}
+    found = {part.width: digits.flatten().tolist() for part, digits in codec.head_codes({"codes": codes.view(1, 1, 1, 6)})}
     assert found == {2: [1, 2, 0, 0, 0, 0, 0, 0], 3: [0, 1, 2, 3, 4, 5, 6, 7], 5: [1, 18, 0, 0, 0, 0, 0, 0]}
     assert [codec.row_bytes, codec.code_bits] == [6, [255, 255, 255, 0b1111, 255, 0b11]]
     codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
@@ -131,7 +131,7 @@ def test_the_worked_example() -> None:
     stated |= {"basis": bytes.fromhex(found["basis"]), "widths": bytes.fromhex(found["widths"])}
     names = ("dim", "basis", "layer", "side", "rows", "widths", "gain", "fields")
     codec = Klt.from_params({name: stated[name] for name in names})
-    rows = torch.zeros(rows_of(2), 2)
+    rows = torch.zeros(row_count(2), 2)
     rows[0] = torch.tensor(ast.literal_eval(found["m"])) / 256
     rows[1:3] = torch.tensor(ast.literal_eval(found["D"]))
     values = rows[4:].view(-1)
@@ -151,7 +151,7 @@ def test_sizes_on_the_page() -> None:
         codec = Klt.of(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
         assert sum(packing.row_bytes for packing in codec.packings().values()) + 2 == int(size)
         assert codec.nominal_bits == float(bits)
-    assert (rows_of(128), 2 * 128 * rows_of(128)) == (162, 41472)
+    assert (row_count(128), 2 * 128 * row_count(128)) == (162, 41472)
 
 
 @pytest.mark.parametrize("widths", ["heads", "shared"])
@@ -212,7 +212,7 @@ def test_gains_make_products_right_and_widths_lower_the_error() -> None:
     for width in (1, 2, 4):
         codec = with_random_basis(create("klt", 32, rows="fp16", gain="fp16"), bytes([width, width]))
         streams = codec.encode(x)
-        rows = codec.parts(streams)
+        rows = codec.basis_rows(streams)
         values, found = (one @ rows.inverse - rows.mean for one in (x, codec.decode(streams)))
         weights = rows.weights.square()
         product, square = (weights * values * found).sum(-1), (weights * values.square()).sum(-1)
@@ -308,7 +308,7 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
 @pytest.mark.parametrize(
     ("recipe", "scales", "message"),
     [
-        ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"a row of the keys of layer 0 of the basis [0-9a-f]+ holds .*: write rows=fp32"),
+        ("kv=klt:bits=2,rows=fp16", {"weights": 7e4}, r"the keys of layer 0 of the basis [0-9a-f]+: a basis row contains .*rows=fp32"),
         ("kv=klt:bits=2,rows=fp16", {"rows": 1e5}, "the largest fp16 is 65504"),
         ("kv=klt:bits=2,rows=fp16", {"tables": 1e6}, "the largest fp16 is 65504"),
         ("klt-2", {"rows": 1e30, "tables": 1e30}, "with the rows of the basis, a channel could decode to"),
@@ -407,7 +407,7 @@ def test_tokens_of_heads_with_their_own_widths_have_a_gain_by_default_above_dim_
 
 
 def test_columns_of_widths() -> None:
-    assert columns_of(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}
+    assert columns_by_width(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}
 
 
 def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

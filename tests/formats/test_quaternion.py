@@ -114,7 +114,7 @@ def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Ten
         assert torch.equal(chosen[ahead], wanted[ahead].int())
 
 
-@pytest.mark.parametrize("kind", ["explicit", "by_grid", "by_products"])
+@pytest.mark.parametrize("kind", ["search_rotations", "search_grid", "search_products"])
 @pytest.mark.parametrize("secondary", [1, 5, 24, 48, 192])
 def test_both_searches_equal_brute_force(secondary: int, kind: str) -> None:
     searched = search(secondary)
@@ -133,13 +133,13 @@ def test_grids_of_any_resolution_equal_brute_force(resolution: int) -> None:
 def test_ties_are_broken_alike_whatever_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = search(24)
     planes = list(torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 4).T.contiguous())
-    expected = searched.explicit(planes)
+    expected = searched.search_rotations(planes)
     monkeypatch.setattr(quaternion_search, "_BLOCK", 7)
-    assert torch.equal(searched.explicit(planes), expected)
+    assert torch.equal(searched.search_rotations(planes), expected)
 
 
 def test_the_grid_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quaternion_search, "_PAYS_AFTER", 2000)
+    monkeypatch.setattr(quaternion_search, "_GRID_BREAK_EVEN", 2000)
     calls: list[torch.Tensor] = []
     built: list[int] = []
 

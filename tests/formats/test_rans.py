@@ -32,7 +32,7 @@ def test_any_symbols_come_back(chunks: int, longest: int, alphabet: int, seed: i
     symbols, lengths = symbols[table], source.integers(0, longest + 1, chunks)
     made = rans.encode(symbols, lengths, tables, table)
     decoded = rans.decode(made, lengths, tables, table)
-    assert not decoded.faulty(made.counts).any()
+    assert not decoded.faulty_chunks(made.counts).any()
     assert made.counts.sum() == len(made.words)
     assert (made.states >= rans.MIN_STATE).all()
     for row, found, length in zip(symbols, decoded.symbols, lengths, strict=True):
@@ -49,9 +49,9 @@ def test_symbols_may_have_tables_of_their_own(chunks: int, longest: int, seed: i
     )
     lengths = source.integers(0, longest + 1, chunks)
     lengths[0] = longest
-    made = rans.encoded(symbols, lengths, tables, table)
-    decoded = rans.decoded(made, lengths, tables, table)
-    assert not decoded.faulty(made.counts).any()
+    made = rans.encode_in_numpy(symbols, lengths, tables, table)
+    decoded = rans.decode_in_numpy(made, lengths, tables, table)
+    assert not decoded.faulty_chunks(made.counts).any()
     for row, found, length in zip(symbols, decoded.symbols, lengths, strict=True):
         assert found[:length].tolist() == row[:length].tolist()
 
@@ -70,7 +70,7 @@ def test_the_words_are_as_many_as_the_entropy_asks_for() -> None:
     counts = numpy.stack([numpy.bincount(row, minlength=256) for row in symbols])
     tables, lengths = rans.frequencies(counts), numpy.full(4, 1 << 15)
     made = rans.encode(symbols, lengths, tables, numpy.arange(4))
-    bits = rans.cost(counts, tables)
+    bits = rans.cost_bits(counts, tables)
     # A state holds up to 16 bits of its symbols.
     assert (abs(16 * made.counts - bits) < 16 * rans.LANES + 0.002 * bits).all()
     proportions = counts / counts.sum(1, keepdims=True)
@@ -101,7 +101,7 @@ def test_frequencies_sum_and_leave_no_symbol_out(counts: list[int]) -> None:
 
 def test_a_symbol_without_a_frequency_has_no_price() -> None:
     counts, tables = numpy.array([[3, 1], [4, 0]]), numpy.array([[4096, 0], [4096, 0]])
-    assert rans.cost(counts, tables).tolist() == [numpy.inf, 0.0]
+    assert rans.cost_bits(counts, tables).tolist() == [numpy.inf, 0.0]
 
 
 @given(st.data())
@@ -128,4 +128,4 @@ def test_any_words_and_states_are_safe_and_told_apart(data: st.DataObject) -> No
         return
     decoded = rans.decode(rans.Chunks(words, counts, states), lengths, tables, table)
     rows = zip(symbols, decoded.symbols, lengths, strict=True)
-    assert decoded.faulty(counts).any() or any((row[:length] != found[:length]).any() for row, found, length in rows)
+    assert decoded.faulty_chunks(counts).any() or any((row[:length] != found[:length]).any() for row, found, length in rows)

@@ -11,8 +11,18 @@ import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.formats import head_norms
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import FEW, PAGE, excess, few, misfit, norms_of, over_heads, relative, widening
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, in_slots, replaced, with_misfits
+from kvpack.formats.head_norms import (
+    MAX_PER_PAGE,
+    PAGE_TOKENS,
+    drop_crowded_pages,
+    misfit_scores,
+    norms_over_heads,
+    norms_per_head,
+    relative_norms,
+    shared_scale_factors,
+    widening_factors,
+)
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_misfits, replace_tokens, store_in_slots
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
@@ -50,7 +60,7 @@ def raw_of(side: Side) -> list[list[int]]:
     raw, first = side.codec.side_car(RawPositions), 0
     assert raw is not None
     for page in side.runs:
-        for token, sequence in zip(*(places.tolist() for places in raw.places(page.streams)), strict=True):
+        for token, sequence in zip(*(places.tolist() for places in raw.token_positions(page.streams)), strict=True):
             found[sequence].append(first + token)
         first += page.tokens
     return found
@@ -96,8 +106,8 @@ def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
     """The first tokens are those of the sequence, and pages begin at multiples of their size."""
-    first, second = kvpack.pack(pairs(0, PAGE), recipe), kvpack.pack(pairs(PAGE), recipe, start=PAGE)
-    check(second, [[2, 72], []], PAGE)
+    first, second = kvpack.pack(pairs(0, PAGE_TOKENS), recipe), kvpack.pack(pairs(PAGE_TOKENS), recipe, start=PAGE_TOKENS)
+    check(second, [[2, 72], []], PAGE_TOKENS)
     check(kvpack.concat([first, second]), EXPECTED)
 
 
@@ -136,11 +146,11 @@ def test_a_conversion_chooses_by_the_decoded_keys() -> None:
 
 
 def test_the_median_of_a_page_is_the_measure() -> None:
-    norms = torch.ones(1, 1, 3 * PAGE)
-    norms[0, 0, PAGE : 2 * PAGE] = 10.0
-    norms[0, 0, [3, PAGE + 3, 2 * PAGE + 3]] = torch.tensor([0.59, 5.9, 0.61])
+    norms = torch.ones(1, 1, 3 * PAGE_TOKENS)
+    norms[0, 0, PAGE_TOKENS : 2 * PAGE_TOKENS] = 10.0
+    norms[0, 0, [3, PAGE_TOKENS + 3, 2 * PAGE_TOKENS + 3]] = torch.tensor([0.59, 5.9, 0.61])
     one = RawPositions(DIM, "bf16", 0, 0.6)
-    assert one.choose(norms).nonzero()[:, 1].tolist() == [3, PAGE + 3]
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [3, PAGE_TOKENS + 3]
     assert one.choose(norms[..., :1]).sum() == 0
     assert not one.choose(torch.zeros(1, 2, 40)).any()
     assert not one.choose(torch.full((1, 2, 40), torch.inf)).any()
@@ -159,21 +169,21 @@ def test_tokens_are_replaced_by_the_mean_of_their_group() -> None:
     chosen = torch.zeros(2, 10, dtype=torch.bool)
     chosen[0, [1, 2]] = chosen[1, 8:] = True
     token, sequence = chosen.T.nonzero().unbind(1)
-    found = replaced(x, token, sequence, chosen, 4)
+    found = replace_tokens(x, token, sequence, chosen, 4)
     torch.testing.assert_close(found[0, :, 1:3], x[0, :, [0, 3]].mean(1, keepdim=True).expand(-1, 2, -1))
     assert not found[1, :, 8:].any()
     assert torch.equal(found[~chosen[:, None].expand(2, HEADS, 10)], x[~chosen[:, None].expand(2, HEADS, 10)])
-    assert not replaced(x, token, sequence, chosen, 1)[chosen[:, None].expand(2, HEADS, 10)].any()
+    assert not replace_tokens(x, token, sequence, chosen, 1)[chosen[:, None].expand(2, HEADS, 10)].any()
 
 
 def test_norms_are_those_of_heads_and_over_all_heads() -> None:
     x = torch.randn(2, HEADS, 300, DIM, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(norms_of(x), torch.linalg.vector_norm(x, dim=3))
-    torch.testing.assert_close(over_heads(norms_of(x)), torch.linalg.vector_norm(x, dim=(1, 3)))
-    assert norms_of(x[:, :, :0]).shape == (2, HEADS, 0)
+    torch.testing.assert_close(norms_per_head(x), torch.linalg.vector_norm(x, dim=3))
+    torch.testing.assert_close(norms_over_heads(norms_per_head(x)), torch.linalg.vector_norm(x, dim=(1, 3)))
+    assert norms_per_head(x[:, :, :0]).shape == (2, HEADS, 0)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, PAGE, PAGE + 1, 3 * PAGE - 1])
+@pytest.mark.parametrize("tokens", [1, 5, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS - 1])
 def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
     """Those found at once are those that medians find, of heads whose usual norms differ, next to tokens of low norm."""
     source = torch.Generator().manual_seed(tokens)
@@ -182,11 +192,11 @@ def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
     norms[2, :, tokens // 3] *= 0.01
     norms[2, 0, -1] *= 3.5
     found = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
-    pages = norms.split(PAGE, 2)
-    if tokens > PAGE and tokens % PAGE:
-        pages = (*pages[:-1], norms[..., -PAGE:])
+    pages = norms.split(PAGE_TOKENS, 2)
+    if tokens > PAGE_TOKENS and tokens % PAGE_TOKENS:
+        pages = (*pages[:-1], norms[..., -PAGE_TOKENS:])
     medians = torch.cat([page.median(2, keepdim=True).values.expand(page.shape) for page in pages], 2)
-    medians = torch.cat([medians[..., : tokens // PAGE * PAGE], medians[..., medians.shape[2] - tokens % PAGE :]], 2)
+    medians = torch.cat([medians[..., : tokens // PAGE_TOKENS * PAGE_TOKENS], medians[..., medians.shape[2] - tokens % PAGE_TOKENS :]], 2)
     assert torch.equal(found, (norms > 4 * medians).any(1))
     assert found.any() == (tokens > 1)
 
@@ -199,13 +209,13 @@ def test_a_shared_scale_is_too_large_where_one_head_is() -> None:
     norms[1, 1, 7] *= 3
     # What the others need is as much of their own: the scale is twice too large.
     norms[1, :, 8] *= torch.tensor([2.0, 4.0, 2.0])
-    found = excess(norms)
+    found = shared_scale_factors(norms)
     assert (found > 1.5).nonzero().tolist() == [[1, 7], [1, 8]]
     torch.testing.assert_close(found[1, 7:9], torch.tensor([3.0, 2.0]), rtol=0.02, atol=0)
-    assert relative(norms)[1, :, 7].tolist() == [1, 3, 1]
+    assert relative_norms(norms)[1, :, 7].tolist() == [1, 3, 1]
     norms[:, 2] = 0
-    assert (excess(norms) > 1.5).nonzero().tolist() == [[1, 7], [1, 8]]
-    assert not excess(norms[:, :1]).any()
+    assert (shared_scale_factors(norms) > 1.5).nonzero().tolist() == [[1, 7], [1, 8]]
+    assert not shared_scale_factors(norms[:, :1]).any()
 
 
 def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() -> None:
@@ -213,7 +223,7 @@ def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() ->
     norms[0, 0, 5] *= 3
     norms[0, :, 6] *= 3
     norms[0, 7, 7] *= 1.9
-    alone, shared = (widening(norms, of) for of in ({head_norms.TOKENS}, {head_norms.TOKENS, head_norms.HEADS}))
+    alone, shared = (widening_factors(norms, of) for of in ({head_norms.TOKENS}, {head_norms.TOKENS, head_norms.HEADS}))
     assert alone.nonzero().tolist() == [[0, 5], [0, 6]]
     assert alone[0, 5:7].tolist() == [3, 3]
     # The scale of token 6 is three times as large, that of token 5 little more than usual.
@@ -221,35 +231,35 @@ def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() ->
     assert 2.9 < shared[0, 5] < 3
     norms[0, 1] = 0
     norms[0, 1, 9] = 1
-    assert widening(norms, {head_norms.TOKENS}).nonzero().tolist() == [[0, 5], [0, 6]]
-    assert not widening(norms[..., 5:7] ** 4, {head_norms.TOKENS}).any()
+    assert widening_factors(norms, {head_norms.TOKENS}).nonzero().tolist() == [[0, 5], [0, 6]]
+    assert not widening_factors(norms[..., 5:7] ** 4, {head_norms.TOKENS}).any()
 
 
 def test_many_tokens_with_a_large_head_are_no_outliers() -> None:
-    one, norms = RawPositions(DIM, "bf16", high_norm=4.0), torch.ones(1, 3, 2 * PAGE)
+    one, norms = RawPositions(DIM, "bf16", high_norm=4.0), torch.ones(1, 3, 2 * PAGE_TOKENS)
     norms[0, 0, 10:12] = norms[0, 1, 30:32] = 5.0
     assert one.choose(norms).nonzero()[:, 1].tolist() == [10, 11, 30, 31]
-    norms[0, 2, [50, PAGE + 1]] = 5.0
-    assert one.choose(norms).nonzero()[:, 1].tolist() == [PAGE + 1]
+    norms[0, 2, [50, PAGE_TOKENS + 1]] = 5.0
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [PAGE_TOKENS + 1]
     norms[0, :, 60] = 5.0
-    assert one.choose(norms).nonzero()[:, 1].tolist() == [60, PAGE + 1]
+    assert one.choose(norms).nonzero()[:, 1].tolist() == [60, PAGE_TOKENS + 1]
 
 
 def test_few_tokens_of_a_page_are_worth_being_raw_for_a_shared_scale() -> None:
-    chosen = torch.zeros(2, 2 * PAGE + 9, dtype=torch.bool)
-    chosen[0, :FEW] = chosen[0, PAGE : PAGE + FEW + 1] = chosen[1, -FEW:] = True
-    found = few(chosen)
-    assert torch.equal(found[:, :PAGE], chosen[:, :PAGE])
-    assert not found[:, PAGE : 2 * PAGE].any()
-    assert torch.equal(found[:, 2 * PAGE :], chosen[:, 2 * PAGE :])
-    norms = torch.ones(1, 2, PAGE)
-    norms[0, 0, 20 : 20 + FEW] = 3.0
+    chosen = torch.zeros(2, 2 * PAGE_TOKENS + 9, dtype=torch.bool)
+    chosen[0, :MAX_PER_PAGE] = chosen[0, PAGE_TOKENS : PAGE_TOKENS + MAX_PER_PAGE + 1] = chosen[1, -MAX_PER_PAGE:] = True
+    found = drop_crowded_pages(chosen)
+    assert torch.equal(found[:, :PAGE_TOKENS], chosen[:, :PAGE_TOKENS])
+    assert not found[:, PAGE_TOKENS : 2 * PAGE_TOKENS].any()
+    assert torch.equal(found[:, 2 * PAGE_TOKENS :], chosen[:, 2 * PAGE_TOKENS :])
+    norms = torch.ones(1, 2, PAGE_TOKENS)
+    norms[0, 0, 20 : 20 + MAX_PER_PAGE] = 3.0
     none = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
     assert not none.any()
     for shared in ({head_norms.HEADS}, {head_norms.TOKENS}):
-        assert with_misfits(none, misfit(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + FEW)]
+        assert add_misfits(none, misfit_scores(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
     norms[0, 0, 60] = 3.0
-    assert not with_misfits(none, misfit(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
+    assert not add_misfits(none, misfit_scores(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
 
 
 @pytest.mark.parametrize(
@@ -359,12 +369,12 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     x[[0, 2], :, 5] *= 0.1
     x[[1, 2], 0, 9] *= 1000
     raw = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0)
-    together, one_by_one = (in_slots(raw, x, norms_of(x), group, 1) for group in (32, 1))
+    together, one_by_one = (store_in_slots(raw, x, norms_per_head(x), group, 1) for group in (32, 1))
     used = [slots.streams[POSITIONS][..., 0].to(torch.int64).bool().tolist() for slots in (together, one_by_one)]
     assert used == [[[True]] * 3, [[True], [False], [True]]]
     assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[[0, 0], [0, 0], [1, 1]], [[0, 0]] * 3]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
-    assert together.rest.abs().max() < 10
+    assert together.codec_input.abs().max() < 10
 
 
 @pytest.mark.parametrize("group", [32, 1])
@@ -372,8 +382,8 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
     x = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0)).sign()
     x[0, :, 5] *= 0.1
     x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
-    raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_of(x)
-    alone, shared = (in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, misfit(norms, {head_norms.HEADS})))
+    raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_per_head(x)
+    alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, misfit_scores(norms, {head_norms.HEADS})))
     assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
     assert [slots.left_out.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 
@@ -398,9 +408,9 @@ def test_groups_without_their_raw_tokens_are_encoded_alone(words: str) -> None:
     x = torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(0))
     x[0, :, [70, 299]] *= 0.1
     x[1, :, 140] *= 0.1
-    found, plain = encode(codec, x, "x", position=0), codec.without_raw
+    found, plain = encode(codec, x, "x", position=0), codec.without_raw_positions
     (raw,) = codec.side_cars
-    rest, own = raw.encode(x, raw.choose(norms_of(x), 0), codec.token_group)
+    rest, own = raw.encode(x, raw.choose(norms_per_head(x), 0), codec.token_group)
     assert own[POSITIONS].shape[2] == 7
     for name, stream in encode(plain, rest, "x").items():
         assert torch.equal(found[name].view(torch.uint8), stream.view(torch.uint8)), name

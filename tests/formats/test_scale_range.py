@@ -65,7 +65,7 @@ def test_decoding_is_exact_for_any_valid_streams(bits: int, axis: str) -> None:
 def test_a_codec_with_pairs_decodes_to_the_same_bits() -> None:
     codec = group(80, token_scale="fp16", rotation="hadamard")
     streams = codec.encode(contents("gaussian", (1, 2, 45, 80), seed=1))
-    plain, pairs = codec.with_pairs(streams)
+    plain, pairs = codec.with_fp16_scales(streams)
     assert plain == create("group", 80, "k", b="2", token_scale="fp16", rotation="hadamard")
     assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in pairs.items() if name == "scales"} == {
         "scales": ("torch.float16", plain.layout(1, 2, 45)["scales"].shape)
@@ -99,7 +99,7 @@ def test_groups_far_smaller_than_the_largest_are_off_by_little_of_it(axis: str) 
     largest = plain.encode(x)["scales"][..., 0].amax().item()
     excess = (codec.decode(codec.encode(x)) - x).abs() - (plain.decode(plain.encode(x)) - x).abs()
     assert excess.max().item() < 1.5 * largest / 100
-    lost = codec.with_pairs(codec.encode(x))[1]["scales"][..., 0] == 0
+    lost = codec.with_fp16_scales(codec.encode(x))[1]["scales"][..., 0] == 0
     assert (plain.encode(x)["scales"][..., 0][lost].abs() < largest * 2.0**-16).all()
 
 
@@ -108,7 +108,7 @@ def test_zeros_beside_other_groups_stay_near_zero() -> None:
     assert not codec.decode(codec.encode(torch.zeros(1, 2, 33, 64))).any()
     x = contents("gaussian", (1, 2, 40, 64), seed=5)
     x[:, :, 7] = 0
-    largest = codec.with_pairs(codec.encode(x))[1]["scales"][..., 1].abs().max().item()
+    largest = codec.with_fp16_scales(codec.encode(x))[1]["scales"][..., 1].abs().max().item()
     assert codec.decode(codec.encode(x))[:, :, 7].abs().max().item() < largest * 2.0**-14
 
 
@@ -223,7 +223,7 @@ def test_tokens_appended_one_by_one_need_few_runs() -> None:
 def test_the_largest_code_is_a_finite_binary16() -> None:
     widest = torch.tensor([[[[255 / 255, 0.0, 510 / 255, -255.0]]]], dtype=torch.float16)
     scale_range.check({"scale_range": widest.numpy()}, "x")
-    pair = scale_range.pairs(torch.full((1, 1, 1, 1, 2), 255, dtype=torch.uint8), widest)
+    pair = scale_range.decode_pairs(torch.full((1, 1, 1, 1, 2), 255, dtype=torch.uint8), widest)
     assert pair.flatten().tolist() == [65024.0, 65024.0]
 
 

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tables._lock:
-        tables._kept.clear()
-        tables._bytes = 0
+        tables._cached.clear()
+        tables._cached_bytes = 0
     yield
-    assert tables._bytes == sum(table.nbytes for table in tables._kept.values())
+    assert tables._cached_bytes == sum(table.nbytes for table in tables._cached.values())
 
 
 def kept_bytes() -> int:
-    return sum(table.nbytes for table in tables._kept.values())
+    return sum(table.nbytes for table in tables._cached.values())
 
 
 def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every seed is another matrix, and a header may name any."""
-    monkeypatch.setattr(tables, "KEPT_BYTES", 2**20)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 2**20)
     x = torch.zeros(1, 1, 1, 128)
     for seed in range(40):
         Rotation("signed-hadamard", 128, seed).inverse(x)
@@ -41,12 +41,12 @@ def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table_used_last_is_kept_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    @tables.kept_on_device
+    @tables.cache_per_device
     def numbers(count: int) -> torch.Tensor:
         made.append(count)
         return torch.arange(count)
 
-    monkeypatch.setattr(tables, "KEPT_BYTES", 8 * 25)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 8 * 25)
     first = numbers(10, "cpu")
     assert numbers(9, torch.device("cpu")).tolist() == list(range(9))
     assert numbers(10, "cpu") is first
@@ -59,9 +59,9 @@ def test_the_table_used_last_is_kept_and_the_oldest_goes(monkeypatch: pytest.Mon
 
 
 def test_threads_share_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "KEPT_BYTES", 4000)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 4000)
 
-    @tables.kept_on_device
+    @tables.cache_per_device
     def numbers(count: int) -> torch.Tensor:
         return torch.arange(count)
 
@@ -81,4 +81,4 @@ def test_threads_share_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("module", [angle, group, octahedral, polar, quaternion, scalar], ids=lambda module: module.__name__.split(".")[-1])
 def test_packings_of_a_header_have_a_bound(module: object) -> None:
-    assert module._packings.cache_info().maxsize == tables.TABLES_KEPT  # type: ignore[attr-defined]
+    assert module._packings.cache_info().maxsize == tables.MAX_CACHED_TABLES  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 import kvpack
 from kvpack.coding import dispatch
 from kvpack.errors import InvalidParameter
-from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, LOG8_LIMIT, decoded_norms, log8_values, stored_norms
+from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, LOG8_LIMIT, decode_norms, encode_norms, log8_values
 from support.side_car_recipes import attention, relative_error
 from support.spec_pages import SPEC, section
 from support.strategies import create
@@ -33,9 +33,9 @@ def test_the_values_of_the_bytes_are_those_of_the_page() -> None:
 def test_every_byte_is_that_of_its_norm_and_of_norms_near_it() -> None:
     values, codes = log8_values("cpu"), torch.arange(256, dtype=torch.uint8)
     for factor in (1.0, 2 ** (0.49 / 16), 2 ** (-0.49 / 16)):
-        assert torch.equal(stored_norms(values * factor, LOG8, "norm"), codes)
+        assert torch.equal(encode_norms(values * factor, LOG8, "norm"), codes)
     small = torch.tensor([2.0**-8 * 0.999, 2.0**-8, 0.0, 1e-30])
-    assert stored_norms(small, LOG8, "norm").tolist() == [0, 1, 0, 0]
+    assert encode_norms(small, LOG8, "norm").tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -62,7 +62,7 @@ def test_a_byte_costs_little_precision(codec: str, backend: str, monkeypatch: py
     half, byte = (cache[0].k.runs[0] for cache in caches)
     for name in half.streams.keys() - {"norm"}:
         assert torch.equal(half.streams[name], byte.streams[name])
-    expected, found = half.streams["norm"].float(), decoded_norms(byte.streams["norm"])
+    expected, found = half.streams["norm"].float(), decode_norms(byte.streams["norm"])
     assert ((found / expected - 1).abs()[expected > 0] <= 2 ** (0.5 / 16) - 1 + 2.0**-10).all()
     assert found[0, 0, 3] == 0
     oracle = create(codec, 64, "k", **CODECS[codec], norm="log8")

@@ -20,7 +20,7 @@ from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.formats import rans, transform
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, MissingBasis, OutOfBounds, OutOfRange
-from kvpack.formats.frames import Frames, Rope, Tables
+from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.transform import Transform
 from support.klt_bases import random_basis, random_tables, transform_of, with_random_frames
 from support.side_car_recipes import attention
@@ -68,7 +68,7 @@ def test_the_worked_example() -> None:
     found = example()
     stated: dict[str, Any] = ast.literal_eval(found["parameters"]) | {"basis": bytes.fromhex(found["basis"])}
     names = ("dim", "basis", "layer", "side", "scope", "step", "chunk")
-    tables = Tables(numpy.array(ast.literal_eval(found["frequencies"])), torch.tensor(ast.literal_eval(found["values"])))
+    tables = SymbolTables(numpy.array(ast.literal_eval(found["frequencies"])), torch.tensor(ast.literal_eval(found["values"])))
     rope = Rope(tuple(ast.literal_eval(found["rope.halves"])), "halves")
     frames = Frames(torch.tensor([ast.literal_eval(found["rows"])]), numpy.array([ast.literal_eval(found["scales"])]), tables, rope)
     codec = replace(Transform.from_params({name: stated[name] for name in names}), source=frames)
@@ -230,7 +230,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
     with pytest.raises(OutOfRange, match=r"steps from the mean, the limit is 2147483647"):
         codec.encode(x * 1e5)
     frames = codec.source_for(1)
-    tables = Tables(frames.tables.frequencies.copy(), frames.tables.values)
+    tables = SymbolTables(frames.tables.frequencies.copy(), frames.tables.values)
     tables.frequencies[:, 4] += tables.frequencies[:, 0]
     tables.frequencies[:, 0] = 0
     with pytest.raises(OutOfRange, match="neither a symbol for a level nor an escape"):

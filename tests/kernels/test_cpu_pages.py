@@ -9,8 +9,8 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
-from kvpack.formats.head_norms import HEADS, TOKENS, misfit, norms_of
-from kvpack.formats.raw_positions import RawPositions, tokens_of_slots
+from kvpack.formats.head_norms import HEADS, TOKENS, misfit_scores, norms_per_head
+from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens
 from kvpack.kernels.cpu import checksum, library
 from kvpack.kernels.cpu.pages import Chooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
@@ -79,8 +79,8 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
         raw = RawPositions(32, "bf16", low_norm=0.6, high_norm=high)
         chooser = Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
         chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
-        norms = norms_of(x)
-        expected, more = tokens_of_slots(raw, norms, group, 3, misfit(norms, shared))
+        norms = norms_per_head(x)
+        expected, more = choose_slot_tokens(raw, norms, group, 3, misfit_scores(norms, shared))
         assert torch.equal(torch.from_numpy(chosen), expected.masked_fill(expected == tokens, -1))
         assert torch.equal(torch.from_numpy(left_out), more)
         assert len({int(count) for count in (chosen >= 0).sum(1)}) > 1
@@ -90,6 +90,6 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
 @pytest.mark.parametrize("shape", [(2, 3, 37, 100), (1, 2, 5, 7), (1, 1, 130, 64)], ids=str)
 def test_norms_are_those_of_the_format(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = norms_of(x)
+    expected = norms_per_head(x)
     for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([x, x], 3)[..., : shape[3]]):
         torch.testing.assert_close(dispatch.norms(given), expected, rtol=1e-6, atol=0)

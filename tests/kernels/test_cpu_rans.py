@@ -41,7 +41,7 @@ def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alpha
         # Every symbol has a frequency in every table.
         tables = rans.frequencies(numpy.maximum(tables, 1))
         lengths[0], table = longest, source.integers(0, chunks, (chunks, longest)).astype(numpy.uint8)
-    made = rans.encoded(symbols, lengths, tables, table)
+    made = rans.encode_in_numpy(symbols, lengths, tables, table)
     for level in range(len(library.levels())):
         coded = compiled.encode(symbols, lengths, tables, table, threads=1 + seed % 3, level=level)
         assert all((ours == theirs).all() for ours, theirs in zip(coded, made, strict=True))
@@ -50,14 +50,14 @@ def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alpha
         counts = source.integers(0, 30, chunks)
         words = source.integers(0, 1 << 16, int(counts.sum())).astype(numpy.uint16)
         made = rans.Chunks(words, counts, source.integers(0, 1 << 32, (chunks, rans.LANES)).astype(numpy.uint32))
-    expected = rans.decoded(made, lengths, tables, table)
+    expected = rans.decode_in_numpy(made, lengths, tables, table)
     for level in range(len(library.levels())):
         found = compiled.decode(made, lengths, tables, table, threads=1 + seed % 3, level=level)
         if valid:
             assert (found.read == expected.read).all()
             assert (found.states == expected.states).all()
         # Behind the last word each decoder goes on with words of its own; that a chunk needs them shows in both.
-        assert (found.faulty(made.counts) == expected.faulty(made.counts)).all()
+        assert (found.faulty_chunks(made.counts) == expected.faulty_chunks(made.counts)).all()
         for row, other, length in zip(found.symbols, expected.symbols, lengths, strict=True):
             assert not valid or (row[:length] == other[:length]).all()
 
@@ -109,12 +109,12 @@ def test_a_cache_decodes_by_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.randn(2, 3, 700, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
     cache = kvpack.pack([(x, x)], "lossless")[:, :650]
     calls: list[int] = []
-    original = rans.compiled
+    original = rans.compiled_decoder
     assert original is not None
-    monkeypatch.setattr(rans, "compiled", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    monkeypatch.setattr(rans, "compiled_decoder", lambda *arguments: (calls.append(1), original(*arguments))[1])
     found = cache[0].unpack(DTYPES[dtype])[0]
     assert calls
-    monkeypatch.setattr(rans, "decoded", None)
+    monkeypatch.setattr(rans, "decode_in_numpy", None)
     assert torch.equal(cache[0].unpack(DTYPES[dtype])[0], found)
     assert torch.equal(found, x[:, :, :650])
 
@@ -133,4 +133,4 @@ def test_tables_that_do_not_sum_are_left_to_formats() -> None:
     tables = numpy.array([[4096, 0], [1, 0]])
     made = rans.Chunks(numpy.zeros(0, numpy.uint16), numpy.zeros(2, numpy.int64), numpy.full((2, rans.LANES), 0x1FFFF, numpy.uint32))
     found = compiled.decode(made, numpy.array([40, 40]), tables, numpy.arange(2))
-    assert found.faulty(made.counts).all()
+    assert found.faulty_chunks(made.counts).all()

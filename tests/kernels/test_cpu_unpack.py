@@ -62,7 +62,7 @@ def _klt_bound(side: Side) -> torch.Tensor:
         # Raw tokens beside it are exact.
         codec = page.codec.family
         assert isinstance(codec, Klt)
-        rows = codec.parts(page.streams)
+        rows = codec.basis_rows(page.streams)
         coded = codec.decode_frame(page.streams).double()
         sizes = rows.mean.double().abs() + (coded - rows.mean.double()).abs()
         bounds.append(2.0**-17 * sizes @ rows.matrix.double().abs())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack.formats.basis import BasisRows, rows_of, run_slice
+from kvpack.formats.basis import BasisRows, row_count, run_columns
 from kvpack.formats.errors import InvalidParameter, MissingBasis
 from kvpack.formats.klt import Klt
 from support.interpreter import DEVICE, needs_loaded_bounds
@@ -69,7 +69,7 @@ def check(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> N
     for run, width in enumerate(codec.widths):
         if width:
             table = codec.source.table(run, width).double().expand(x.shape[0], -1, -1)
-            value = frame[..., run_slice(run, codec.dim)]
+            value = frame[..., run_columns(run, codec.dim)]
             errors = [(table.gather(2, codes[run].flatten(2)).view(value.shape) - value).abs() for codes in (mine, theirs)]
             assert ((errors[0] - errors[1]).abs() <= 2 * room).all()
             equal &= (mine[run] == theirs[run]).all(-1)
@@ -84,7 +84,7 @@ def zip_codes(codec: Klt, streams: Mapping[str, torch.Tensor]) -> dict[int, torc
     found = {}
     for run, width in enumerate(codec.widths):
         if width:
-            columns = run_slice(run, codec.dim)
+            columns = run_columns(run, codec.dim)
             count = columns.stop - columns.start
             found[run], rest[width] = rest[width][..., :count].to(torch.int64), rest[width][..., count:]
     return found
@@ -146,7 +146,7 @@ def test_what_the_kernel_lacks_is_left_to_the_format() -> None:
     assert codec.source is not None
     # The tables of a run follow one another, and the widest ones are the last.
     rows = codec.source.rows.clone()
-    rows[..., 34:, :] = rows[..., 34:, :].flatten(2).flip(2).view(1, HEADS, rows_of(32) - 34, 32)
+    rows[..., 34:, :] = rows[..., 34:, :].flatten(2).flip(2).view(1, HEADS, row_count(32) - 34, 32)
     assert encoded(replace(codec, source=BasisRows(rows)), x) is None
     x[0, 1, 5] = 1e30
     assert encoded(codec, x) is None

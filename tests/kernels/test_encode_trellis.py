@@ -24,7 +24,7 @@ def test_the_kernel_finds_the_path_of_the_format(bits: int, state_bits: int, dim
     x = contents("gaussian", (5, dim), bits) * dim**-0.5
     x[1], x[2, ::3] = 0, 3.0
     x = x.to(DEVICE)
-    table = trellis.values_of(trellis.unit_table(dim, bits, state_bits), x.device)
+    table = trellis.window_values(trellis.unit_table(dim, bits, state_bits), x.device)
     monkeypatch.setattr(kernel, "BACK_BYTES", 2 * dim << state_bits - bits)
     found = kernel.nearest_path(x, table, bits)
     assert torch.equal(found.long(), trellis.nearest_path(x, table, bits))

@@ -12,7 +12,7 @@ import torch
 from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
-from kvpack.formats.basis import BasisRows, rows_of
+from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
@@ -161,7 +161,7 @@ def test_rows_in_the_cache(widths: bytes, rows: str) -> None:
         side = random_side(replace(codec, source=None), 2, (40, 35), 5, 4, 2)
         for number, page in enumerate(side.runs):
             stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
-            assert stored.shape[3] == rows_of(32)
+            assert stored.shape[3] == row_count(32)
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
     check(Layer(*layer), 4)

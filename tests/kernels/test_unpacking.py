@@ -20,7 +20,7 @@ from kvpack.formats.angle import Angle
 from kvpack.formats.base import Codec
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
-from kvpack.formats.group import AXES, SIZES, TOKEN_SCALES, Group
+from kvpack.formats.group import AXES, GROUP_SIZES, TOKEN_SCALES, Group
 from support.caches import random_pairs
 from support.file_parts import random_page
 from support.interpreter import DEVICE
@@ -76,7 +76,7 @@ def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
 def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
     # Columns of one field, of a byte left over, of fields across words, and the widest; widths off every power of two.
     for number, (dim, fields) in enumerate(((40, 1), (80, 3), (63, 5), (40, 128 // bits))):
-        size, token_scale = SIZES[(number + bits) % len(SIZES)], TOKEN_SCALES[(number + bits) % len(TOKEN_SCALES)]
+        size, token_scale = GROUP_SIZES[(number + bits) % len(GROUP_SIZES)], TOKEN_SCALES[(number + bits) % len(TOKEN_SCALES)]
         check_group(Group(dim, bits, axis, size, "none", 0, token_scale, (("codes", fields),)), 1, 2, 18)
 
 

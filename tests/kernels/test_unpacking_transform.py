@@ -19,7 +19,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.file import container
-from kvpack.formats.frames import Frames, Tables
+from kvpack.formats.frames import Frames, SymbolTables
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.klt_bases import random_basis, with_random_frames
 from support.strategies import create
@@ -159,8 +159,8 @@ def with_longer_numbers(codec: Transform) -> Transform:
     """``codec`` with frames and values that binary16 does not hold."""
     source = codec.source
     assert source is not None
-    frames = source.of_heads(2, codec.dim)
-    tables = Tables(frames.tables.frequencies, frames.tables.values * (1 + 2.0**-20))
+    frames = source.for_heads(2, codec.dim)
+    tables = SymbolTables(frames.tables.frequencies, frames.tables.values * (1 + 2.0**-20))
     return replace(codec, source=Frames(frames.rows * (1 + 2.0**-20), frames.scales, tables, frames.rope))
 
 
@@ -233,7 +233,7 @@ def test_tables_that_do_not_sum_are_left_to_torch() -> None:
     source = codec.source_for(2)
     frequencies = source.tables.frequencies.copy()
     frequencies[0] += 1
-    codec = replace(codec, source=Frames(source.rows, source.scales, Tables(frequencies, source.tables.values)))
+    codec = replace(codec, source=Frames(source.rows, source.scales, SymbolTables(frequencies, source.tables.values)))
     out = torch.empty(1, 2, 20, 8, device=DEVICE)
     assert not decode.decode_into(codec, [Packed(there(streams), 20, 0)], out, True)
     expected = outcome(lambda: codec.check_chunks({name: stream.numpy() for name, stream in streams.items()}, "x"))

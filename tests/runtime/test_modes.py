@@ -153,9 +153,9 @@ def test_no_product_of_float32_is_left_to_a_reduced_precision(recipe: str, kerne
 def test_the_search_of_quaternions_is_not_reduced() -> None:
     planes = [torch.randn(4000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     search = _search(0, 24)
-    expected = search.by_products(planes)
+    expected = search.search_products(planes)
     with precision("medium"), Products() as products:
-        found = search.by_products(planes)
+        found = search.search_products(planes)
     assert products.found == []
     assert (found == expected).float().mean() > 0.999
 

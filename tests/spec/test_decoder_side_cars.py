@@ -18,7 +18,7 @@ from kvpack.formats.balanced import FRAMES
 from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.basis import DIGEST_BYTES, MAX_LAYER
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
-from kvpack.formats.key_mean import BITS, PAGES, KeyMean
+from kvpack.formats.key_mean import BITS, PAGE_SIZES, KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
@@ -70,7 +70,7 @@ def test_the_keys_and_their_values() -> None:
         "channel_scale": f"string: {words(NORMS)}",
         "channel_order": f"string: {words(ORDER_DTYPES)}; with u8, dim is at most 256",
         "block_rotation": "integer: the size of a block, from 2 on, which divides dim",
-        "key_mean": f"map: tokens (integer: {numbers(PAGES)}), bits (integer: {numbers(BITS)}; with 4, dim is even)",
+        "key_mean": f"map: tokens (integer: {numbers(PAGE_SIZES)}), bits (integer: {numbers(BITS)}; with 4, dim is even)",
         "outliers": "map: fields (integer)",
         "qjl": f"map: seed (integer, 0 to 2^64 - 1), norm (string: {words(NORMS)}), fields (integer)",
         "raw_tokens": f"string: {words(RAW_DTYPES)}",

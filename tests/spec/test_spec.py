@@ -19,7 +19,7 @@ from kvpack.formats import CODECS, rans
 from kvpack.formats.base import DTYPE_BYTES, MAX_DIM, Codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, MAX_FIELDS, Columns, default_fields
 from kvpack.formats.generator import Generator, signs, unit_quaternions
-from kvpack.formats.group import AXES, SCALE_DTYPES, SIZES, TOKEN_SCALES
+from kvpack.formats.group import AXES, GROUP_SIZES, SCALE_DTYPES, TOKEN_SCALES
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
 from support.error_bounds import ROTATION_TOLERANCE
@@ -215,7 +215,7 @@ def test_ranges_of_raw_and_group() -> None:
         "dim": f"1 to {MAX_DIM}",
         "bits": "1 to 8",
         "axis": ", ".join(AXES),
-        "size": ", ".join(map(str, SIZES)),
+        "size": ", ".join(map(str, GROUP_SIZES)),
         "rotation_kind": ", ".join(KINDS),
         "seed": "0 to 2^64 - 1",
         "token_scale": ", ".join(TOKEN_SCALES),
@@ -290,7 +290,7 @@ def test_the_worked_example_of_the_coder() -> None:
     assert chunks.words.tolist() == words.tolist()
     decoded = rans.decode(chunks, length, frequencies, one)
     assert decoded.symbols.tolist() == symbols.tolist()
-    assert not decoded.faulty(chunks.counts).any()
+    assert not decoded.faulty_chunks(chunks.counts).any()
 
 
 def number(text: str) -> float:

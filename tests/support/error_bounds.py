@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.formats.basis import run_slice
-from kvpack.formats.token_norms import LOG8, decoded_norms
+from kvpack.formats.basis import run_columns
+from kvpack.formats.token_norms import LOG8, decode_norms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -92,7 +92,7 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     """Return the largest error of every value of ``u``, given the scales that the encoder chose."""
     tokens, dim = u.shape[2], u.shape[3]
     axis = 2 if codec.axis == "token" else 3
-    pairs = codec.with_pairs(streams)[1]["scales"].float()
+    pairs = codec.with_fp16_scales(streams)[1]["scales"].float()
     scale, centre = (pairs[..., member].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim] for member in (0, 1))
     factor = torch.ones(u.shape[0], 1, tokens)
     if codec.token_scale != "none":
@@ -204,12 +204,12 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
     norm = u.norm(dim=-1, keepdim=True)
     nearest = torch.empty_like(u)
-    for part, table in zip(codec.parts, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
+    for part, table in zip(codec.basis_rows, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
         levels = torch.frombuffer(bytearray(table), dtype=torch.float32).double()
         values = u[..., list(part.channels)]
         nearest[..., list(part.channels)] = (values.abs()[..., None] - levels * norm[..., None]).abs().amin(-1)
     # Tokens near the smallest normal number have coarse directions.
-    allowed = nearest + (decoded_norms(streams["norm"]).double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
+    allowed = nearest + (decode_norms(streams["norm"]).double()[..., None] - norm).abs() + ROTATION_TOLERANCE * norm + 2.0**-120
     _check_errors(codec.decode_frame(streams) - u, allowed)
     whole = allowed.square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
     _check_errors((decoded - x).double().norm(dim=-1), whole)
@@ -231,7 +231,7 @@ def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.T
     # The search gives the lowest bits of a cost away at every channel.
     path = (squares * (1 + codec.dim * 2.0**-18)).sqrt()
     longest = math.sqrt(codec.dim) * float(table.abs().max())
-    rounding = (decoded_norms(streams["norm"]).double() - norm[..., 0]).abs() * longest
+    rounding = (decode_norms(streams["norm"]).double() - norm[..., 0]).abs() * longest
     allowed = path * norm[..., 0] + rounding + ROTATION_TOLERANCE * norm[..., 0] + 2.0**-116
     _check_errors((codec.decode_frame(streams) - u).norm(dim=-1), allowed)
     whole = allowed + 3 * ROTATION_TOLERANCE * (norm[..., 0] + decoded.double().norm(dim=-1))
@@ -248,7 +248,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
     shift = (values - torch.arange(values.shape[1]) + source.tables.reach).abs().max().item()
     difference = (x.double() - decoded.double())[:, :, :tokens]
     if source.rope is not None:
-        difference = source.rope.turned(difference.float(), 0, back=True).double()
+        difference = source.rope.rotate(difference.float(), 0, back=True).double()
     wide = difference if codec.scope == "head" else difference.transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     matrix = source.rows[:, 1:].double().numpy()
     columns = (wide @ torch.from_numpy(numpy.linalg.inv(matrix))).abs() * 2.0 ** (codec.step / 16)
@@ -259,7 +259,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
 
 def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check that no value of a table is nearer to a column than the one whose code is stored."""
-    rows = codec.parts(streams)
+    rows = codec.basis_rows(streams)
     columns = x.double() @ torch.from_numpy(numpy.linalg.inv(rows.matrix.double().numpy())) - rows.mean.double()
     # Rounding of the inverse, which the encoder has in binary32.
     slack = 2.0**-16 * (x.double().norm(dim=-1) + 1)
@@ -267,7 +267,7 @@ def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], 
     chosen = plain.double() - rows.mean.double()
     heads = x.shape[1]
     if codec.fixed_heads is None:
-        parts = [(slice(None), run_slice(run, codec.dim), run, width) for run, width in enumerate(codec.widths)]
+        parts = [(slice(None), run_columns(run, codec.dim), run, width) for run, width in enumerate(codec.widths)]
     else:
         count = len(codec.widths) // heads
         short = [(slice(number // count, number // count + 1), number % count, width) for number, width in enumerate(codec.widths)]

@@ -127,7 +127,7 @@ def random_page(
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
     """Return a run of random valid digits, with numbers of either sign and any number of entries, together with the digits."""
     if raw := codec.side_car(RawPositions):
-        page, digits = random_page(codec.without_raw, batch, heads, tokens, source)
+        page, digits = random_page(codec.without_raw_positions, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
         return PackedRun(codec, tokens, coded), {name: codec.unpack(name, coded) for name in codec.packings()}

@@ -14,8 +14,8 @@ from kvpack.coding.bases import BalancedKeys, Basis, basis_bytes
 from kvpack.formats import rans
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.balanced_frames import BalancedFrames
-from kvpack.formats.basis import BasisRows, rows_of, runs_of
-from kvpack.formats.frames import PAIRINGS, Frames, Rope, Tables
+from kvpack.formats.basis import BasisRows, row_count, run_count
+from kvpack.formats.frames import PAIRINGS, Frames, Rope, SymbolTables
 from kvpack.formats.klt import Klt
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.formats.transform import Transform
@@ -36,12 +36,12 @@ def random_rows(heads: int, dim: int, seed: str) -> torch.Tensor:
         count = torch.Size(shape).numel()
         return torch.tensor([(source.randrange(255) - 127) / 128 for _ in range(count)], dtype=torch.float32).view(shape)
 
-    rows = draws(heads, rows_of(dim), dim)
+    rows = draws(heads, row_count(dim), dim)
     rows[:, 0] /= 128
     rows[:, 1 : 1 + dim] = torch.eye(dim) * (1 + 2 * (torch.arange(dim) % 3 == 0)) + rows[:, 1 : 1 + dim] / (2 * dim)
     rows[:, 1 + dim] = rows[:, 1 + dim].abs() + 1 / 128
     values = rows[:, 2 + dim :].flatten(1).clone()
-    for run in range(runs_of(dim)):
+    for run in range(run_count(dim)):
         for width in range(1, 9):
             first = 510 * run + (1 << width) - 2
             values[:, first : first + (1 << width)] = (3 * values[:, first : first + (1 << width)]).sort(-1).values
@@ -61,7 +61,7 @@ def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
 class AnyBalanced(BalancedFrames):
     """Random balanced frames of one head, repeated for any number of heads."""
 
-    def of_heads(self, heads: int) -> BalancedFrames:
+    def for_heads(self, heads: int) -> BalancedFrames:
         return BalancedFrames(self.matrices.expand(heads, -1, -1))
 
 
@@ -98,13 +98,13 @@ def balanced_basis(
 class AnyHeads(BasisRows):
     """Random rows of one head, repeated for any number of heads."""
 
-    def of_heads(self, heads: int) -> BasisRows:
+    def for_heads(self, heads: int) -> BasisRows:
         return BasisRows(self.rows.expand(1, heads, -1, -1))
 
 
 def widths_for(dim: int) -> bytes:
     """Return widths 0 to 8 in turn for the runs of a head; the first is not 0."""
-    return bytes((5, 2, 0, 1, 3, 8, 4, 6, 7)[run % 9] for run in range(runs_of(dim)))
+    return bytes((5, 2, 0, 1, 3, 8, 4, 6, 7)[run % 9] for run in range(run_count(dim)))
 
 
 def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
@@ -117,7 +117,7 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
     """Return the codec with separate ``widths`` for each head, one per run of 8 columns."""
-    return Klt.of_heads(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
+    return Klt.with_head_widths(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
 
 
 def random_basis(
@@ -127,7 +127,7 @@ def random_basis(
     seed: str = "",
     scopes: Mapping[tuple[int, str], str] | None = None,
     model: Mapping[str, str] | None = None,
-    tables: Tables | None = None,
+    tables: SymbolTables | None = None,
 ) -> bytes:
     """Return a basis file with random rows of (heads, dim) for each layer and side, and frames for those of ``scopes``.
 
@@ -140,28 +140,28 @@ def random_basis(
 
 
 @cache
-def random_tables(seed: str, count: int = 5, reach: int = 3) -> Tables:
+def random_tables(seed: str, count: int = 5, reach: int = 3) -> SymbolTables:
     """Return tables of levels up to ``reach``; some symbols other than the escape and level 0 have frequency zero."""
     source = random.Random(seed)
     counts = numpy.array([[source.choice((0, 1, 5, 40)) for _ in range(2 * reach + 2)] for _ in range(count)], numpy.int64)
     counts[:, 0] += 1
     counts[:, 1 + reach] += 100
     values = torch.tensor([[level - level * source.randrange(9) / 64 for level in range(-reach, reach + 1)] for _ in range(count)])
-    return Tables(rans.frequencies(counts), values)
+    return SymbolTables(rans.frequencies(counts), values)
 
 
 @cache
-def normal_tables(count: int = 33, reach: int = 15) -> Tables:
+def normal_tables(count: int = 33, reach: int = 15) -> SymbolTables:
     """Return tables for normally distributed columns: table k has a standard deviation of 2^(k / 4) steps."""
     edges = torch.arange(-reach, reach + 2, dtype=torch.float64) - 0.5
     parts = torch.special.ndtr(edges / torch.exp2(torch.arange(count, dtype=torch.float64) / 4)[:, None]).diff(dim=1)
     counts = torch.cat([(1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-12), parts], 1) * 2**20
     values = torch.arange(-reach, reach + 1, dtype=torch.float32).expand(count, -1)
-    return Tables(rans.frequencies(counts.round().to(torch.int64).numpy()), values)
+    return SymbolTables(rans.frequencies(counts.round().to(torch.int64).numpy()), values)
 
 
 @cache
-def random_frames(heads: int, dim: int, scope: str, seed: str, tables: Tables, side: str) -> Frames:
+def random_frames(heads: int, dim: int, scope: str, seed: str, tables: SymbolTables, side: str) -> Frames:
     """Return invertible frames of multiples of 1/128; those of keys rotate, but not in all channels if there are more than two."""
     source = random.Random(f"{heads} {dim} {scope} {seed}")
     count, n = (heads, dim) if scope == "head" else (1, heads * dim)
@@ -184,7 +184,7 @@ class AnyFrames(Frames):
         super().__init__(one.rows, one.scales, one.tables, one.rope)
         self.scope, self.side = scope, side
 
-    def of_heads(self, heads: int, dim: int) -> Frames:
+    def for_heads(self, heads: int, dim: int) -> Frames:
         return random_frames(heads, dim, self.scope, "any", self.tables, self.side)
 
 

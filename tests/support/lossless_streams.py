@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from kvpack.formats.lossless import FORMS, Lossless
+from kvpack.formats.lossless import FLOAT_FORMATS, Lossless
 from kvpack.formats.rans import TOTAL
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ def lossless_streams(
     codec."""
     if not isinstance(codec, Lossless):
         return None
-    form = FORMS[codec.dtype]
+    form = FLOAT_FORMATS[codec.dtype]
     # An even exponent field is not that of NaN or infinity.
     mask = 0xFFFF ^ (1 << form.fraction_bits if finite else 0)
     bits = torch.tensor([draw() & mask for _ in range(batch * heads * tokens * codec.dim)], dtype=torch.int32).to(torch.int16)
     weights = numpy.array([[draw() % 7 + 1 for _ in range(form.exponents)] for _ in range(batch * heads)], numpy.int64)
     tables = 1 + weights * (TOTAL - form.exponents) // weights.sum(1, keepdims=True)
     tables[:, 0] += TOTAL - tables.sum(1)
-    streams = codec.coded(bits.view(batch, heads, tokens, codec.dim).view(DTYPES[codec.dtype]), tables)
+    streams = codec.encode_with_tables(bits.view(batch, heads, tokens, codec.dim).view(DTYPES[codec.dtype]), tables)
     frequencies = torch.from_numpy(tables.reshape(batch, heads, 1, form.exponents).astype(numpy.uint16))
     return {name: (streams | {"frequencies": frequencies})[name] for name in codec.layout(1, 1, 0)}

@@ -18,7 +18,7 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.formats.token_norms import LOG8, stored_norms
+from kvpack.formats.token_norms import LOG8, encode_norms
 from support.interpreter import DEVICE
 from support.minifloat_digits import block_scales, finite, largest
 
@@ -75,7 +75,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
             values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
         if name == "norm" and layout.dtype == "U8":
             # Bytes have no sign.
-            streams[name] = stored_norms(values.abs(), LOG8, name)
+            streams[name] = encode_norms(values.abs(), LOG8, name)
             continue
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
     return PackedRun(codec, tokens, streams)
@@ -85,7 +85,7 @@ def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, g
     """Return random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
     if key_mean := codec.side_car(KeyMean):
-        streams = key_mean.stored(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
+        streams = key_mean.encode_means(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
     if outliers := codec.side_car(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
         # Tokens without outliers, with some, and with nothing else.

@@ -12,11 +12,11 @@ from kvpack.formats.base import Run
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.head_norms import misfit, norms_of
+from kvpack.formats.head_norms import misfit_scores, norms_per_head
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.raw_positions import RawPositions, replaced, with_misfits
+from kvpack.formats.raw_positions import RawPositions, add_misfits, replace_tokens
 from kvpack.formats.raw_tokens import RawTokens
 from support.error_bounds import ROTATION_TOLERANCE
 
@@ -47,18 +47,19 @@ def check_side_cars(
     """Check that unquantized values are exact, that the inner codec stays within its bound (``check``), and that nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
     if by_position := codec.side_car(RawPositions):
-        raw[by_position.places(streams)[1], 0, by_position.places(streams)[0]] = True
+        raw[by_position.token_positions(streams)[1], 0, by_position.token_positions(streams)[0]] = True
         stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
         assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
-        chosen = by_position.choose(norms_of(x))
+        chosen = by_position.choose(norms_per_head(x))
         if (codec.shared_scales or codec.changes_norms) and by_position.high_norm:
             token, sequence = chosen.T.nonzero().unbind(1)
-            rest = replaced(x, token, sequence, chosen, codec.token_group)
+            rest = replace_tokens(x, token, sequence, chosen, codec.token_group)
             norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
-            chosen = with_misfits(chosen, misfit(norms, codec.shared_scales, norms_of(x) if codec.changes_norms else None, chosen))
+            given = norms_per_head(x) if codec.changes_norms else None
+            chosen = add_misfits(chosen, misfit_scores(norms, codec.shared_scales, given, chosen))
         assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
-    if not codec.codec.takes_side_cars:
+    if not codec.codec.supports_all_side_cars:
         own = {name: streams[name] for name in codec.codec.layout(1, 1, 0)}
         mine = codec.codec.decode(own)
         assert torch.equal(mine[~raw.expand(x.shape[:3])], decoded[~raw.expand(x.shape[:3])])

@@ -314,7 +314,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
         return False
     layout = codec.layout(batch, heads, tokens)
     counts = {name: int(count.sum()) for name, count in codec.entries(streams).items()}
-    counts |= {name: len(token) for name, token in codec.ordered(streams).items()}
+    counts |= {name: len(token) for name, token in codec.entry_tokens(streams).items()}
     rows = {name: counts[name] for name in layout if name in counts}
     assert {name: (str(stream.dtype), tuple(stream.shape)) for name, stream in streams.items()} == {
         name: (STORED[entry.dtype], (*entry.shape[:2], rows.get(name, entry.shape[2]), *entry.shape[3:])) for name, entry in layout.items()

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.base import MAX_DIM, Fields, Layout, check_fields, stored_norm
 from kvpack.formats.columns import Columns, default_fields
-from kvpack.formats.family import CodecFamily, ranged
+from kvpack.formats.family import CodecFamily, in_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Largest(CodecFamily):
 
     id: ClassVar[str] = "largest"
 
-    dim: int = field(metadata=ranged(1, MAX_DIM))
+    dim: int = field(metadata=in_range(1, MAX_DIM))
     fields: Fields
 
     def __post_init__(self) -> None:

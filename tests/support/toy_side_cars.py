@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.base import Layout, stored_norm
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.side_car import FramePart, RunStep, ValueMap, known_word
+from kvpack.formats.side_car import FramePart, RunStep, ValueMap, parse_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,13 +29,13 @@ class TokenMean(FramePart):
     dtype: str
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("token_mean", "", ("fp16",))
         return cls(dim, dtype) if dtype else None
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, known_word(cls.name, value, {"fp16": "F16"}))
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, {"fp16": "F16"}))
 
     def params(self) -> str:
         return self.dtype
@@ -66,12 +66,12 @@ class Multiples(ValueMap):
     period: int
 
     @classmethod
-    def of_words(cls, dim: int, side: str, options: Options) -> Self | None:
+    def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         period = options.integer("multiples", 0, 2, 8)
         return cls(dim, period) if period else None
 
     @classmethod
-    def of_params(cls, dim: int, value: Any) -> Self:
+    def from_params(cls, dim: int, value: Any) -> Self:
         if type(value) is not int or not 2 <= value <= 8:
             raise InvalidParameter(f"side-car multiples is {value!r}, expected an integer from 2 to 8")
         return cls(dim, value)

@@ -31,7 +31,7 @@ def transform_streams(codec: Codec, batch: int, heads: int, tokens: int, draw: C
         values = [[level() if c < count else 0 for c in range(codec.dim) for _ in range(shape[3])] for count in used]
         groups.append(numpy.array(values, numpy.int64).reshape(shape))
     source = codec.source_for(heads)
-    arrays = codec.coded(groups, source, (batch, heads))
+    arrays = codec.encode_levels(groups, source, (batch, heads))
     if codec.side == "k":
         positions = [[[draw() % (1 << 16), draw() % 16] for _ in groups] for _ in range(batch)]
         arrays["positions"] = numpy.array(positions, numpy.uint16).reshape(batch, 1, len(groups), 2)

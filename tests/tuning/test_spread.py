@@ -16,7 +16,7 @@ TOKENS, DIM = 512, 8
 def keys(first: int, seed: int = 1) -> torch.Tensor:
     """Keys ``[1, 2, token, dim]`` of one distribution before RoPE, at the positions from ``first`` on."""
     x = torch.randn(1, 2, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
-    return ROPE.turned(x * torch.tensor([4, 3, 2, 1, 1, 2, 1, 1.0]) + torch.tensor([1, 0, 2, 3, 0, 0, 1, 0.0]), first)
+    return ROPE.rotate(x * torch.tensor([4, 3, 2, 1, 1, 2, 1, 1.0]) + torch.tensor([1, 0, 2, 3, 0, 0, 1, 0.0]), first)
 
 
 def moments(first: int) -> KeyMoments:

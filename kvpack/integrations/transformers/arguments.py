@@ -9,7 +9,7 @@ import torch
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.packed_argument import check_packed
-from kvpack.formats.arguments import check_flag, shown
+from kvpack.formats.arguments import check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 
@@ -31,7 +31,7 @@ def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
         raise InvalidParameter("model and config were both given, and a model has its own: leave one of them out")
     if model is not None and not isinstance(model, torch.nn.Module):
         loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
-        raise InvalidType(f"the model is {shown(model)}, expected a transformers model: {loads}")
+        raise InvalidType(f"the model is {describe(model)}, expected a transformers model: {loads}")
     if recipe is None:
         raise InvalidParameter("KvpackCache(model) needs a recipe, such as KvpackCache(model, 'octopus-3')")
     return recipe
@@ -46,10 +46,10 @@ def check_cache(cache: Any, model: Any) -> None:
     if isinstance(cache, torch.nn.Module):
         raise InvalidType("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
     if isinstance(cache, str | os.PathLike):
-        raise InvalidType(f"{shown(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
+        raise InvalidType(f"{describe(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
     check_packed(cache, "KvpackCache.of({}, model)")
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise InvalidType(f"the second argument is {shown(model)}, expected the model that continues the cache")
+        raise InvalidType(f"the second argument is {describe(model)}, expected the model that continues the cache")
 
 
 def check_model_of_file(path: Any, model: Any) -> None:
@@ -57,4 +57,4 @@ def check_model_of_file(path: Any, model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(path, torch.nn.Module)
         instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
-        raise InvalidType(f"the second argument is {shown(model)}, expected a transformers model: {instead}")
+        raise InvalidType(f"the second argument is {describe(model)}, expected a transformers model: {instead}")

@@ -18,7 +18,7 @@ from kvpack.cache.files import load
 from kvpack.cache.states import with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
@@ -347,7 +347,7 @@ class KvpackCache(PassCalls):
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """
-        tokens, held = integer(tokens, "tokens"), self.passes.record.tokens
+        tokens, held = as_integer(tokens, "tokens"), self.passes.record.tokens
         if not 0 <= tokens <= held:
             raise OutOfBounds(f"go_back({tokens}): the cache holds {held} tokens, expected a number from 0 to {held}")
         tokens = self._rollback.nearest(tokens)
@@ -360,7 +360,7 @@ class KvpackCache(PassCalls):
         Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
-        tokens_to_remove = integer(tokens_to_remove, "the number of tokens to remove")
+        tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.lock.taken():
             if tokens_to_remove > 0:
                 raise OutOfBounds(
@@ -385,9 +385,9 @@ class KvpackCache(PassCalls):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        repeats = integer(repeats, "repeats")
+        repeats = as_integer(repeats, "repeats")
         if not 1 <= repeats <= MAX_ROWS:
-            raise InvalidParameter(f"repeats is {shown(repeats)}, expected how many times to repeat each sequence, at least 1")
+            raise InvalidParameter(f"repeats is {describe(repeats)}, expected how many times to repeat each sequence, at least 1")
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from kvpack.cache.files import load, save
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded
 
 from .cache import begin
@@ -329,5 +329,5 @@ def _cut(text: str, size: int) -> list[str]:
 
 def _checked(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidType(f"a message is {shown(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
+        raise InvalidType(f"a message is {describe(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
     return dict(message)

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvpack.cache.layer import Layer
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
     """Raise InvalidParameter unless keys and values continue ``layer`` with this number, which precedes the one ``following`` it."""
     for name, given in (("keys", k), ("values", v)):
         if not isinstance(given, torch.Tensor) or given.dim() != 4:
-            raise InvalidType(f"layers[{number}]: {name} are {shown(given)}, expected a tensor [batch, kv_head, token, dim]")
+            raise InvalidType(f"layers[{number}]: {name} are {describe(given)}, expected a tensor [batch, kv_head, token, dim]")
     shapes, seen = live.shapes(number), live.seen(number)
     if not shapes and not isinstance(layer, AbsentLayer):
         return

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from kvpack import cache_names
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
 from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
 from kvpack.identity.fingerprint import weights_of, weights_sample
@@ -68,7 +68,7 @@ class Expected:
 
     def __init__(self, config: Any) -> None:
         if not isinstance(config, PretrainedConfig):
-            raise InvalidType(f"config is {shown(config)}, expected the configuration of a transformers model, such as model.config")
+            raise InvalidType(f"config is {describe(config)}, expected the configuration of a transformers model, such as model.config")
         self.name = type(config).__name__
         self.config: Any = config.get_text_config(decoder=True)
         self.has_encoder = bool(config.is_encoder_decoder)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 from .layers import AbsentLayer, PackedLayer, check_continues, check_window
@@ -53,9 +53,9 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         does not have, and InvalidParameter if the tensors do not continue it or an earlier pass failed between two layers.
         """
         if type(layer_idx) is not int:
-            layer_idx = integer(layer_idx, "layer_idx")
+            layer_idx = as_integer(layer_idx, "layer_idx")
         if not 0 <= layer_idx < len(self.layers):
-            raise OutOfBounds(f"the model needs layer {shown(layer_idx)}, but the packed cache has {len(self.layers)} layers")
+            raise OutOfBounds(f"the model needs layer {describe(layer_idx)}, but the packed cache has {len(self.layers)} layers")
         if self._dense:
             return self._update_decoded(key_states, value_states, layer_idx)  # type: ignore[no-any-return]
         if torch.compiler.is_dynamo_compiling():
@@ -134,9 +134,9 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     def _length(self, layer_idx: int) -> int:
         if self.graphs is not None and self.graphs.captured is not None:
             return CapturedLength(self.graphs.captured.tokens)
-        layer_idx = integer(layer_idx, "layer_idx")
+        layer_idx = as_integer(layer_idx, "layer_idx")
         if layer_idx < 0:
-            raise OutOfBounds(f"layer {shown(layer_idx)} is out of range: the cache has {len(self.layers)} layers")
+            raise OutOfBounds(f"layer {describe(layer_idx)} is out of range: the cache has {len(self.layers)} layers")
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.cache_names import over
-from kvpack.formats.arguments import integer, shown
+from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
 
@@ -67,8 +67,8 @@ def prefill(
     100
     """
     for name, number in (("every", every), ("chunk", chunk)):
-        if integer(number, name) < 1:
-            raise InvalidParameter(f"{name} is {shown(number)}, expected a number of tokens of at least 1")
+        if as_integer(number, name) < 1:
+            raise InvalidParameter(f"{name} is {describe(number)}, expected a number of tokens of at least 1")
     ids = token_ids_of(token_ids)
     cache = begin(model, contents, **{"keep_all": True, **options})
     try:

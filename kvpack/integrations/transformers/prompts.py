@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
-from kvpack.formats.arguments import shown
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
 from kvpack.identity.rope import same_up_to
 
@@ -105,9 +105,9 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidType(f"prompt is {shown(prompt)}, expected token ids, which are integers: {error}") from None
+        raise InvalidType(f"prompt is {describe(prompt)}, expected token ids, which are integers: {error}") from None
     if ids.is_meta or ids.layout != torch.strided or ids.is_quantized:
-        raise InvalidType(f"prompt is {shown(ids)} on {ids.device}, expected a dense tensor of token ids")
+        raise InvalidType(f"prompt is {describe(ids)} on {ids.device}, expected a dense tensor of token ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise InvalidType(f"prompt has dtype {ids.dtype}, expected token ids, which are integers")
     ids = ids.to(torch.int64)

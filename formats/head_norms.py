@@ -25,7 +25,7 @@ GROUP_RATIO = 2.0
 """A token costs the others of its group precision if its norm in a head is more than this many times the usual one."""
 
 ERROR_RATIO = 1.75
-"""A token loses precision itself if what is encoded of a head is more than this many times the usual, and the head's own norm is not."""
+"""A token loses precision if its error, and this error relative to its norm, exceed the usual ones of a head by more than this factor."""
 
 MAX_PER_PAGE = 4
 """Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
@@ -76,17 +76,13 @@ def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     return (sizes > ratio * medians) & (medians > 0)
 
 
-def misfit_scores(
-    norms: torch.Tensor, shared: Collection[str], given: torch.Tensor | None = None, kept: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return how badly each token fits the scales or means it shares, float32 ``[batch, token]``; values above 1 are too large.
+def misfit_scores(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+    """Return how badly each token fits the scales it shares, float32 ``[batch, token]``; values above 1 are too large.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms that scales are measured from, and ``shared`` says what shares a scale: ``HEADS``,
-    ``TOKENS`` or both. ``given`` and ``kept`` are the arguments of ``error_factors``, for codecs that change norms.
+    ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
-    if given is not None:
-        result = torch.maximum(result, error_factors(norms, given, kept) / ERROR_RATIO)
     return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)
 
 
@@ -105,23 +101,6 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
         scale = norms_over_heads(norms)
         largest = torch.where(scale > 0, largest / (scale / usual_norms(scale)), 0.0)
     return torch.where(largest > GROUP_RATIO, largest, none)
-
-
-def error_factors(coded: torch.Tensor, given: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the factor by which each token's own error exceeds the usual one, in its largest head: float32 ``[batch, token]``.
-
-    ``given`` ``[batch, kv_head, token]`` are the norms of the values, and ``coded`` the norms of what the codec encodes instead; its error
-    is proportional to them. Maps and means that are far from a token leave more of it to encode than of other tokens. The factor is the
-    excess of the coded norm, or of its share of the token's norm if that is smaller: tokens that are large as a whole do not count, nor do
-    small ones. The factor is 0 for ``kept`` tokens, bool ``[batch, token]``, and for zeros.
-    """
-    if coded.shape[2] < 3:
-        # One of two tokens is not an outlier.
-        return torch.zeros_like(coded[:, 0])
-    left_out = given <= 0 if kept is None else (given <= 0) | kept[:, None]
-    sizes = (size.masked_fill(left_out, torch.nan) for size in (coded, coded / given))
-    # Where the usual size is 0, all that is left of most tokens is rounding.
-    return torch.minimum(*(size / usual_norms(size) for size in sizes)).nan_to_num(0.0, posinf=0.0).amax(1)
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 Attention sinks have keys of low norm and values near zero, wherever they are in a sequence; codecs that are good on average are worst on
 them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose the tokens for both
-sides. A side whose heads or tokens share scales adds the tokens that make these scales too large for the others, and a side with maps or
-means adds the tokens that leave more to encode than others. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR
-Sec. 3.1 for norms.
+sides. A side whose heads or tokens share scales adds the tokens that make these scales too large for the others. kvpack.pack, which also
+measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453) for
+the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RawPositions(KeptTokens):
     """Tokens stored as ``dtype``: the ``first`` of a sequence, and those with a norm far from their page's median.
 
     That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 disables the bound. With ``high_norm``, tokens are also
-    kept if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit what they share (scales of
-    heads or tokens, maps or means; see ``head_norms.misfit_scores``). Both apply only to pages with few such tokens.
+    kept if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit the scales that heads
+    or tokens share (``head_norms.misfit_scores``). Both apply only to pages with few such tokens.
 
     The norms are those of a token's keys, on both sides of a layer, if the encoder is given the keys (``Run.norms``).
     """
@@ -99,12 +99,9 @@ class RawPositions(KeptTokens):
             norms = torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
         chosen = self.choose(norms, run.position, before is not None)
-        if (codec.shared_scales or codec.changes_norms) and self.high_norm:
+        if codec.shared_scales and self.high_norm:
             rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
-            coded, given = codec.coded_norms(rest, before), None
-            if codec.changes_norms:
-                given = torch.cat([coded[:, :, :0], *(norms_per_head(block) for block in run.blocks())], 2)
-            chosen = add_misfits(chosen, misfit_scores(coded, codec.shared_scales, given, chosen))
+            chosen = add_misfits(chosen, misfit_scores(codec.coded_norms(rest, before), codec.shared_scales))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:

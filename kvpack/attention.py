@@ -21,7 +21,7 @@ from .runtime.modes import without_autocast
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from kvpack.kernels.cpu.attend import Prepared
+    from kvpack.kernels.cpu.attend import PreparedAttention
 
     from .cache.packed_runs import PackedRun
     from .cache.side import Side
@@ -41,7 +41,7 @@ _kinds: dict[Any, Any] = {}
 _launched: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
 """The prepared calls of a layer that were made once, by all that their checks depend on."""
 
-_on_cpu: WeakKeyDictionary[Layer, Prepared | None] = WeakKeyDictionary()
+_on_cpu: WeakKeyDictionary[Layer, PreparedAttention | None] = WeakKeyDictionary()
 """Prepared C kernel calls by layer; None if the C kernels do not support the layer."""
 
 
@@ -133,11 +133,11 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
 
-    kind = layer_sharing.kind_of(layer)
+    kind = layer_sharing.kind_key(layer)
     options = None if kind is None else _kinds.get((request, layer.skipped, kind))
     if options is None:
         return None
-    prepared: Callable[[torch.Tensor], torch.Tensor] = many_queries.call_of(q, layer, options, kind)
+    prepared: Callable[[torch.Tensor], torch.Tensor] = many_queries.create_call(q, layer, options, kind)
     _launched.setdefault(layer, {})[request] = prepared
     return prepared
 
@@ -154,7 +154,7 @@ def _note_kind(layer: Layer, request: Any, options: Any, kernels: ModuleType) ->
     """Let layers of the same kind as ``layer`` skip its checks in calls with many queries; with few, each layer has its own launches."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
-    if kernels is many_queries and (kind := layer_sharing.kind_of(layer)) is not None:
+    if kernels is many_queries and (kind := layer_sharing.kind_key(layer)) is not None:
         if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
         _kinds[request, layer.skipped, kind] = options
@@ -204,7 +204,7 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
     return many_queries if many_queries.supports(q, layer) else None
 
 
-def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
+def cpu_attention(q: torch.Tensor, layer: Layer) -> PreparedAttention | None:
     """Return attention by C kernels over ``layer``, prepared once; None if torch must decode and attend.
 
     Raises the errors of ``uses_c``.
@@ -212,9 +212,9 @@ def cpu_attention(q: torch.Tensor, layer: Layer) -> Prepared | None:
     if not dispatch.uses_c(q.device) or q.requires_grad or layer.k is None or layer.v is None:
         return None
     if layer not in _on_cpu:
-        from kvpack.kernels.cpu.attend import Prepared
+        from kvpack.kernels.cpu.attend import PreparedAttention
 
-        _on_cpu[layer] = Prepared.of(layer.k, layer.v)
+        _on_cpu[layer] = PreparedAttention.create(layer.k, layer.v)
     return _on_cpu[layer]
 
 

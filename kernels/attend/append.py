@@ -1,4 +1,4 @@
-"""Append new tokens to the raw tails of a layer, at a position stored on the device."""
+"""Kernel that appends new tokens to a layer's raw tails (its newest, uncompressed tokens) at a position stored on the device."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -9,7 +9,7 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 1024
-"""Values that a program copies at once."""
+"""Number of values copied per iteration of a program."""
 
 
 @triton.jit
@@ -29,20 +29,21 @@ def append_tokens(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``, one program per sequence.
+    """Append ``k`` and ``v`` ``[batch, HEADS, tokens, dim]`` to tails ``[batch, HEADS, room, dim]``; each program appends one sequence.
 
-    ``lengths`` int32 ``[batch]`` counts the tokens stored and is increased by ``tokens``; the first ``packed`` (int32 ``[1]``) of them are
-    in pages. Tokens beyond the room are counted but not written. ``not_finite`` int32 ``[1]`` is set if a value is not finite.
+    ``lengths`` int32 ``[batch]`` is the number of tokens stored and is increased by ``tokens``. The first ``packed`` (int32 ``[1]``) of
+    them are in packed pages. Tokens past the end of a tail are counted but not written. ``not_finite`` int32 ``[1]`` is set to 1 if a value
+    is not finite.
     """
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + sequence)
-    at = length - tl.load(packed)
-    _append_side(k_tail, k, sequence, at, not_finite, tokens, room, HEADS, K_DIM, BLOCK)
-    _append_side(v_tail, v, sequence, at, not_finite, tokens, room, HEADS, V_DIM, BLOCK)
-    # Only after every warp has read the old length may it change.
+    position = length - tl.load(packed)
+    _append_side(k_tail, k, sequence, position, not_finite, tokens, room, HEADS, K_DIM, BLOCK)
+    _append_side(v_tail, v, sequence, position, not_finite, tokens, room, HEADS, V_DIM, BLOCK)
+    # The length must not change before every warp has read it.
     tl.debug_barrier()
     tl.store(lengths + sequence, length + tokens)
 
@@ -52,7 +53,7 @@ def _append_side(
     tail: tl.tensor,
     x: tl.tensor,
     sequence: tl.tensor,
-    at: tl.tensor,
+    position: tl.tensor,
     not_finite: tl.tensor,
     tokens: tl.tensor,
     room: tl.tensor,
@@ -61,12 +62,12 @@ def _append_side(
     BLOCK: tl.constexpr,
 ) -> None:
     for begin in range(0, HEADS * tokens * DIM, BLOCK):
-        number = begin + tl.arange(0, BLOCK)
-        real = number < HEADS * tokens * DIM
-        value = tl.load(x + sequence * HEADS * tokens * DIM + number, real, 0.0)
-        row = number // DIM
-        token = at + row % tokens
-        real = real & (token >= 0) & (token < room)
-        tl.store(tail + ((sequence * HEADS + row // tokens) * room + token) * DIM + number % DIM, value, real)
-        lost = tl.sum((tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32), 0) < BLOCK
-        tl.store(not_finite, 1, lost)
+        index = begin + tl.arange(0, BLOCK)
+        valid = index < HEADS * tokens * DIM
+        value = tl.load(x + sequence * HEADS * tokens * DIM + index, valid, 0.0)
+        row = index // DIM
+        token = position + row % tokens
+        valid = valid & (token >= 0) & (token < room)
+        tl.store(tail + ((sequence * HEADS + row // tokens) * room + token) * DIM + index % DIM, value, valid)
+        has_nonfinite = tl.sum((tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32), 0) < BLOCK
+        tl.store(not_finite, 1, has_nonfinite)

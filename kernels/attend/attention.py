@@ -1,4 +1,4 @@
-"""attend on the GPU: split-K flash decoding over packed rows, then a merge of the partial results.
+"""Attention on the GPU for few queries: split-K flash decoding over packed tokens, then a merge of the partial results.
 
 Sources: FlashAttention's running softmax; flash decoding's split of the tokens with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and
 values in the coded frame.
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from kvpack.kernels.tiles import addresses
 
 from . import plan, segments
-from .prepared import MAX_ROWS, Options, Prepared, QueryShape
+from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
     import torch
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
 
 MAX_DUAL_ROWS = 8
-"""Up to which two tokens may share a row of a tile: each has query rows of its own."""
+"""Maximum number of query rows per KV head for dual tiles, whose rows hold two tokens: they need a copy of the query rows per token."""
 
 MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
-"""Maximum number of query-row blocks for the split kernel, each of which decodes the layer again: always allowed; with few tokens; and
-times tokens in that case. With more blocks, tokens are decoded to a scratch first (``many_queries``).
+"""Limits of the split kernel, which decodes the layer once per block of query rows.
 
-On an H200, 65,536 tokens took 28 us (4-bit groups) to 45 us (octahedral) for each block of rows, and 250 us decoded first, for which
-the host takes as long however few tokens there are.
+The first number of blocks is always allowed. More blocks, up to the second number, are allowed if blocks times tokens is at most the third.
+Otherwise ``many_queries`` decodes the tokens to a scratch buffer first. On an H200, 65,536 tokens took 28 us (4-bit groups) to 45 us
+(octahedral) per block, and 250 us with a scratch buffer; the host's share of those 250 us does not shrink with fewer tokens.
 """
 
-_prepared: WeakKeyDictionary[Layer, dict[Any, Prepared]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Layer, dict[Any, PreparedCall]] = WeakKeyDictionary()
 
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
-    """Return True if these kernels support the layer: every segment has a tile loader, and each KV head has few query rows."""
+    """Return True if the split kernel supports the call: every segment has a tile loader, and each KV head has few query rows."""
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -43,7 +43,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     few = blocks <= MAX_SPLIT_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
     if not few or not q.device == k.device == v.device:
         return False
-    return segments.of_side(k).supported and segments.of_side(v).supported
+    return segments.side_segments(k).supported and segments.side_segments(v).supported
 
 
 def attend(
@@ -62,21 +62,20 @@ def attend(
     return prepare(q, layer, options)(q, sink_logits, lengths, starts)
 
 
-def prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
-    """Prepare softmax(scale q k^T) v over a layer that ``supports`` accepts, for queries like ``q``; the result is cached with the layer.
+def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
+    """Prepare softmax(scale q k^T) v over a layer that ``supports`` accepts, for queries like ``q``; cached with the layer.
 
-    Tiles are binary16 (raw ones have their own dtype) and sums float32: the result is within 2e-3 of the exact one in the 2-norm, as long
-    as no decoded value is above 65504. Calling the result neither waits for the device nor reads anything from it, so that a CUDA graph can
-    contain the call.
+    Tiles are binary16 (raw tokens keep their dtype) and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
+    value exceeds 65504. The prepared call never synchronizes with the device, so CUDA graphs can capture it.
     """
-    kept = _prepared.setdefault(layer, {})
-    request = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
-    if request not in kept:
-        kept[request] = _prepare(q, layer, options)
-    return kept[request]
+    calls = _prepared.setdefault(layer, {})
+    key = (q.shape, q.dtype, options, os.environ.get(addresses.VARIABLE))
+    if key not in calls:
+        calls[key] = _prepare(q, layer, options)
+    return calls[key]
 
 
-def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
+def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
     k, v = layer.k, layer.v
     assert k is not None
     assert v is not None
@@ -84,13 +83,13 @@ def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> Prepared:
     shape = QueryShape(batch, q_heads, q_len, dim, k.heads)
     position = k.tokens - shape.q_len
     begin, end = 0, position + shape.q_len if options.causal else k.tokens
-    whole = 0, position + 1 if options.causal else k.tokens
+    always_visible = 0, position + 1 if options.causal else k.tokens
     window = options.sliding_window
     if window and not options.lengths:
-        begin, whole = max(0, position - window + 1), (max(0, k.tokens - window), whole[1])
+        begin, always_visible = max(0, position - window + 1), (max(0, k.tokens - window), always_visible[1])
     elif window and not options.starts:
-        # Each sequence has a window of its own: its tokens are masked.
-        whole = end, end
-    dual = shape.rows <= MAX_DUAL_ROWS and not (segments.of_side(k).outliers or segments.of_side(v).outliers)
-    launches = plan.launches(k, v, layer, begin, end, whole, shape.padded // shape.block, dual)
-    return Prepared(launches, shape, q.dtype, options, position, dual, v.dim, [options.lengths] * len(launches))
+        # Each sequence has its own window, so all tokens need the mask.
+        always_visible = end, end
+    dual = shape.rows <= MAX_DUAL_ROWS and not (segments.side_segments(k).outliers or segments.side_segments(v).outliers)
+    launches = plan.launches(k, v, layer, begin, end, always_visible, shape.padded // shape.block, dual)
+    return PreparedCall(launches, shape, q.dtype, options, position, dual, v.dim, [options.lengths] * len(launches))

@@ -1,6 +1,6 @@
-"""Attention of many queries over dense keys and values: FlashAttention's running softmax, and the merge of partial results.
+"""Attention of many queries over dense keys and values: FlashAttention's online softmax, and the merge of partial results.
 
-Source: FlashAttention (Dao et al. 2022), and its log-sum-exp merge of parts of the tokens.
+Source: FlashAttention (Dao et al. 2022), including its log-sum-exp merge of partial results.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -23,11 +23,11 @@ from kvpack.kernels.triton_internals import CachedLaunch
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 MERGED_ROWS = 16
-"""Rows that one program merges."""
+"""Number of query rows that one program merges."""
 
 
 class FlashBlock(NamedTuple):
-    """Rows and tokens of a score tile, and the warps and stages of a program."""
+    """Launch shape of ``_attend``: the rows and tokens of a score tile, and the program's warps and pipeline stages."""
 
     rows: int
     tokens: int
@@ -35,10 +35,10 @@ class FlashBlock(NamedTuple):
     stages: int
 
 
-def block_of(dim: int, room: int) -> FlashBlock:
-    """Return the program shape for head dims up to ``dim``, a power of two, that fits the registers and ``room`` bytes of shared memory.
+def block_shape(dim: int, room: int) -> FlashBlock:
+    """Return the launch shape for head dims up to ``dim``, a power of two, that fits ``room`` bytes of shared memory.
 
-    Shared memory holds the queries, and for each stage the keys and values of a tile.
+    A program's shared memory contains the queries, and the keys and values of one tile per stage.
     """
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
@@ -53,46 +53,48 @@ def attend(
     v: torch.Tensor,
     *,
     scale: float,
-    first: int,
+    first_token: int,
     tokens: int,
-    behind: int,
+    remaining_queries: int,
     causal: bool,
     softcap: float | None,
     sliding_window: int | None,
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None = None,
-    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of ``q`` ``[batch, q_head, query, dim]`` over 16-bit ``k`` and ``v`` ``[batch, kv_head, token, dim]``.
 
-    The tokens start at token ``first`` of a layer with ``tokens`` tokens; ``q`` starts ``behind - 1`` positions before the layer's last
-    token. ``lengths``, int32 ``[batch]`` on the device, are the lengths of the sequences; queries see tokens from ``starts`` on, also
-    ``[batch]``. Channels are contiguous. Returns float32 ``[batch, q_head, query, dim]`` and the natural log-sum-exp of the scores
-    ``[batch, q_head, query]``; a query that sees no token has zeros and minus infinity. With ``into``, both are stored there.
+    ``k`` and ``v`` begin at token ``first_token`` of a layer with ``tokens`` tokens. The first query is ``remaining_queries - 1`` positions
+    before the layer's last token. ``lengths``, int32 ``[batch]`` on the device, are the sequence lengths; ``starts``, int32 ``[batch]``,
+    are the first tokens that queries see. Channels must be contiguous.
+
+    Returns float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``: zeros and
+    minus infinity for a query that sees no token. If ``outputs`` is given, the results are written to that pair.
     """
-    if into is None:
+    if outputs is None:
         sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
-        into = sums, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    out, lse = into
+        outputs = sums, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = outputs
     launch = _attend_launch(
-        q.shape, (k.shape[1], k.shape[2], v.shape[3]), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), scale, first, tokens, behind,
-        causal, softcap, sliding_window, None if lengths is None else lengths.dtype, None if starts is None else starts.dtype,
-        q.dtype, q.device,
+        q.shape, (k.shape[1], k.shape[2], v.shape[3]), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), scale, first_token, tokens,
+        remaining_queries, causal, softcap, sliding_window, None if lengths is None else lengths.dtype,
+        None if starts is None else starts.dtype, q.dtype, q.device,
     )  # fmt: skip
-    given = () if starts is None else ((starts, 0),)
-    launch((out, 0), (lse, 0), (q, 0), (k, 0), (v, 0), (lse if lengths is None else lengths, 0), *given)
+    extra = () if starts is None else ((starts, 0),)
+    launch((out, 0), (lse, 0), (q, 0), (k, 0), (v, 0), (lse if lengths is None else lengths, 0), *extra)
     return out, lse
 
 
 @lru_cache(maxsize=256)
 def _attend_launch(
     shape: tuple[int, ...],
-    held: tuple[int, int, int],
+    kv_shape: tuple[int, int, int],
     strides: tuple[int, ...],
     scale: float,
-    first: int,
+    first_token: int,
     tokens: int,
-    behind: int,
+    remaining_queries: int,
     causal: bool,
     softcap: float | None,
     sliding_window: int | None,
@@ -101,18 +103,18 @@ def _attend_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CachedLaunch:
-    """Return the compiled launch for queries of ``shape`` and ``held``: KV heads, tokens and value channels."""
+    """Return the compiled launch for queries of ``shape``; ``kv_shape`` is the number of KV heads, tokens and value channels."""
     batch, heads, queries, dim = shape
-    kv_heads, count, v_dim = held
+    kv_heads, count, v_dim = kv_shape
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
-    block = block_of(max(pads), shared_memory(str(device)))
+    block = block_shape(max(pads), shared_memory(str(device)))
     rows = min(block.rows, max(16, next_power_of_two(queries)))
     return CachedLaunch(
         _attend,
         (triton.cdiv(queries, rows), heads, batch),
         (
-            *(() if starts is not None else (None,)), *strides, scale, softcap or 1.0, queries, heads, heads // kv_heads, first, count,
-            tokens, behind, sliding_window or 0,
+            *(() if starts is not None else (None,)), *strides, scale, softcap or 1.0, queries, heads, heads // kv_heads, first_token,
+            count, tokens, remaining_queries, sliding_window or 0,
         ),
         {
             "CAUSAL": causal, "WINDOW": sliding_window is not None, "SOFTCAP": softcap is not None, "LENGTHS": lengths is not None,
@@ -124,11 +126,11 @@ def _attend_launch(
 
 
 def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, splits: int = 1, first: bool = False) -> None:
-    """Merge the partial results of ``splits`` parts of the tokens into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``.
+    """Merge partial results over ``splits`` token ranges into ``sums`` ``[batch, head, row, dim]`` float32 and ``lse``, in place.
 
     ``part`` ``[batch * splits, head, row, dim]`` and ``part_lse`` ``[batch * splits, head, row]`` are results of ``attend``. Channels are
-    contiguous; other axes may have any strides. If ``sums`` and ``lse`` are contiguous, several of their heads may be rows of one head of
-    ``part``. With ``first``, they are not initialized yet.
+    contiguous; other axes may have any strides. If ``sums`` and ``lse`` are contiguous, one head of ``part`` may contain the rows of
+    several of their heads. With ``first``, the contents of ``sums`` and ``lse`` are ignored.
     """
     batch, heads, rows, dim = part.shape[0] // splits, *part.shape[1:]
     own: tuple[int, ...] = (heads * rows * dim, rows * dim, dim, heads * rows, rows, 1)
@@ -143,20 +145,20 @@ def merge(sums: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
 def _merge_launch(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, splits: int, first: bool
 ) -> CachedLaunch:
-    """Return the launch for parts of ``dtype`` on ``device``; each combination is compiled separately."""
+    """Return the compiled launch of ``_merge`` for partial results of ``shape`` and ``dtype``."""
     batch, heads, rows, dim = shape
     constants = {"SPLITS": splits, "DIM": dim, "PAD": next_power_of_two(dim), "ROWS": MERGED_ROWS, "FIRST": first}
     return CachedLaunch(_merge, (triton.cdiv(rows, MERGED_ROWS), heads, batch), (*strides, rows), constants, {})
 
 
 @triton.jit
-def _tile(values: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+def _widened(values: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     if WIDE:
         values = values.to(tl.float32)
     return values
 
 
-@triton.jit(do_not_specialize=["queries", "first", "count", "tokens", "behind", "window"])
+@triton.jit(do_not_specialize=["queries", "first_token", "count", "tokens", "remaining_queries", "window"])
 def _attend(
     out: tl.tensor,
     lse: tl.tensor,
@@ -179,10 +181,10 @@ def _attend(
     queries: tl.tensor,
     heads: tl.tensor,
     group: tl.tensor,
-    first: tl.tensor,
+    first_token: tl.tensor,
     count: tl.tensor,
     tokens: tl.tensor,
-    behind: tl.tensor,
+    remaining_queries: tl.tensor,
     window: tl.tensor,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -196,9 +198,9 @@ def _attend(
     TOKENS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Attend ``ROWS`` queries of one head over ``count`` tokens, in score tiles ``[row, token]`` of base-2 logarithms.
+    """Attend with ``ROWS`` queries of one head over ``count`` tokens, in tiles ``[row, token]`` of base-2 scores.
 
-    ``WIDE``: tiles are widened to float32, because the interpreter does not multiply bfloat16.
+    With ``WIDE``, tiles are converted to float32, because the interpreter cannot multiply bfloat16.
     """
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -209,63 +211,63 @@ def _attend(
     length = tokens
     if LENGTHS:
         length = tl.load(lengths + batch)
-    # Positions in the sequence of the first query of this block, and of each query, [row].
-    position = length - behind + begin_row
-    own = length - behind + row
-    # Tiles that no query of the block sees are skipped; the mask in the loop hides the other unseen tokens.
+    # Position in the sequence of this block's first query, and of each query: [row].
+    block_position = length - remaining_queries + begin_row
+    query_position = length - remaining_queries + row
+    # Skip tiles that no query of the block sees; the mask in the loop hides other tokens.
     begin = 0
-    end = tl.minimum(count, length - first)
+    end = tl.minimum(count, length - first_token)
     if CAUSAL:
-        end = tl.minimum(end, position + ROWS - first)
+        end = tl.minimum(end, block_position + ROWS - first_token)
     if WINDOW:
-        begin = tl.maximum(0, position - window + 1 - first) // TOKENS * TOKENS
+        begin = tl.maximum(0, block_position - window + 1 - first_token) // TOKENS * TOKENS
     if starts is not None:
-        first_seen = tl.load(starts + batch)
-        begin = tl.maximum(begin, (first_seen - first) // TOKENS * TOKENS)
+        start_token = tl.load(starts + batch)
+        begin = tl.maximum(begin, (start_token - first_token) // TOKENS * TOKENS)
     q_address = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + row.to(tl.int64)[:, None] * q_row + channel[None, :]
-    real = (row < queries)[:, None]
-    query = _tile(tl.load(q_address, real & (channel < DIM)[None, :], 0.0), WIDE)
+    valid_row = (row < queries)[:, None]
+    query = _widened(tl.load(q_address, valid_row & (channel < DIM)[None, :], 0.0), WIDE)
     k_base = k + batch.to(tl.int64) * k_batch + (head // group).to(tl.int64) * k_head
     v_base = v + batch.to(tl.int64) * v_batch + (head // group).to(tl.int64) * v_head
-    # The running softmax stays in registers, in float32, for the whole loop: maximum and total [row], sums [row, channel].
+    # The online softmax stays in registers, in float32, for the whole loop: maximum and total [row], sums [row, channel].
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, V_PAD), tl.float32)
-    # Keys are loaded as [channel, token] and values as [token, channel], the operands of both products without a transpose.
+    # Keys are loaded as [channel, token] and values as [token, channel], so that neither product needs a transpose.
     # Triton's pipeline copies the tiles of the next stages to shared memory while the matrix units work on this one.
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        held = token < end
-        keys = tl.load(k_base + token.to(tl.int64)[None, :] * k_token + channel[:, None], held[None, :] & (channel < DIM)[:, None], 0.0)
-        scores = tl.dot(query, _tile(keys, WIDE)) * scale
+        in_range = token < end
+        keys = tl.load(k_base + token.to(tl.int64)[None, :] * k_token + channel[:, None], in_range[None, :] & (channel < DIM)[:, None], 0.0)
+        scores = tl.dot(query, _widened(keys, WIDE)) * scale
         if SOFTCAP:
-            # tanh by way of an exponential that may overflow to infinity, but not to NaN.
+            # This form of tanh may overflow to infinity, but never yields NaN.
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * (2.0 * LOG2_E))))
         scores = scores * LOG2_E
-        at = first + token[None, :]
-        seen = held[None, :] & real
+        token_position = first_token + token[None, :]
+        visible = in_range[None, :] & valid_row
         if CAUSAL:
-            seen = seen & (at <= own[:, None])
+            visible = visible & (token_position <= query_position[:, None])
         if WINDOW:
-            seen = seen & (at > own[:, None] - window)
+            visible = visible & (token_position > query_position[:, None] - window)
         if starts is not None:
-            seen = seen & (at >= first_seen)
-        scores = tl.where(seen, scores, float("-inf"))
+            visible = visible & (token_position >= start_token)
+        scores = tl.where(visible, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # A row that has seen no token yet has the maximum -inf: shift it by 0 so that exp2 gives 0, not NaN.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - shift[:, None])
-        kept = tl.exp2(largest - shift)
-        total = total * kept + tl.sum(weights, 1)
+        rescale = tl.exp2(largest - shift)
+        total = total * rescale + tl.sum(weights, 1)
         values = tl.load(
-            v_base + token.to(tl.int64)[:, None] * v_token + v_channel[None, :], held[:, None] & (v_channel < V_DIM)[None, :], 0.0
+            v_base + token.to(tl.int64)[:, None] * v_token + v_channel[None, :], in_range[:, None] & (v_channel < V_DIM)[None, :], 0.0
         )
-        value = value * kept[:, None] + tl.dot(_tile(weights.to(values.dtype), WIDE), _tile(values, WIDE))
+        value = value * rescale[:, None] + tl.dot(_widened(weights.to(values.dtype), WIDE), _widened(values, WIDE))
         largest = new_largest
-    place = (batch.to(tl.int64) * heads + head) * queries + row
+    offset = (batch.to(tl.int64) * heads + head) * queries + row
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(out + place[:, None] * V_DIM + v_channel[None, :], value / safe[:, None], real & (v_channel < V_DIM)[None, :])
-    tl.store(lse + place, tl.where(total > 0, (largest + tl.log2(safe)) / LOG2_E, float("-inf")), row < queries)
+    tl.store(out + offset[:, None] * V_DIM + v_channel[None, :], value / safe[:, None], valid_row & (v_channel < V_DIM)[None, :])
+    tl.store(lse + offset, tl.where(total > 0, (largest + tl.log2(safe)) / LOG2_E, float("-inf")), row < queries)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -297,29 +299,31 @@ def _merge(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     channel = tl.arange(0, PAD)[None, :]
-    real = row < rows
-    mask = real[:, None] & (channel < DIM)
-    own = sums + batch * sums_batch + head * sums_head + row[:, None] * sums_row + channel
-    own_lse = lse + batch * lse_batch + head * lse_head + row * lse_row
+    valid = row < rows
+    mask = valid[:, None] & (channel < DIM)
+    sums_address = sums + batch * sums_batch + head * sums_head + row[:, None] * sums_row + channel
+    lse_address = lse + batch * lse_batch + head * lse_head + row * lse_row
     if FIRST:
         value = tl.zeros((ROWS, PAD), tl.float32)
         largest = tl.full((ROWS,), float("-inf"), tl.float32)
     else:
-        value = tl.load(own, mask, 0.0)
-        largest = tl.load(own_lse, real, float("-inf"))
+        value = tl.load(sums_address, mask, 0.0)
+        largest = tl.load(lse_address, valid, float("-inf"))
     total = tl.where(largest == float("-inf"), 0.0, 1.0)
     for split in tl.static_range(SPLITS):
-        source = batch * SPLITS + split
-        other_lse = tl.load(part_lse + source * part_lse_batch + head * part_lse_head + row * part_lse_row, real, float("-inf"))
-        other = tl.load(part + source * part_batch + head * part_head + row[:, None] * part_row + channel, mask, 0.0).to(tl.float32)
-        new_largest = tl.maximum(largest, other_lse)
+        part_index = batch * SPLITS + split
+        part_lse_value = tl.load(part_lse + part_index * part_lse_batch + head * part_lse_head + row * part_lse_row, valid, float("-inf"))
+        part_value = tl.load(part + part_index * part_batch + head * part_head + row[:, None] * part_row + channel, mask, 0.0).to(
+            tl.float32
+        )
+        new_largest = tl.maximum(largest, part_lse_value)
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        kept = tl.exp2((largest - shift) * LOG2_E)
-        weight = tl.exp2((other_lse - shift) * LOG2_E)
-        # A part without a seen token has weight 0, but its values are undefined, and 0 times NaN is NaN.
-        value = value * kept[:, None] + tl.where((weight > 0)[:, None], other * weight[:, None], 0.0)
-        total = total * kept + weight
+        rescale = tl.exp2((largest - shift) * LOG2_E)
+        weight = tl.exp2((part_lse_value - shift) * LOG2_E)
+        # A partial result without visible tokens has weight 0, but its values are undefined, and 0 times NaN is NaN.
+        value = value * rescale[:, None] + tl.where((weight > 0)[:, None], part_value * weight[:, None], 0.0)
+        total = total * rescale + weight
         largest = new_largest
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(own, value / safe[:, None], mask)
-    tl.store(own_lse, largest + tl.log2(safe) / LOG2_E, real)
+    tl.store(sums_address, value / safe[:, None], mask)
+    tl.store(lse_address, largest + tl.log2(safe) / LOG2_E, valid)

@@ -1,7 +1,7 @@
-"""Attention over a growing layer: the launches stay the same, so that a CUDA graph may contain them, while their work is rewritten.
+"""Attention over a growing layer: launches are fixed, so that CUDA graphs can capture them, and only their work tables change.
 
-A layer's raw tail is a buffer with spare room; its length is read on the device. Its pages change only between steps, and their addresses
-are in tables on the device, which such a change rewrites.
+A layer's raw tail is a buffer with spare capacity whose length is read on the device. Pages change only between decode steps; their
+addresses are in device tables, which are then rewritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
 from .attention import MAX_DUAL_ROWS, supports
-from .prepared import EVERYTHING, Options, Prepared, QueryShape
+from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
     from .plan import Launch
 
 
-ROOM_FOR_PAGES = 8
-"""Rows of work that are added together if pages need more of them than the device runs programs."""
+CAPACITY_STEP = 8
+"""Granularity of the capacity of work tables and means tables, in rows, so that not every new page changes the launches."""
 
 
 class GrowingCall:
-    """An attention call for queries shaped like ``q`` over ``layer``, whose tails are whole buffers.
+    """A prepared attention call for queries like ``q`` over the growing ``layer``, whose tails include their spare capacity.
 
-    ``layer`` must pass ``supports``. Each call passes the sequences' ``lengths``, int32 ``[batch]``, and, if the options say so,
-    ``starts``, the first token that their queries see. The device computes the window of the options, if any, because it starts elsewhere
-    in each call.
+    ``supports`` must accept ``layer``. Each call passes the sequence lengths, int32 ``[batch]``, and, with ``options.starts``, the first
+    token that each sequence's queries see. Sliding windows are computed on the device, because they move with every call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -42,108 +41,109 @@ class GrowingCall:
         assert layer.v is not None
         batch, q_heads, q_len, dim = q.shape
         self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
-        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.of_side(side).outliers for side in (layer.k, layer.v))
+        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.side_segments(side).outliers for side in (layer.k, layer.v))
         self._dtype, self._dim_v = q.dtype, layer.v.dim
-        self._plan(self._planned(layer))
+        self._prepare(self._plan_launches(layer))
 
     @staticmethod
     def supports(q: torch.Tensor, layer: Layer) -> bool:
-        """Return True if these kernels support the layer for queries like ``q``."""
-        return GrowingCall.takes_layer(layer) and supports(q, layer)
+        """Return True if a ``GrowingCall`` supports ``layer`` and queries like ``q``."""
+        return GrowingCall.supports_layer(layer) and supports(q, layer)
 
     @staticmethod
-    def takes_layer(layer: Layer) -> bool:
-        """Return True if every segment has a loader, and no page maps its values by torch operations."""
-        result = [segments.of_side(side) for side in (layer.k, layer.v) if side is not None]
-        return all(own.supported and all(segment.frame.query_codec is not None for segment in own.segments) for own in result)
+    def supports_layer(layer: Layer) -> bool:
+        """Return True if every segment has a tile loader, and no page transforms its values with PyTorch operations."""
+        sides = [segments.side_segments(side) for side in (layer.k, layer.v) if side is not None]
+        return all(side.supported and all(segment.frame.query_codec is not None for segment in side.segments) for side in sides)
 
     def refresh(self, layer: Layer) -> bool:
-        """Use the current pages of ``layer``; return True if launches changed, so that graphs must be captured again."""
-        launches = self._planned(layer)
+        """Switch to the current pages of ``layer``; return True if launches changed, so that CUDA graphs must be captured again."""
+        launches = self._plan_launches(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
             for new, old in zip(launches, self._launches, strict=True)
         )
         if not same:
-            self._plan(launches)
+            self._prepare(launches)
             return True
         for new, old in zip(launches, self._launches, strict=True):
-            old.work.copy_(_padded(new.work, old.work.shape[0]))
+            old.work.copy_(_pad_work(new.work, old.work.shape[0]))
             if old.means is not None and new.means is not None:
                 old.means.table.copy_(new.means.padded(old.means.table.shape[0]).table)
-        self._held = [launch.held for launch in launches]
+        self._keep_alive = [launch.keep_alive for launch in launches]
         return False
 
     def __call__(
         self, q: torch.Tensor, lengths: torch.Tensor, sink_logits: torch.Tensor | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with ``q`` ``[batch, q_head, q_len, dim]``, the last tokens of each sequence."""
+        """Attend with ``q`` ``[batch, q_head, q_len, dim]``, whose queries are the last tokens of each sequence."""
         return self._prepared(q, sink_logits, lengths, starts)
 
-    def _planned(self, layer: Layer) -> list[Launch]:
+    def _plan_launches(self, layer: Layer) -> list[Launch]:
         k, v = layer.k, layer.v
         assert k is not None
         assert v is not None
         whole = 0, k.tokens
-        return plan.planned(k, v, 0, k.tokens, whole, self._shape.padded // self._shape.block, self._dual, growing=True)
+        return plan.plan_launches(k, v, 0, k.tokens, whole, self._shape.padded // self._shape.block, self._dual, growing=True)
 
-    def _plan(self, launches: list[Launch]) -> None:
+    def _prepare(self, launches: list[Launch]) -> None:
         device = launches[0].tables[0].device
         self._launches = [
-            replace(launch, work=_padded(launch.work, _items(launch)).to(device), means=_with_room(launch.means, device))
+            replace(launch, work=_pad_work(launch.work, _work_capacity(launch)).to(device), means=_pad_means(launch.means, device))
             for launch in launches
         ]
-        self._held = [launch.held for launch in launches]
-        slides = self._options.sliding_window is not None
-        masked = [launch.has_tail or slides for launch in launches]
-        position = EVERYTHING - self._shape.q_len
-        self._prepared = Prepared(
-            self._launches, self._shape, self._dtype, self._options, position, self._dual, self._dim_v, masked, cut=slides
+        self._keep_alive = [launch.keep_alive for launch in launches]
+        has_window = self._options.sliding_window is not None
+        masked = [launch.has_tail or has_window for launch in launches]
+        position = UNLIMITED - self._shape.q_len
+        self._prepared = PreparedCall(
+            self._launches, self._shape, self._dtype, self._options, position, self._dual, self._dim_v, masked, cut=has_window
         )
 
 
-def _items(launch: Launch) -> int:
-    """Return the number of rows of the work table: constant for a tail alone, else as many pages as the device runs at once.
+def _work_capacity(launch: Launch) -> int:
+    """Return the capacity of the work table, in rows.
 
-    If there are more pages, there is room for some that later tokens bring.
+    A launch over only the tail needs no spare rows. For pages, it is the number of programs that run at once, or, if there are more rows,
+    the next multiple of ``CAPACITY_STEP``.
     """
     rows: int = launch.work.shape[0]
-    if launch.tail_alone or rows <= launch.programs:
-        return rows if launch.tail_alone else launch.programs
-    return -(-rows // ROOM_FOR_PAGES) * ROOM_FOR_PAGES
+    if launch.tail_only or rows <= launch.programs:
+        return rows if launch.tail_only else launch.programs
+    return -(-rows // CAPACITY_STEP) * CAPACITY_STEP
 
 
-def _with_room(means: Means | None, device: torch.device) -> Means | None:
-    """Move ``means`` to the device with room for the means of later tokens."""
+def _pad_means(means: Means | None, device: torch.device) -> Means | None:
+    """Move ``means`` to the device, padded with room for the means of later pages."""
     if means is None:
         return None
-    padded = means.padded(-(-means.table.shape[0] // ROOM_FOR_PAGES) * ROOM_FOR_PAGES)
+    padded = means.padded(-(-means.table.shape[0] // CAPACITY_STEP) * CAPACITY_STEP)
     return padded._replace(table=padded.table.to(device))
 
 
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the tables of a launch have room for those of its successor."""
+    """Return True if the tables of ``old`` have room for those of ``new``."""
     if old.means is None or new.means is None:
         return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
     return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]
 
 
-def _padded(work: torch.Tensor, items: int) -> torch.Tensor:
+def _pad_work(work: torch.Tensor, items: int) -> torch.Tensor:
     """Pad ``work`` to ``items`` rows; the added rows have no tokens."""
-    given = work.numpy()
-    rows = numpy.repeat(given[:1], items, 0)
+    old_rows = work.numpy()
+    rows = numpy.repeat(old_rows[:1], items, 0)
     rows[:, 1:3] = 0
-    rows[: len(given)] = given
+    rows[: len(old_rows)] = old_rows
     return torch.from_numpy(rows)
 
 
-class Append:
-    """The launch that appends ``tokens`` tokens to the raw tails of a layer."""
+class AppendCall:
+    """A prepared launch that appends ``tokens`` tokens to a layer's raw tails."""
 
     def __init__(self, k_tail: torch.Tensor, v_tail: torch.Tensor, tokens: int) -> None:
         self._tails = k_tail, v_tail
         shapes = [torch.Size((*tail.shape[:2], tokens, tail.shape[3])) for tail in self._tails]
-        self._given = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
+        self._expected = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
         dependent = plan.overlaps(k_tail.device)
         launch = CachedLaunch(
             append.append_tokens,
@@ -152,16 +152,16 @@ class Append:
             {"HEADS": k_tail.shape[1], "K_DIM": k_tail.shape[3], "V_DIM": v_tail.shape[3], "BLOCK": append.BLOCK, "DEPENDENT": dependent},
             {"num_warps": 4, **({"launch_pdl": True} if dependent else {})},
         )
-        self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((number, 0) for number in range(5))])])
+        self._chain = LaunchChain([(launch, [(k_tail, 0), (v_tail, 0), *((index, 0) for index in range(5))])])
 
-    def is_of(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
-        """Return True if this call appends to these tails."""
+    def appends_to(self, k_tail: torch.Tensor, v_tail: torch.Tensor) -> bool:
+        """Return True if this call appends to exactly these tail tensors."""
         return self._tails[0] is k_tail and self._tails[1] is v_tail
 
     def supports(self, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Return True if the call supports these tokens, which have the dtype of the tails."""
-        return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._given
+        """Return True if ``k`` and ``v`` have the shapes, dtypes and devices that the launch was prepared for."""
+        return [(k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)] == self._expected
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, packed: torch.Tensor, not_finite: torch.Tensor) -> None:
-        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]``; see ``append.append_tokens``."""
+        """Append ``k`` and ``v`` ``[batch, kv_head, token, dim]`` (``append.append_tokens``)."""
         self._chain((k.contiguous(), v.contiguous(), lengths, packed, not_finite))

@@ -1,4 +1,4 @@
-"""key_mean in attention: each query row is multiplied once with the mean of every page of keys, for all tokens of the page."""
+"""Attention over pages with a mean key (side-car key_mean): each query row is multiplied by a page's mean once for all its tokens."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from .segments import SideSegment
 
 PAGES = 32
-"""Pages of one program."""
+"""Number of pages per program."""
 
 _TABLE_ROW = tl.constexpr(7)
 
 
 class Means(NamedTuple):
-    """Means of the keys of a launch, whose ``pages`` pages are numbered from 0; segments begin at multiples of ``PAGES``.
+    """The page means of one launch's keys; pages are numbered from 0, and each segment begins at a multiple of ``PAGES``.
 
-    ``table``, int64 ``[block, 7]``, describes ``PAGES`` pages per row: the number of pages present, and for their codes and their scales
-    the address and the batch and head strides in bytes.
+    ``pages`` counts pages, including padding. Each row of ``table``, int64 ``[block, 7]``, describes ``PAGES`` pages: how many exist, then
+    the address, batch stride and head stride, in bytes, of their codes and of their scales.
     """
 
     key_mean: KeyMean
@@ -44,40 +44,43 @@ class Means(NamedTuple):
     pages: int
 
     def padded(self, blocks: int) -> Means:
-        """Pad to ``blocks`` blocks; the added blocks have no pages."""
+        """Return a copy padded to ``blocks`` blocks; the added blocks have no pages."""
         rows = torch.nn.functional.pad(self.table, (0, 0, 0, blocks - self.table.shape[0]))
         return self._replace(table=rows, pages=blocks * PAGES)
 
 
-def means_of(found: Sequence[SideSegment], held: list[torch.Tensor]) -> tuple[Means, list[int]]:
-    """Return the ``Means`` of key segments with means, and for each segment the token, counted from page 0, at which its row 0 is.
+def collect_means(segments: Sequence[SideSegment], keep_alive: list[torch.Tensor]) -> tuple[Means, list[int]]:
+    """Return the ``Means`` of key segments, and the position of each segment's first token, counted from the start of page 0.
 
-    A segment may occur several times. Tensors whose addresses are used are appended to ``held``.
+    A segment may occur several times. Tensors whose addresses are used are appended to ``keep_alive``.
     """
-    key_mean = found[0].codec.side_car(KeyMean)
+    key_mean = segments[0].codec.side_car(KeyMean)
     assert key_mean is not None
     streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
     rows: list[list[int]] = []
-    places: dict[int, int] = {}
+    first_tokens: dict[int, int] = {}
     pages = 0
-    for segment in {id(part): part for part in found}.values():
-        # Segments begin anywhere in a page of tokens, and each in a block of its own.
-        within = segment.start % key_mean.tokens
-        places[id(segment)] = pages * key_mean.tokens + within
-        codes, codes_batch, codes_head, scales, *scales_strides = addresses.addresses_of(segment.streams, streams, held)
-        count = -(-(within + segment.tokens) // key_mean.tokens)
+    for segment in {id(part): part for part in segments}.values():
+        # A segment may begin anywhere in a page, and begins a new block.
+        offset = segment.start % key_mean.tokens
+        first_tokens[id(segment)] = pages * key_mean.tokens + offset
+        codes, codes_batch, codes_head, scales, *scales_strides = addresses.addresses_of(segment.streams, streams, keep_alive)
+        count = -(-(offset + segment.tokens) // key_mean.tokens)
         for first in range(0, count, PAGES):
-            of_codes = codes + first * streams[0].row, codes_batch, codes_head
-            rows.append([min(PAGES, count - first), *of_codes, scales + 2 * first, *scales_strides])
+            code_entries = codes + first * streams[0].row, codes_batch, codes_head
+            rows.append([min(PAGES, count - first), *code_entries, scales + 2 * first, *scales_strides])
         pages += -(-count // PAGES) * PAGES
-    return Means(key_mean, torch.from_numpy(numpy.array(rows, numpy.int64)), pages), [places[id(part)] for part in found]
+    return Means(key_mean, torch.from_numpy(numpy.array(rows, numpy.int64)), pages), [first_tokens[id(part)] for part in segments]
 
 
-def launch_of(
+def prepare_launch(
     means: Means, codec: Codec, dual: bool, heads: int, sequences: int, padded: int, block: int, dependent: bool, early: bool
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the launch that multiplies ``sequences`` of ``padded`` query rows by means, in blocks, and its input tensor ``columns``."""
-    columns, count = _columns(codec, dual, str(means.table.device))
+    """Return the launch that multiplies query rows by page means, and its input tensor ``columns``.
+
+    There are ``sequences`` sequences of ``padded`` query rows, processed in blocks of ``block`` rows.
+    """
+    columns, count = _channel_columns(codec, dual, str(means.table.device))
     key_mean = means.key_mean
     launch = CachedLaunch(
         page_products,
@@ -93,17 +96,17 @@ def launch_of(
 
 
 @lru_cache(maxsize=256)
-def _columns(codec: Codec, dual: bool, device: str) -> tuple[torch.Tensor, int]:
-    """Return the column of each channel in ``codec``'s loader, int32, and the total number of columns."""
+def _channel_columns(codec: Codec, dual: bool, device: str) -> tuple[torch.Tensor, int]:
+    """Return the column of each channel in the tiles of ``codec``'s loader, int32, and the total number of columns."""
     channels = frame_columns.columns(codec, dual)
-    place = {channel: column for column, channel in enumerate(channels) if channel >= 0}
-    return torch.tensor([place[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device), len(channels)
+    columns = {channel: column for column, channel in enumerate(channels) if channel >= 0}
+    return torch.tensor([columns[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device), len(channels)
 
 
 @triton.jit(do_not_specialize=["heads", "padded", "pages"])
 def page_products(
     products: tl.tensor,
-    turned: tl.tensor,
+    rotated: tl.tensor,
     table: tl.tensor,
     columns: tl.tensor,
     heads: tl.tensor,
@@ -118,39 +121,39 @@ def page_products(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows of a sequence with the means of one block of ``table``, float32 ``[sequence, page, row]``.
+    """Write the products of ``ROWS`` query rows with the page means in one row of ``table``, float32 ``[sequence, page, row]``.
 
-    ``turned`` is the output of ``rotation.rotate_queries``, and ``columns`` the column of each channel.
+    ``rotated`` is the output of ``rotation.rotate_queries``; ``columns`` contains the column of each channel.
     """
     BYTES: tl.constexpr = DIM * BITS // 8
-    own = table + tl.program_id(0) * _TABLE_ROW
+    entry = table + tl.program_id(0) * _TABLE_ROW
     sequence = tl.program_id(1)
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
     page = tl.arange(0, PAGES)
-    real = page < tl.load(own)
-    codes = (tl.load(own + 1) + batch * tl.load(own + 2) + head * tl.load(own + 3)).to(tl.pointer_type(tl.int8))
-    scales = (tl.load(own + 4) + batch * tl.load(own + 5) + head * tl.load(own + 6)).to(tl.pointer_type(tl.float16))
-    at = tl.arange(0, BLOCK_DIM)
-    code = tl.load(codes + page[:, None] * BYTES + at[None, :], real[:, None] & (at < BYTES)[None, :], 0).to(tl.int32) & 0xFF
-    scale = tl.load(scales + page, real, 0.0).to(tl.float32)
-    low = tl.load(columns + at, at < BYTES, 0)
+    valid = page < tl.load(entry)
+    codes = (tl.load(entry + 1) + batch * tl.load(entry + 2) + head * tl.load(entry + 3)).to(tl.pointer_type(tl.int8))
+    scales = (tl.load(entry + 4) + batch * tl.load(entry + 5) + head * tl.load(entry + 6)).to(tl.pointer_type(tl.float16))
+    byte = tl.arange(0, BLOCK_DIM)
+    code = tl.load(codes + page[:, None] * BYTES + byte[None, :], valid[:, None] & (byte < BYTES)[None, :], 0).to(tl.int32) & 0xFF
+    scale = tl.load(scales + page, valid, 0.0).to(tl.float32)
+    low_column = tl.load(columns + byte, byte < BYTES, 0)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    begin = turned + sequence.to(tl.int64) * COLUMNS * padded + row
+    begin = rotated + sequence.to(tl.int64) * COLUMNS * padded + row
     if DEPENDENT:
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    mask = (at < BYTES)[:, None]
-    query = tl.load(begin[None, :] + low[:, None] * padded, mask, 0.0)
+    mask = (byte < BYTES)[:, None]
+    query = tl.load(begin[None, :] + low_column[:, None] * padded, mask, 0.0)
     if BITS == 8:
-        found = tl.dot((code - 128).to(tl.float32), query, input_precision="tf32x3")
+        product = tl.dot((code - 128).to(tl.float32), query, input_precision="tf32x3")
     else:
-        # A byte holds a channel of the first half, and of the second.
-        high = tl.load(columns + BYTES + at, at < BYTES, 0)
-        found = tl.dot(((code & 15) - 8).to(tl.float32), query, input_precision="tf32x3")
-        query = tl.load(begin[None, :] + high[:, None] * padded, mask, 0.0)
-        found = tl.dot(((code >> 4) - 8).to(tl.float32), query, found, input_precision="tf32x3")
+        # A byte contains one channel of the first half and one of the second.
+        high_column = tl.load(columns + BYTES + byte, byte < BYTES, 0)
+        product = tl.dot(((code & 15) - 8).to(tl.float32), query, input_precision="tf32x3")
+        query = tl.load(begin[None, :] + high_column[:, None] * padded, mask, 0.0)
+        product = tl.dot(((code >> 4) - 8).to(tl.float32), query, product, input_precision="tf32x3")
     # Missing pages count as zeros.
-    place = (sequence.to(tl.int64) * pages + tl.program_id(0) * PAGES + page)[:, None] * padded + row[None, :]
-    tl.store(products + place, found * scale[:, None])
+    offset = (sequence.to(tl.int64) * pages + tl.program_id(0) * PAGES + page)[:, None] * padded + row[None, :]
+    tl.store(products + offset, product * scale[:, None])

@@ -1,4 +1,4 @@
-"""Merge the partial results of ``split``: flash decoding's sum over parts with a log-sum-exp."""
+"""Kernels that merge the partial results of ``split``, as in flash decoding: a sum weighted by log-sum-exps."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -8,7 +8,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .softmax import UNSEEN
+from .softmax import NO_SCORE
 
 
 @triton.jit(do_not_specialize=["parts", "first_part", "second_part", "last_part", "second_block", "rows", "padded", "heads", "q_len"])
@@ -35,47 +35,47 @@ def merge(
     BLOCK_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Sum the parts of one row, weighted by their largest scores and divided by the total weight.
+    """Merge the partial results of one query row into ``out``, float32 ``[batch, head, row, DIM]``.
 
-    In blocks of columns before ``second_block``, parts ``[first_part, second_part)`` are summed, in the others those up to ``last_part``.
-    ``out`` is float32 ``[batch, head, row, DIM]``; ``channels`` int32 is the channel of each column, in whole blocks, and DIM for no
-    channel. Most rows have parts for one block, whose loads then overlap. ``sink_logits`` float32 ``[head, query head of it]``, read if
+    Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
+    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels`` int32 is the channel of each
+    column, in whole blocks; ``DIM`` marks columns without a channel. ``sink_logits`` float32 ``[head, query head of it]``, read with
     ``SINK_LOGITS``, are base-2 logarithms of weights without a value. A row that sees no token is 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts
     block = tl.program_id(1)
-    place = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    block_column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     # No kernel writes the matrix, so it may be loaded before the kernels that this one depends on have ended.
-    channel = tl.load(channels + place)
-    column = place - tl.where(block < second_block, 0, second_block) * BLOCK_COLUMNS
+    channel = tl.load(channels + block_column)
+    column = block_column - tl.where(block < second_block, 0, second_block) * BLOCK_COLUMNS
     first_part = tl.where(block < second_block, first_part, second_part)
     last_part = tl.where(block < second_block, second_part, last_part)
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
     part = tl.arange(0, BLOCK_PARTS)
-    most = tl.full((), UNSEEN, tl.float32)
+    largest_score = tl.full((), NO_SCORE, tl.float32)
     weight_sum = tl.zeros((), tl.float32)
     value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     for begin in range(0, parts, BLOCK_PARTS):
-        number = begin + part
-        mine = (number >= first_part) & (number < last_part)
-        loaded = tl.load(sums + (row + number)[:, None] * COLUMNS + column[None, :], mine[:, None] & (channel < DIM)[None, :], 0.0)
-        top = tl.load(largest + row + number, number < parts, UNSEEN)
-        weight = tl.load(total + row + number, number < parts, 0.0)
-        new_most = tl.maximum(most, tl.max(top, 0))
-        rescale = tl.exp2(most - new_most)
-        kept = tl.exp2(top - new_most)
-        weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
-        value = value * rescale + tl.sum(loaded * kept[:, None], 0)
-        most = new_most
+        index = begin + part
+        in_frame = (index >= first_part) & (index < last_part)
+        loaded = tl.load(sums + (row + index)[:, None] * COLUMNS + column[None, :], in_frame[:, None] & (channel < DIM)[None, :], 0.0)
+        part_largest = tl.load(largest + row + index, index < parts, NO_SCORE)
+        weight = tl.load(total + row + index, index < parts, 0.0)
+        new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
+        rescale = tl.exp2(largest_score - new_largest)
+        rescaled = tl.exp2(part_largest - new_largest)
+        weight_sum = weight_sum * rescale + tl.sum(weight * rescaled, 0)
+        value = value * rescale + tl.sum(loaded * rescaled[:, None], 0)
+        largest_score = new_largest
     if SINK_LOGITS:
         sequence = program // rows
         sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        new_most = tl.maximum(most, sink)
-        rescale = tl.exp2(most - new_most)
-        weight_sum = weight_sum * rescale + tl.exp2(sink - new_most)
+        new_largest = tl.maximum(largest_score, sink)
+        rescale = tl.exp2(largest_score - new_largest)
+        weight_sum = weight_sum * rescale + tl.exp2(sink - new_largest)
         value = value * rescale
     mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)
@@ -106,11 +106,11 @@ def merge_originals(
     ROTATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Run ``merge`` for one row in every frame, and rotate the sums to the original frame: ``out`` is ``[batch, head, row, DIM]``.
+    """Merge one query row like ``merge``, and rotate the result to the original frame: ``out`` is ``[batch, head, row, DIM]``.
 
-    There are one or two frames of values: parts ``[0, second_part)`` have the ``WIDTHS[0]`` columns of the first, all others ``WIDTHS[1]``.
-    ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, each frame padded to ``BLOCK_COLUMNS``
-    (``frame_columns.value_matrix``); without ``ROTATED`` it is not read, and columns are channels. A program writes ``BLOCK_DIM`` channels.
+    The values have one or two coded frames: parts ``[0, second_part)`` have ``WIDTHS[0]`` columns of the first frame, and the others
+    ``WIDTHS[1]`` columns of the second. ``matrix`` is float32 ``[matrices, frame, BLOCK_COLUMNS, DIM]``, padded to ``BLOCK_COLUMNS``
+    (``frame_columns.value_matrix``). Without ``ROTATED``, it is not read and columns are channels. A program writes ``BLOCK_DIM`` channels.
     """
     FRAME_WIDTHS: tl.constexpr = WIDTHS
     FRAMES: tl.constexpr = len(FRAME_WIDTHS) if ROTATED else 1
@@ -124,47 +124,47 @@ def merge_originals(
         matrix += (program // rows % matrices).to(tl.int64) * (FRAMES * BLOCK_COLUMNS * DIM)
         first_weights = tl.load(matrix + column[:, None] * DIM + channel[None, :], (channel < DIM)[None, :], 0.0)
         if FRAMES > 1:
-            at = matrix + (BLOCK_COLUMNS + column[:, None]) * DIM + channel[None, :]
-            second_weights = tl.load(at, (channel < DIM)[None, :], 0.0)
+            second_address = matrix + (BLOCK_COLUMNS + column[:, None]) * DIM + channel[None, :]
+            second_weights = tl.load(second_address, (channel < DIM)[None, :], 0.0)
     else:
         column += tl.program_id(1) * BLOCK_COLUMNS
     if DEPENDENT:
         gdc_wait()
-    most = tl.full((), UNSEEN, tl.float32)
+    largest_score = tl.full((), NO_SCORE, tl.float32)
     weight_sum = tl.zeros((), tl.float32)
     first_value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     second_value = tl.zeros((BLOCK_COLUMNS,), tl.float32)
-    # The parts of most rows fit one block: all of its loads are then in flight together.
+    # The parts of most rows fit one block, so all of its loads are in flight at once.
     for begin in range(0, parts, BLOCK_PARTS):
-        number = begin + part
-        mine = (number < parts)[:, None] & (column < COLUMNS)[None, :]
+        index = begin + part
+        mask = (index < parts)[:, None] & (column < COLUMNS)[None, :]
         if FRAMES > 1:
-            width = tl.where(number < second_part, FRAME_WIDTHS[0], FRAME_WIDTHS[1])
-            mine = mine & (column[None, :] < width[:, None])
-        loaded = tl.load(sums + (row + number)[:, None] * COLUMNS + column[None, :], mine, 0.0)
-        top = tl.load(largest + row + number, number < parts, UNSEEN)
-        weight = tl.load(total + row + number, number < parts, 0.0)
-        new_most = tl.maximum(most, tl.max(top, 0))
-        rescale = tl.exp2(most - new_most)
-        kept = tl.exp2(top - new_most)
-        weight_sum = weight_sum * rescale + tl.sum(weight * kept, 0)
+            width = tl.where(index < second_part, FRAME_WIDTHS[0], FRAME_WIDTHS[1])
+            mask = mask & (column[None, :] < width[:, None])
+        loaded = tl.load(sums + (row + index)[:, None] * COLUMNS + column[None, :], mask, 0.0)
+        part_largest = tl.load(largest + row + index, index < parts, NO_SCORE)
+        weight = tl.load(total + row + index, index < parts, 0.0)
+        new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
+        rescale = tl.exp2(largest_score - new_largest)
+        part_scale = tl.exp2(part_largest - new_largest)
+        weight_sum = weight_sum * rescale + tl.sum(weight * part_scale, 0)
         if FRAMES > 1:
-            second_value = second_value * rescale + tl.sum(loaded * tl.where(number < second_part, 0.0, kept)[:, None], 0)
-            kept = tl.where(number < second_part, kept, 0.0)
-        first_value = first_value * rescale + tl.sum(loaded * kept[:, None], 0)
-        most = new_most
+            second_value = second_value * rescale + tl.sum(loaded * tl.where(index < second_part, 0.0, part_scale)[:, None], 0)
+            part_scale = tl.where(index < second_part, part_scale, 0.0)
+        first_value = first_value * rescale + tl.sum(loaded * part_scale[:, None], 0)
+        largest_score = new_largest
     if ROTATED:
-        found = first_value[:, None] * first_weights
+        product = first_value[:, None] * first_weights
         if FRAMES > 1:
-            found += second_value[:, None] * second_weights
-        mean = tl.sum(found, 0)
+            product += second_value[:, None] * second_weights
+        mean = tl.sum(product, 0)
     else:
         mean = first_value
     if SINK_LOGITS:
         sequence = program // rows
         sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        new_most = tl.maximum(most, sink)
-        rescale = tl.exp2(most - new_most)
-        weight_sum = weight_sum * rescale + tl.exp2(sink - new_most)
+        new_largest = tl.maximum(largest_score, sink)
+        rescale = tl.exp2(largest_score - new_largest)
+        weight_sum = weight_sum * rescale + tl.exp2(sink - new_largest)
         mean = mean * rescale
     tl.store(out + program.to(tl.int64) * DIM + channel, mean / tl.where(weight_sum > 0, weight_sum, 1.0), channel < DIM)

@@ -1,4 +1,4 @@
-"""Outliers of a page in the form that tiles need: by sequence and head, minus the decoded values that they replace."""
+"""Outliers of a page in the format that tile loaders read: sorted by sequence and head, minus the decoded values they replace."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import PackedRun
 
 DECODED_VALUES = 1 << 22
-"""Values decoded at a time."""
+"""Number of values decoded at a time."""
 
-MAX_IN_PLACE = 2.0
-"""Maximum decoded value in an outlier's place, in norms of its token; subtracting a larger one would cost precision."""
+MAX_REPLACED_NORM = 2.0
+"""Maximum norm of the decoded values that outliers replace, relative to the token's norm; subtracting more would lose precision."""
 
 MIN_NORM = 2.0**-20
-"""Smallest norm of a token that is not zero: weights of outliers and of other values share a power of two (``softmax``)."""
+"""Minimum nonzero norm of a token, because weights of outliers and of other values share a power of two (``softmax``)."""
 
 _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.Tensor] | None]] = WeakKeyDictionary()
 
 
-def of_page(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the streams of ``loaders.outliers`` except its columns, for tokens ``[start, stop)``; cached with the page.
+def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+    """Return the streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except its columns; cached with the page.
 
-    The mapping is empty if no chunk is flagged, and None if the entries would be inexact, which no writer produces.
+    Returns an empty mapping if the page has no outliers there, and None if the entries would be inexact, which no writer causes.
     """
-    kept = _entries.setdefault(page, {})
-    if (start, stop) not in kept:
-        kept[start, stop] = _page_entries(page, start, stop)
-    return kept[start, stop]
+    cached = _entries.setdefault(page, {})
+    if (start, stop) not in cached:
+        cached[start, stop] = _compute_entries(page, start, stop)
+    return cached[start, stop]
 
 
-def _page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
+def _compute_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
     assert isinstance(codec, WithSideCars)
     side_car = codec.side_car(Outliers)
@@ -60,7 +60,7 @@ def _page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.
         complete = side_car.put(decoded, rows)
         norms = torch.linalg.vector_norm(complete, dim=-1)
         chunks = decoded.reshape(*flags.shape, CHUNK)
-        inexact = (chunks.norm(dim=-1) > MAX_IN_PLACE * norms[..., None]) & flags
+        inexact = (chunks.norm(dim=-1) > MAX_REPLACED_NORM * norms[..., None]) & flags
         values = (complete.reshape(chunks.shape) - chunks)[flags]
         if inexact.any() or ((norms > 0) & (norms < MIN_NORM)).any() or not (values.abs() < HALF_LIMIT).all():
             return None

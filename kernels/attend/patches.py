@@ -1,4 +1,4 @@
-"""Outliers of both sides, loaded next to the tiles that they are added to; empty if neither side has any."""
+"""Loads of the outliers of keys and values, next to the tiles they are added to; empty if a side has no outliers."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the parts for keys and values that stay constant over tiles, and the first loads (``first_entries``) of each."""
+    """Return the constants of both sides (``ready_patches``) for keys and values, and their first loads (``first_entries``)."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = ready_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,7 +45,7 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, and the loads ahead for the next ones."""
+    """Return the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, and the loads for the next call."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
@@ -58,7 +58,7 @@ def next_patches(
 
 
 @triton.jit
-def own_patches(
+def load_patches(
     work: tl.tuple,
     offset: tl.tensor,
     ready: tl.tuple,
@@ -67,7 +67,7 @@ def own_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, loaded without prefetching."""
+    """Load the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, without loading ahead."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

@@ -1,7 +1,7 @@
-"""Work of attention programs: which tokens each one attends to, and with which loaders.
+"""Planning of attention launches: which tokens each program attends to, and with which loaders.
 
-A layer's tokens are cut where a page of either side begins or ends, and where a program has enough. All segments with the same two codecs
-form one launch, with the raw tail as a page of raw values. Its work is a table on the device with one row per program.
+A layer's tokens are cut where a page of keys or values begins or ends, and into pieces for programs. All segments with the same two codecs
+form one launch; the raw tail counts as a page of raw values. A launch's work is a table on the device with one row per program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpack.kernels.tiles.shapes import LaunchShape, in_patches, shape_of, table
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
 from . import segments
-from .means import means_of
+from .means import collect_means
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -35,23 +35,24 @@ if TYPE_CHECKING:
     from .segments import Frame, Segment, SideSegment
 
 INTERPRETED_MULTIPROCESSORS = 2
+"""Number of multiprocessors assumed in Triton's interpreter."""
 
 PREFETCHED_WITH_SIGNS = 1500
-"""Minimum number of tokens per multiprocessor for prefetching to pay off with signs."""
+"""Minimum number of tokens per multiprocessor at which prefetching pays off for keys with QJL signs."""
 
 MASKED_TILES = 3
-"""Whole tiles that take as long as the extra work of a masked tile: neither it nor its code is prefetched."""
+"""Extra cost of a masked tile, in whole tiles: neither its data nor its code is prefetched."""
 
 
 PROGRAM_TILES = 3
-"""Tiles that take as long as a program's fixed costs."""
+"""Fixed cost of a program, in tiles."""
 
 MAX_ROUNDS, MIN_TILES = 4, 8
 """Maximum rounds of concurrent programs, and minimum tiles per program if there is more than one."""
 
 
-class Kernel(NamedTuple):
-    """Common properties of the segments in one launch: the frames of both sides, and whether each side is decoded beforehand."""
+class LaunchKey(NamedTuple):
+    """Key that groups segments into launches: the frames of keys and values, and flags for sides that are decoded beforehand."""
 
     k: Frame
     v: Frame
@@ -64,11 +65,11 @@ _plans: WeakKeyDictionary[Layer, dict[Any, list[Launch]]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel over all segments with the same two codecs: its ``work`` (see ``split.attend_split``) and compile-time constants.
+    """A launch of ``split.attend_split`` over all segments with the same two codecs: its ``work`` table and compile-time constants.
 
-    ``held`` are the tensors whose addresses the work contains. The device runs ``programs`` at once for each sequence and block of rows.
-    ``has_tail``: some of its tokens are in a raw tail; ``tail_alone``: all are. ``fills``: no multiprocessor gets more programs than its
-    share, even while another kernel finishes on some of them.
+    ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs at once per sequence and
+    block of rows. ``has_tail`` is True if some tokens are in a raw tail, ``tail_only`` if all are. ``balanced`` is True if programs spread
+    evenly over the multiprocessors, even while another kernel finishes on some of them.
     """
 
     k: Frame
@@ -78,25 +79,25 @@ class Launch:
     means: Means | None
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
-    held: tuple[torch.Tensor, ...]
+    keep_alive: tuple[torch.Tensor, ...]
     programs: int
     has_tail: bool
-    tail_alone: bool
-    fills: bool
+    tail_only: bool
+    balanced: bool
 
     @property
     def parts(self) -> int:
-        """Number of partial results that it writes for each query row."""
+        """Number of partial results that the launch writes for each query row."""
         return self.work.shape[0] * self.shape.warps
 
     @property
     def dual(self) -> bool:
-        """True if a row of its scores belongs to two tokens (``split``)."""
+        """True if one score row covers two tokens (``split``)."""
         return bool(self.constants["K"].dual or self.constants["V"].dual)
 
 
-def _loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the loaders of both sides, for two neighboring tokens per row if the loaders and token groups allow it."""
+def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
+    """Return the tile loaders of keys and values: dual ones for neighboring tokens if the loaders and token groups allow it."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -114,45 +115,45 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
-    """Return the launches that attend to tokens ``[begin, end)``, cached with the layer; every query sees all of ``whole``.
+    """Return the launches that attend to tokens ``[begin, end)``; cached with the layer.
 
-    ``dual``: query rows are few enough for tiles of two tokens per row.
+    Every query sees all tokens of the range ``whole``. ``dual`` allows tiles with two tokens per row, for few query rows.
     """
-    kept = _plans.setdefault(layer, {})
+    cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
-    if key not in kept:
-        kept[key] = planned(k, v, begin, end, whole, row_blocks, dual)
-    return kept[key]
+    if key not in cached:
+        cached[key] = plan_launches(k, v, begin, end, whole, row_blocks, dual)
+    return cached[key]
 
 
-def planned(
+def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """Plan ``launches`` without the cache; for a ``growing`` layer, the work stays on the host."""
+    """Plan the launches of ``launches`` without its cache; for a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
-    by_kernel: dict[Kernel, list[Segment]] = {}
-    for segment in segments.of_layer(segments.of_side(k).segments, segments.of_side(v).segments, begin, end):
-        # Where one side is decoded so is the other, if it is packed: one kernel then attends all such segments.
+    by_kernel: dict[LaunchKey, list[Segment]] = {}
+    for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
+        # If one side is decoded, the other is decoded too unless it is the tail, so that one kernel attends to all such segments.
         raw = segment.k.raw or segment.v.raw
-        kernel = Kernel(segment.k.frame, segment.v.frame, raw and segment.k.page is not None, raw and segment.v.page is not None)
+        kernel = LaunchKey(segment.k.frame, segment.v.frame, raw and segment.k.page is not None, raw and segment.v.page is not None)
         by_kernel.setdefault(kernel, []).append(segment)
     sequences = k.batch * k.heads * row_blocks
     launches = []
-    # Partial results of one frame of the values are side by side. The most tokens first: other launches then run alongside them.
+    # Partial results with the same value frame are adjacent. The largest launch comes first, so that the others run alongside it.
     most_first = sorted(by_kernel, key=lambda kernel: -sum(segment.tokens for segment in by_kernel[kernel]))
     frames = list(dict.fromkeys(kernel.v for kernel in most_first))
     for kernel in sorted(most_first, key=lambda kernel: frames.index(kernel.v)):
         result = by_kernel[kernel]
         if kernel.k_decoded:
-            result = segments.decoded(result, frame_columns.columns(kernel.k.codec, dual), "k")
+            result = segments.decode_segments(result, frame_columns.columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
-            result = segments.decoded(result, frame_columns.columns(kernel.v.codec, dual), "v")
+            result = segments.decode_segments(result, frame_columns.columns(kernel.v.codec, dual), "v")
         launches.append(_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
     return launches
 
 
 def _launch(
-    found: list[Segment],
+    segments: list[Segment],
     k: Frame,
     v: Frame,
     whole: tuple[int, int],
@@ -162,34 +163,34 @@ def _launch(
     fast: bool,
     growing: bool,
 ) -> Launch:
-    k_tiles, v_tiles = _loaders(found[0].k.codec, found[0].v.codec, dual)
-    shared, tables, places = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
-    tokens = sum(segment.tokens for segment in found)
-    aligned = math.gcd(*(segment.first - own.first for segment in found for own in (segment.k, segment.v)))
+    k_tiles, v_tiles = _choose_loaders(segments[0].k.codec, segments[0].v.codec, dual)
+    shared, tables, table_offsets = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
+    tokens = sum(segment.tokens for segment in segments)
+    alignment = math.gcd(*(segment.first - side.first for segment in segments for side in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
-    shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, aligned, fast)
-    tile = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-    programs = programs_of(shape, tokens, tile, sequences, _multiprocessors(device))
-    if found[0].k.page is found[0].v.page is None and tokens <= programs * tile:
-        # Raw tokens, a tile a program: there is nothing to fetch ahead of time.
+    shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
+    tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
+    programs = choose_programs(shape, tokens, tile_tokens, sequences, _multiprocessors(device))
+    if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
+        # Each program has one tile of raw tokens: there is nothing to load ahead.
         shape = shape._replace(stages=1)
-    held: list[torch.Tensor] = []
-    means, whole_means, means_places = None, False, [0] * len(found)
+    keep_alive: list[torch.Tensor] = []
+    means, whole_means, means_places = None, False, [0] * len(segments)
     if k_tiles.means is not None:
-        means, means_places = means_of([segment.k for segment in found], held)
-    rows = work_rows(found, means_places, k_tiles, v_tiles, tile, programs, whole, held)
+        means, means_places = collect_means([segment.k for segment in segments], keep_alive)
+    rows = build_work(segments, means_places, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
     if means is not None:
         span = shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
         whole_means = means.key_mean.tokens % span == 0 and not ((rows[:, 3] + rows[:, 5]) % span).any()
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
-    # Values that wait for barriers, after the scores of keys whose rows fill registers (``split``).
+    # Load values after the scores if keys fill the registers (``LATE`` in ``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
     k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
     k_streams, v_streams = aligned_streams(rows, k_tiles, k_address), aligned_streams(rows, v_tiles, v_address)
     constants = {
-        "K": bind(k_tiles, places[0], k_outliers, k_streams, _whole_tiles(rows, 3, k_tiles, shape), fast, whole_means),
-        "V": bind(v_tiles, places[1], v_outliers, v_streams, _whole_tiles(rows, 4, v_tiles, shape), fast),
+        "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, whole_means),
+        "V": bind(v_tiles, table_offsets[1], v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],
@@ -203,17 +204,17 @@ def _launch(
         "FAST": fast,
     }
     work = torch.from_numpy(rows)
-    of_tail = [segment.k.page is None or segment.v.page is None for segment in found]
+    in_tail = [segment.k.page is None or segment.v.page is None for segment in segments]
     work = work if growing else work.to(device)
     if means is not None and not growing:
         means = means._replace(table=means.table.to(device))
-    return Launch(k, v, shape, work, means, tables, constants, tuple(held), programs, any(of_tail), all(of_tail), shape.fills)
+    return Launch(k, v, shape, work, means, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
 
 
-def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the number of programs per sequence that attends to ``tokens`` in steps of ``tile`` soonest.
+def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
+    """Return the number of programs per sequence that finishes ``tokens`` tokens in steps of ``tile`` soonest.
 
-    That is one full round, or several rounds if many sequences then leave less of the last round empty.
+    One round of concurrent programs, or several rounds if the last one is then fuller.
     """
     at_once = multiprocessors * shape.programs
     one_round = max(1, at_once // sequences)
@@ -221,48 +222,48 @@ def programs_of(shape: LaunchShape, tokens: int, tile: int, sequences: int, mult
     def tokens_of_rounds(programs: int) -> float:
         return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)
 
-    most = min(MAX_ROUNDS * at_once // sequences, tokens // (MIN_TILES * tile))
-    return min(range(one_round, max(one_round, most) + 1), key=tokens_of_rounds)
+    limit = min(MAX_ROUNDS * at_once // sequences, tokens // (MIN_TILES * tile))
+    return min(range(one_round, max(one_round, limit) + 1), key=tokens_of_rounds)
 
 
-def work_rows(
-    found: list[Segment],
-    places: list[int],
+def build_work(
+    segments: list[Segment],
+    mean_tokens: list[int],
     k_tiles: Tiles,
     v_tiles: Tiles,
     tile: int,
     programs: int,
     whole: tuple[int, int],
-    held: list[torch.Tensor],
+    keep_alive: list[torch.Tensor],
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Return the work of ``programs`` of each sequence, int64 ``[item, column]`` (``work.load_work``).
+    """Return the work table of ``programs`` programs per sequence, int64 ``[item, column]`` (``work.load_work``).
 
-    Tensors whose addresses it contains are appended to ``held``. A program processes its tokens in steps of ``tile``; every query sees all
-    of ``whole``. ``places`` are the positions of segments among means.
+    Tensors whose addresses it contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile``. Every query
+    sees all tokens of the range ``whole``. ``mean_tokens`` is the position of each segment's first token among the pages with means.
     """
-    tokens = sum(segment.tokens for segment in found)
-    parts: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
-    for segment, place in zip(found, places, strict=True):
-        cut_words = any(_cuts_words(own, tiles) for own, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        found_at = addresses.addresses_of(segment.k.streams, k_tiles.streams, held)
-        found_at += addresses.addresses_of(segment.v.streams, v_tiles.streams, held)
-        # As many programs as its share of the tokens, of as many tiles each, give or take one and what a masked last one costs.
+    tokens = sum(segment.tokens for segment in segments)
+    work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
+    for segment, mean_token in zip(segments, mean_tokens, strict=True):
+        cut_words = any(_cuts_words(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+        stream_addresses = addresses.addresses_of(segment.k.streams, k_tiles.streams, keep_alive)
+        stream_addresses += addresses.addresses_of(segment.v.streams, v_tiles.streams, keep_alive)
+        # Programs in proportion to the segment's tokens, with equal numbers of tiles except for the cost of a masked last tile.
         tiles = -(-segment.tokens // tile)
-        pieces = max(1, min(tiles, segment.tokens * programs // tokens))
+        program_count = max(1, min(tiles, segment.tokens * programs // tokens))
         weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
-        start = numpy.unique(numpy.minimum(weight * numpy.arange(pieces, dtype=numpy.int64) // pieces, tiles - 1)) * tile
+        start = numpy.unique(numpy.minimum(weight * numpy.arange(program_count, dtype=numpy.int64) // program_count, tiles - 1)) * tile
         count = numpy.minimum(numpy.append(start[1:], tiles * tile), segment.tokens) - start
         first = segment.first + start
-        seen = numpy.where(first >= whole[0], numpy.minimum(count, whole[1] - first), 0)
+        whole_tokens = numpy.where(first >= whole[0], numpy.minimum(count, whole[1] - first), 0)
         if cut_words:
-            seen -= start + seen == segment.tokens
-        seen = numpy.maximum(seen, 0) // tile * tile
-        own_rows = [first - own.first for own in (segment.k, segment.v)]
-        part = numpy.empty((len(start), FIRST_ADDRESS.value + len(found_at)), numpy.int64)
-        part[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, seen, *own_rows, numpy.full_like(first, place)], 1)
-        part[:, FIRST_ADDRESS.value :] = found_at
-        parts.append(part)
-    return numpy.concatenate(parts)
+            whole_tokens -= start + whole_tokens == segment.tokens
+        whole_tokens = numpy.maximum(whole_tokens, 0) // tile * tile
+        side_rows = [first - side.first for side in (segment.k, segment.v)]
+        rows = numpy.empty((len(start), FIRST_ADDRESS.value + len(stream_addresses)), numpy.int64)
+        rows[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, whole_tokens, *side_rows, numpy.full_like(first, mean_token)], 1)
+        rows[:, FIRST_ADDRESS.value :] = stream_addresses
+        work.append(rows)
+    return numpy.concatenate(work)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -270,7 +271,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if a stream with an odd number of halves per token may end inside an aligned 4-byte word."""
+    """Return True if a stream with an odd number of 16-bit values per token may end inside an aligned 4-byte word."""
     for stream in tiles.streams:
         if stream.bits == 16 and stream.row % 2:
             tensor = segment.streams[stream.name]
@@ -279,7 +280,7 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
     return False
 
 
-def _whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], at: int, tiles: Tiles, shape: LaunchShape) -> bool:
-    """Return True if the tokens of a warp's tile are always in one token group."""
+def _has_whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], column: int, tiles: Tiles, shape: LaunchShape) -> bool:
+    """Return True if the tokens of each warp's tile always belong to one token group."""
     tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
-    return tiles.whole_groups % tokens == 0 and not (rows[:, at] % tokens).any()
+    return tiles.whole_groups % tokens == 0 and not (rows[:, column] % tokens).any()

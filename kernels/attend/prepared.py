@@ -1,7 +1,7 @@
-"""A prepared attention call: everything that is the same for all queries of one shape over one layer is done once.
+"""Prepared attention calls: the work that is the same for all queries of one shape over one layer is done once.
 
-Each call then needs two allocations and, in the common case, three launches: rotate the queries into the coded frames, run split kernels
-for the packed tokens and for a raw tail, and merge, which rotates the result back.
+A call then needs two allocations and usually three launches: rotate the queries into the coded frames, attend with the split kernel, and
+merge, which also rotates the result back. A raw tail adds another launch of the split kernel.
 """
 
 from __future__ import annotations
@@ -29,40 +29,42 @@ if TYPE_CHECKING:
     from .plan import Launch
     from .segments import Frame
 
-    _Placed = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
+    _LaunchTensors = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
 
 MIN_ROWS, MAX_ROWS = 8, 16
-"""Query rows of one program: the rows of a block are the short side of the matrix products."""
+"""Minimum and maximum number of query rows per program; they are the short side of its matrix products."""
 
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
-"""Parts of one program of the merge at most, and its columns."""
+"""Maximum number of parts that a program of ``merge.merge`` loads at once, and its columns."""
 
 MAX_PARTS = 32
-"""Up to which one warp merges them: its lanes then have columns of their own, 4 each."""
+"""Maximum number of parts that one warp merges, with 4 columns per lane."""
 
 MAX_ROTATED_ROWS = 64
-"""Rows of all sequences up to which the merge also rotates, row by row: of 256 it took 26 us on an H200, a merge and products of 768 10."""
+"""Maximum number of query rows of all sequences for a merge that also rotates, row by row.
+
+On an H200, that took 26 us for 256 rows, while a merge and separate matrix products took 10 us for 768 rows.
+"""
 
 MANY_ROWS, ROTATED_ROWS = 1024, 64
-"""Padded rows from which a program rotates queries of several sequences, and how many of their rows."""
+"""Minimum number of padded rows at which a program of ``rotate_queries`` covers several sequences, and its rows in that case."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
-"""Columns of all parts that such a program has in registers at once, the channels that it writes, and its warps."""
+"""For a program of ``merge.merge_originals``: values in registers at once (parts times columns), channels written, and warps."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
-"""Maximum number of rows, and of parts at once, if columns are channels and nothing is rotated; and the parts of each warp."""
+"""For ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded at once, and parts per warp."""
 
-SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, OWN = range(7)
-"""The tensors of a call, in the order in which launches number them; from OWN on the queries of pages that map their values, and sums."""
+SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, MAPPED = range(7)
+"""Indices of a call's tensors in the arguments of launches; from MAPPED on, the queries of pages that transform values, then the sums."""
 
 LOG2_E = math.log2(math.e)
-EVERYTHING = 1 << 30
-"""A window, or a look ahead, beyond any token."""
+UNLIMITED = 1 << 30
+"""A number of tokens greater than any layer's, for calls without a window or a causal mask."""
 
 
 class QueryShape(NamedTuple):
-    """Shape of a call's queries: ``q_len`` queries of ``q_heads`` heads with ``dim`` channels, for ``batch`` sequences of ``heads`` KV
-    heads."""
+    """Shape of a call's queries, and ``heads``, the layer's number of KV heads."""
 
     batch: int
     q_heads: int
@@ -72,27 +74,27 @@ class QueryShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Query rows of one KV head."""
+        """Number of query rows per KV head: its query heads times ``q_len``."""
         return self.q_heads // self.heads * self.q_len
 
     @property
     def block(self) -> int:
-        """Query rows of one program."""
+        """Number of query rows per program."""
         return min(MAX_ROWS, max(MIN_ROWS, next_power_of_two(self.rows)))
 
     @property
     def sequences(self) -> int:
-        """Sequences of the batch times KV heads."""
+        """Number of independent sequences for kernels: batch entries times KV heads."""
         return self.batch * self.heads
 
     @property
     def padded(self) -> int:
-        """Rows, rounded up to whole blocks."""
+        """Number of query rows per KV head, rounded up to whole blocks."""
         return -(-self.rows // self.block) * self.block
 
 
 class Options(NamedTuple):
-    """The options of a ``kvpack.attend`` call. ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass them."""
+    """Options of a ``kvpack.attend`` call; ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass these tensors."""
 
     scale: float
     causal: bool = True
@@ -103,12 +105,12 @@ class Options(NamedTuple):
     starts: bool = False
 
 
-class Prepared:
-    """``launches`` over one layer for queries of ``shape`` and ``dtype``; the value frames of ``launches`` are side by side.
+class PreparedCall:
+    """A prepared attention call: all launches over one layer for queries of ``shape`` and ``dtype``.
 
-    ``position`` is the position of the first query in a sequence of full length. ``masked`` says for each launch whether it reads the
-    lengths of sequences, and ``cut`` whether the device skips tokens before a sequence's windows, as it does for a sequence with a start.
-    ``dual``: launches may use two tokens per row.
+    ``launches`` with the same value frame must be adjacent. ``position`` is the position of the first query in a sequence of full length.
+    ``masked`` is True for each launch that reads the sequence lengths. ``cut`` is True if the device skips tokens before each sequence's
+    window or start. ``dual`` allows two tokens per tile row.
     """
 
     def __init__(
@@ -130,35 +132,37 @@ class Prepared:
         parts = sum(launch.parts for launch in launches)
         self._parts, self._columns = parts, max(launch.constants["V"].columns for launch in launches)
         rows = shape.sequences * shape.padded
-        places = _Places()
-        self._largest, self._total = places.take(rows * parts), places.take(rows * parts)
-        self._sums = places.take(rows * parts * self._columns)
+        scratch = _ScratchAllocator()
+        self._largest, self._total = scratch.allocate(rows * parts), scratch.allocate(rows * parts)
+        self._sums = scratch.allocate(rows * parts * self._columns)
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
-        # The plain frames are side by side: one launch rotates the query into all of them.
-        self._own_queries = [frame for frame in self._k_frames if frame.query_codec is None]
-        own_last = (*self._plain(), *self._own_queries)
-        self._turned = {frame: places.take(rows * len(frame_columns.columns(frame.codec, dual))) for frame in own_last}
-        # Maps of values change the length of a query, which rotations keep.
-        self._scales = dict.fromkeys(self._plain(), places.take(rows)) | {frame: places.take(rows) for frame in self._own_queries}
+        # The buffers of plain frames are adjacent: one launch rotates the query into all of them.
+        self._mapped_frames = [frame for frame in self._k_frames if frame.query_codec is None]
+        frames = (*self._plain_frames(), *self._mapped_frames)
+        self._rotated_offsets = {frame: scratch.allocate(rows * len(frame_columns.columns(frame.codec, dual))) for frame in frames}
+        # Rotations preserve a query's norm, but value transforms change it, so their frames have their own scales.
+        self._scales = dict.fromkeys(self._plain_frames(), scratch.allocate(rows)) | {
+            frame: scratch.allocate(rows) for frame in self._mapped_frames
+        }
         self._v_frames: dict[Frame, tuple[int, int]] = {}
         stop = 0
         for launch in launches:
             start, stop = stop, stop + launch.parts
             self._v_frames[launch.v] = (self._v_frames.get(launch.v, (start,))[0], stop)
-        own_channels = all(frame.page is None for frame in self._v_frames)
-        self._merges_originals = own_channels and len(self._v_frames) <= 2
+        unmapped = all(frame.page is None for frame in self._v_frames)
+        self._merges_originals = unmapped and len(self._v_frames) <= 2
         self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
-        self._mean_products = [places.take(0 if launch.means is None else rows * launch.means.pages) for launch in launches]
-        self._scratch = places.taken
-        launches_of = [*self._prepared_rotations(), *self._prepared_means()]
-        self._rotations = len(launches_of)
-        launches_of += self._prepared_splits(position, masked, cut or options.starts)
+        self._mean_products = [scratch.allocate(0 if launch.means is None else rows * launch.means.pages) for launch in launches]
+        self._scratch = scratch.size
+        sequence = [*self._prepare_rotations(), *self._prepare_means()]
+        self._rotations = len(sequence)
+        sequence += self._prepare_splits(position, masked, cut or options.starts)
         if not self._merges_originals:
-            launches_of += self._prepared_frame_merges()
+            sequence += self._prepare_frame_merges()
         else:
-            launches_of += [self._prepared_merge()] if self._few_rows else self._prepared_products()
-        self._chain = LaunchChain(launches_of)
+            sequence += [self._prepare_merge()] if self._few_rows else self._prepare_products()
+        self._chain = LaunchChain(sequence)
 
     def __call__(
         self,
@@ -167,139 +171,138 @@ class Prepared:
         lengths: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with ``q`` ``[batch, q_head, q_len, dim]``: ``[batch, q_head, q_len, dim_v]`` of the same dtype.
+        """Attend with ``q`` ``[batch, q_head, q_len, dim]`` and return ``[batch, q_head, q_len, dim_v]`` of the same dtype.
 
-        ``sink_logits`` are floating point ``[q_head]``, ``lengths`` and ``starts`` integers ``[batch]``.
+        ``sink_logits`` are floating point ``[q_head]``; ``lengths`` and ``starts`` are integers ``[batch]``.
         """
-        return self._run(self._given(q.contiguous(), sink_logits, lengths, starts), 0)
+        return self._run(self._call_tensors(q.contiguous(), sink_logits, lengths, starts), 0)
 
     @property
     def plain(self) -> bool:
-        """True if a call runs only kernels: no page maps its values by torch operations, which depend on the caller's modes."""
-        return not self._own_queries and all(frame.page is None for frame in self._v_frames)
+        """True if a call runs only kernels: no page transforms its values with PyTorch operations, which depend on the caller's modes."""
+        return not self._mapped_frames and all(frame.page is None for frame in self._v_frames)
 
     def after_rotation(self, q: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that runs the launches after the rotation of ``q``, without lengths, starts or sinks: split kernels and merge.
-        """
-        given = self._given(q.contiguous(), None, None, None)
-        self._chain(given)
-        return lambda: self._run(given, self._rotations)
+        """Run the call once with ``q``, and return a function that repeats it without rotating ``q`` again, for benchmarks."""
+        tensors = self._call_tensors(q.contiguous(), None, None, None)
+        self._chain(tensors)
+        return lambda: self._run(tensors, self._rotations)
 
-    def _given(
+    def _call_tensors(
         self, q: torch.Tensor, sink_logits: torch.Tensor | None, lengths: torch.Tensor | None, starts: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return the tensors of a call, in the order of SCRATCH and those after it."""
+        """Return the tensors of a call, in the order of the constants from SCRATCH to MAPPED."""
         shape, device = self.shape, self._device
         scratch = torch.empty(self._scratch, dtype=torch.float32, device=device)
-        given = [scratch, q]
+        tensors = [scratch, q]
         if self._merges_originals:
-            # The shape of the queries is that of the result, except for the values' dim.
+            # The output has the shape of the queries, except for the values' dim.
             out = torch.empty_like(q) if self.dim_v == shape.dim else q.new_empty(*q.shape[:3], self.dim_v)
-            given.append(out)
+            tensors.append(out)
         else:
-            # The merges add nothing to what is there.
-            given.append(scratch)
-        given.append(scratch if lengths is None else lengths.to(device, torch.int32))
-        given.append(scratch if starts is None else starts.to(device, torch.int32))
-        given.append(scratch if sink_logits is None else sink_logits.to(device, torch.float32) * LOG2_E)
-        for frame in self._own_queries:
-            given.append(_inner(q.view(shape.batch, shape.heads, -1, shape.dim), frame).contiguous())
+            # No launch uses OUT here: the merges write to the sums below.
+            tensors.append(scratch)
+        tensors.append(scratch if lengths is None else lengths.to(device, torch.int32))
+        tensors.append(scratch if starts is None else starts.to(device, torch.int32))
+        tensors.append(scratch if sink_logits is None else sink_logits.to(device, torch.float32) * LOG2_E)
+        for frame in self._mapped_frames:
+            tensors.append(_page_query(q.view(shape.batch, shape.heads, -1, shape.dim), frame).contiguous())
         if not self._merges_originals:
             for frame in self._v_frames:
                 dims = shape.batch, shape.heads, shape.rows, frame_columns.frame_dim(frame.codec)
-                # The merges write channels that have columns.
+                # The merges write only channels that have columns.
                 covered = len({*frame_columns.columns(frame.codec, self._dual)} - {-1}) == dims[3]
-                given.append((torch.empty if covered else torch.zeros)(dims, dtype=torch.float32, device=device))
+                tensors.append((torch.empty if covered else torch.zeros)(dims, dtype=torch.float32, device=device))
         elif not self._few_rows:
             columns = sum(len(frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
-            given.append(torch.empty(shape.sequences * shape.rows, columns, dtype=torch.float32, device=device))
-        return given
+            tensors.append(torch.empty(shape.sequences * shape.rows, columns, dtype=torch.float32, device=device))
+        return tensors
 
-    def _run(self, given: list[torch.Tensor], first: int) -> torch.Tensor:
-        """Run all launches from number ``first`` on and return the result."""
-        self._chain(given, first)
+    def _run(self, tensors: list[torch.Tensor], first_launch: int) -> torch.Tensor:
+        """Run all launches except the first ``first_launch`` ones, and return the attention output."""
+        self._chain(tensors, first_launch)
         if self._merges_originals:
-            return given[OUT]
+            return tensors[OUT]
         shape = self.shape
-        sums = dict(zip(self._v_frames, given[OWN + len(self._own_queries) :], strict=True))
-        return self._originals(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
+        sums = dict(zip(self._v_frames, tensors[MAPPED + len(self._mapped_frames) :], strict=True))
+        return self._sum_frames(sums).reshape(shape.batch, shape.q_heads, shape.q_len, self.dim_v)
 
-    def _originals(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
-        """Return the sums of all frames, ``[batch, kv_head, row, dim]`` in the original frame."""
+    def _sum_frames(self, sums: dict[Frame, torch.Tensor]) -> torch.Tensor:
+        """Return the total of ``sums`` over all frames in the original frame, ``[batch, kv_head, row, dim]``."""
         out = None
-        for number, (frame, merged) in enumerate(sums.items(), 1):
+        for index, (frame, merged) in enumerate(sums.items(), 1):
             if frame.page is not None:
-                original = frame.page.original(_with_signs(merged, frame.codec))
+                original = frame.page.original(_add_signs(merged, frame.codec))
                 out = original if out is None else out + original
             elif frame.codec.rotation.kind == "none" and len(sums) == 1 and merged.shape[3] == frame.codec.dim:
                 out = merged
             else:
-                out = self._rotated_back(merged, frame.codec, out, self.dtype if number == len(sums) else torch.float32)
+                out = self._rotate_back(merged, frame.codec, out, self.dtype if index == len(sums) else torch.float32)
         assert out is not None
         return out.to(self.dtype)
 
-    def _rotated_back(self, sums: torch.Tensor, codec: Codec, before: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def _rotate_back(self, sums: torch.Tensor, codec: Codec, addend: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         frame_dim, dim, matrices = sums.shape[3], codec.dim, frame_columns.frame_matrix(codec, str(sums.device))
         sequences = 1 if matrices.shape[0] == 1 else sums.shape[0] * sums.shape[1]
         count = math.prod(sums.shape[:3]) // sequences
         out = torch.empty(*sums.shape[:3], dim, dtype=dtype, device=sums.device)
         rotation.rotate_sums[(sequences * -(-count // 16), -(-dim // frame_columns.BLOCK_COLUMNS))](
-            out, sums, matrices, sums if before is None else before, count, -(-count // 16), matrices.shape[0],
-            DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.sums_block(frame_dim), ROWS=16,
-            BLOCK_COLUMNS=frame_columns.BLOCK_COLUMNS, ADD=before is not None, DEPENDENT=self._dependent, **self._overlap,
+            out, sums, matrices, sums if addend is None else addend, count, -(-count // 16), matrices.shape[0],
+            DIM=dim, FRAME_DIM=frame_dim, BLOCK_DIM=rotation.sums_block_dim(frame_dim), ROWS=16,
+            BLOCK_COLUMNS=frame_columns.BLOCK_COLUMNS, ADD=addend is not None, DEPENDENT=self._dependent, **self._overlap,
         )  # fmt: skip
         return out
 
-    def _plain(self) -> list[Frame]:
-        """Return the key frames that queries reach by a cached matrix alone."""
+    def _plain_frames(self) -> list[Frame]:
+        """Return the key frames whose queries need only a cached matrix."""
         return [frame for frame in self._k_frames if frame.query_codec is not None]
 
-    def _prepared_rotations(self) -> list[_Placed]:
-        """Return one launch for all plain frames, and one for each frame of a page that maps its values and so needs its own queries."""
-        plain = [(QUERY, self._plain())] if self._plain() else []
-        result: list[_Placed] = []
-        for query, frames in (*plain, *((OWN + number, [frame]) for number, frame in enumerate(self._own_queries))):
+    def _prepare_rotations(self) -> list[_LaunchTensors]:
+        """Return one launch for all plain key frames, and one for each frame whose page transforms its values."""
+        plain = [(QUERY, self._plain_frames())] if self._plain_frames() else []
+        result: list[_LaunchTensors] = []
+        for query, frames in (*plain, *((MAPPED + index, [frame]) for index, frame in enumerate(self._mapped_frames))):
             codecs = tuple((frame.query_codec or frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
             matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
-            per_score = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
+            score_factor = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
             count = shape.sequences * shape.padded
             rows = ROTATED_ROWS if matrix.shape[0] == 1 and count >= MANY_ROWS else shape.block
             launch = CachedLaunch(
                 rotation.rotate_queries,
                 (-(-count // rows), blocks.shape[0], 1),
-                (per_score, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
+                (score_factor, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
                 {
-                    "DIM": shape.dim, "BLOCK_DIM": rotation.query_block(shape.dim), "ROWS": rows,
-                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].fills,
+                    "DIM": shape.dim, "BLOCK_DIM": rotation.query_block_dim(shape.dim), "ROWS": rows,
+                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].balanced,
                 },
                 self._overlap,
             )  # fmt: skip
-            turned, scales = (SCRATCH, self._turned[frames[0]]), (SCRATCH, self._scales[frames[0]])
-            result.append((launch, [turned, scales, (query, 0), (matrix, 0), (blocks, 0)]))
+            rotated, scales = (SCRATCH, self._rotated_offsets[frames[0]]), (SCRATCH, self._scales[frames[0]])
+            result.append((launch, [rotated, scales, (query, 0), (matrix, 0), (blocks, 0)]))
         return result
 
-    def _prepared_means(self) -> list[_Placed]:
-        """Return, for each launch whose keys have means, a launch that multiplies queries by the means of its pages."""
+    def _prepare_means(self) -> list[_LaunchTensors]:
+        """Return launches that multiply the queries by page means, one for each attention launch whose keys have means."""
         shape = self.shape
-        result: list[_Placed] = []
-        for launch, place in zip(self.launches, self._mean_products, strict=True):
+        result: list[_LaunchTensors] = []
+        for launch, offset in zip(self.launches, self._mean_products, strict=True):
             if launch.means is not None:
-                run, columns = means.launch_of(
+                run, columns = means.prepare_launch(
                     launch.means, launch.k.codec, self._dual, shape.heads, shape.sequences, shape.padded, shape.block, self._dependent,
-                    self.launches[0].fills,
+                    self.launches[0].balanced,
                 )  # fmt: skip
-                turned = (SCRATCH, self._turned[launch.k])
-                result.append((run, [(SCRATCH, place), turned, (launch.means.table, 0), (columns, 0)]))
+                rotated = (SCRATCH, self._rotated_offsets[launch.k])
+                result.append((run, [(SCRATCH, offset), rotated, (launch.means.table, 0), (columns, 0)]))
         return result
 
-    def _prepared_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_Placed]:
+    def _prepare_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_LaunchTensors]:
         shape, options = self.shape, self.options
         numbers = device_tables.numbers(str(self._device))
-        # Without starts, the place of their pointer is a constant.
+        # Without starts, the kernel's ``starts`` argument is the constant None.
         no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
-        result: list[_Placed] = []
+        result: list[_LaunchTensors] = []
         start = 0
         for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
             items = launch.work.shape[0]
@@ -310,7 +313,7 @@ class Prepared:
                 (items * row_blocks * shape.sequences, 1, 1),
                 (
                     *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
-                    position, shape.q_len, 0 if options.causal else EVERYTHING, options.sliding_window or EVERYTHING,
+                    position, shape.q_len, 0 if options.causal else UNLIMITED, options.sliding_window or UNLIMITED,
                     0 if launch.means is None else launch.means.pages,
                 ),
                 {
@@ -320,29 +323,29 @@ class Prepared:
                 {"num_warps": launch.shape.warps, **self._overlap},
                 partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
-            places: list[tuple[int | torch.Tensor, int]] = [
-                *self._partials, (SCRATCH, self._turned[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
+            arguments: list[tuple[int | torch.Tensor, int]] = [
+                *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
                 (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
-            result.append((run, [*places, (STARTS, 0)] if options.starts else places))
+            result.append((run, [*arguments, (STARTS, 0)] if options.starts else arguments))
             start += launch.parts
         return result
 
     @property
     def _partials(self) -> list[tuple[int, int]]:
-        """Places of the partial results in the scratch: sums, largest scores and totals."""
+        """Offsets of the partial results in the scratch buffer: sums, largest scores and totals."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
-    def _prepared_merge(self) -> _Placed:
+    def _prepare_merge(self) -> _LaunchTensors:
         shape = self.shape
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         widths = tuple(len(columns) for _, columns in codecs)
         block_columns = next_power_of_two(max(widths)) if self._rotated else ROW_CHANNELS
         matrix = frame_columns.value_matrix(codecs, block_columns, str(self._device))
-        # Loads of one block wait together.
-        most_parts = ROW_VALUES // block_columns if self._rotated else ORDERED_PARTS
-        block_parts = max(1, min(most_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts))))
+        # The loads of one block are in flight together.
+        max_parts = ROW_VALUES // block_columns if self._rotated else ORDERED_PARTS
+        block_parts = max(1, min(max_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts))))
         second = next(iter(self._v_frames.values()))[1]
         launch = CachedLaunch(
             merge.merge_originals,
@@ -357,18 +360,18 @@ class Prepared:
         )  # fmt: skip
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
-    def _prepared_frame_merges(self) -> list[_Placed]:
-        """Return a merge for each value frame, whose sums are in the order of the pages' queries."""
-        first = OWN + len(self._own_queries)
+    def _prepare_frame_merges(self) -> list[_LaunchTensors]:
+        """Return one launch of ``merge.merge`` per value frame; each writes that frame's sums."""
+        first = MAPPED + len(self._mapped_frames)
         result = []
-        for number, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
+        for tensor_index, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
             channels = tuple(frame_columns.columns(frame.codec, self._dual))
-            result.append(self._merge_into(number, [channels], frame_columns.frame_dim(frame.codec), start, stop, stop))
+            result.append(self._merge_into(tensor_index, [channels], frame_columns.frame_dim(frame.codec), start, stop, stop))
         return result
 
-    def _prepared_products(self) -> list[_Placed]:
-        """Return a merge of all frames' columns side by side, and their product with the matrix that maps them to channels."""
-        shape, sums = self.shape, OWN + len(self._own_queries)
+    def _prepare_products(self) -> list[_LaunchTensors]:
+        """Return a launch that merges the columns of all frames, and one that multiplies them by the matrix from columns to channels."""
+        shape, sums = self.shape, MAPPED + len(self._mapped_frames)
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
         places, stop = [], 0
@@ -383,7 +386,7 @@ class Prepared:
             (sequences * -(-count // 16), -(-self.dim_v // frame_columns.BLOCK_COLUMNS), 1),
             (count, -(-count // 16), matrix.shape[0]),
             {
-                "DIM": self.dim_v, "FRAME_DIM": stop, "BLOCK_DIM": rotation.sums_block(stop), "ROWS": 16,
+                "DIM": self.dim_v, "FRAME_DIM": stop, "BLOCK_DIM": rotation.sums_block_dim(stop), "ROWS": 16,
                 "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "ADD": False, "DEPENDENT": self._dependent,
             },
             self._overlap,
@@ -391,15 +394,20 @@ class Prepared:
         merged = self._merge_into(sums, places, stop, 0, second, self._parts)
         return [merged, (launch, [(OUT, 0), (sums, 0), (matrix, 0), (sums, 0)])]
 
-    def _merge_into(self, out: int, places: list[tuple[int, ...]], dim: int, first: int, second: int, last: int) -> _Placed:
-        """Return a merge of parts ``[first, second)``, and of a second frame ``[second, last)``; columns go to their place in ``dim`` of
-        ``out``."""
+    def _merge_into(
+        self, out: int, channels_of_frames: list[tuple[int, ...]], dim: int, first: int, second: int, last: int
+    ) -> _LaunchTensors:
+        """Return a launch of ``merge.merge`` that writes to tensor number ``out``, which has ``dim`` channels.
+
+        It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second; ``channels_of_frames`` contains
+        the channel of each column, per frame.
+        """
         shape = self.shape
         block_parts = min(MERGE_PARTS, next_power_of_two(self._parts))
-        few = block_parts <= MAX_PARTS
-        block_columns = 128 if few else MERGE_COLUMNS
-        channels = _channels(tuple(places), dim, block_columns, str(self._device))
-        second_block = -(-len(places[0]) // block_columns)
+        fits_warp = block_parts <= MAX_PARTS
+        block_columns = 128 if fits_warp else MERGE_COLUMNS
+        channels = _column_channels(tuple(channels_of_frames), dim, block_columns, str(self._device))
+        second_block = -(-len(channels_of_frames[0]) // block_columns)
         launch = CachedLaunch(
             merge.merge,
             (shape.sequences * shape.rows, channels.numel() // block_columns, 1),
@@ -408,43 +416,45 @@ class Prepared:
                 "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "DIM": dim, "BLOCK_PARTS": block_parts,
                 "BLOCK_COLUMNS": block_columns, "DEPENDENT": self._dependent,
             },
-            {"num_warps": 1 if few else 4, **self._overlap},
+            {"num_warps": 1 if fits_warp else 4, **self._overlap},
         )  # fmt: skip
         return launch, [(out, 0), *self._partials, (channels, 0), (SINKS, 0)]
 
 
-class _Places:
-    """Allocates offsets in one scratch buffer, in elements."""
+class _ScratchAllocator:
+    """An allocator of offsets in one scratch buffer, in elements."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.size = 0
 
-    def take(self, elements: int) -> int:
-        """Return the offset of the next ``elements`` elements."""
-        first = self.taken
-        self.taken += elements
+    def allocate(self, elements: int) -> int:
+        """Reserve ``elements`` elements and return their offset."""
+        first = self.size
+        self.size += elements
         return first
 
 
-def _inner(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Return the query in the codec's own frame: scaled and ordered by the page of the frame."""
+def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Return the query in the codec's inner frame, with the channel scales and order of the frame's page."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, WithSideCars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
-def _with_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Join the sums in ``codec``'s frame with those of its signs, if it has any."""
+def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Add the sums of QJL signs, the last columns, to the other sums in ``codec``'s frame; without signs, return ``sums``."""
     qjl = codec.side_car(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 
 @lru_cache(maxsize=256)
-def _channels(places: tuple[tuple[int, ...], ...], none: int, block: int, device: str) -> torch.Tensor:
-    """Return the channel of each column of each frame, int32, padded to whole blocks; ``none`` for columns without one (-1 in ``places``).
+def _column_channels(channels_of_frames: tuple[tuple[int, ...], ...], missing: int, block: int, device: str) -> torch.Tensor:
+    """Return the channel of each column of each frame, int32, padded to whole blocks of ``block`` columns.
+
+    Columns without a channel are -1 in ``channels_of_frames`` and ``missing`` in the result.
     """
     parts = []
-    for channels in places:
-        result = torch.tensor([channel if channel >= 0 else none for channel in channels], dtype=torch.int32, device="cpu")
-        parts.append(torch.nn.functional.pad(result, (0, -result.numel() % block), value=none))
+    for channels in channels_of_frames:
+        result = torch.tensor([channel if channel >= 0 else missing for channel in channels], dtype=torch.int32, device="cpu")
+        parts.append(torch.nn.functional.pad(result, (0, -result.numel() % block), value=missing))
     return torch.cat(parts).to(device)

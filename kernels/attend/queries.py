@@ -1,4 +1,4 @@
-"""A block of query rows, laid out for the matrix units next to tiles of keys."""
+"""Blocks of query rows, laid out for matrix products with tiles of keys."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -16,13 +16,17 @@ from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
 
 
 class Queries(NamedTuple):
-    """The query rows of a program.
+    """The query rows of a program, in registers.
 
-    ``tiles`` are ``[warp, column, row]``, matching the key tiles that they are multiplied with (``_query_tiles``). The other fields are
-    ``[1, 1, row]``: ``half_sum`` is the part of the query sum that signs need (``qjl.half_sum``), ``offset`` is added to all scores of the
-    row, or 0, ``scale`` multiplies its scores, ``position`` is its token, and ``second`` is set if its scores belong to the second of two
-    tokens in a tile's row. ``products`` points to its product with the mean of page 0 (``key_mean.load_products``); each of the ``pages``
-    has ``padded`` products. Without means, these are unused.
+    ``tiles`` are ``[warp, column, row]``, in the column order of key tiles (``_query_tiles``). The other tensors are ``[1, 1, row]``:
+
+    - ``half_sum``: the part of the query sum that signs need (``qjl.half_sum``);
+    - ``offset``: added to all scores of the row;
+    - ``scale``: factor of the row's scores;
+    - ``position``: the token position of the row's query;
+    - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
+    - ``products``: pointer to the row's product with the mean of page 0 (``key_mean.load_products``), one of ``pages`` pages with
+      ``padded`` products each; unused without means.
     """
 
     tiles: Any
@@ -37,8 +41,8 @@ class Queries(NamedTuple):
 
 
 @triton.constexpr_function
-def sum_of(numbers: tuple[int, ...]) -> int:
-    """Return the sum of ``numbers`` at compile time."""
+def constexpr_sum(numbers: tuple[int, ...]) -> int:
+    """Return the sum of ``numbers``, computed at compile time."""
     return sum(numbers)
 
 
@@ -62,9 +66,10 @@ def load_queries(
     """Load the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
     ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one batch entry and
-    one KV head. With ``DUAL``, tiles hold two tokens per row: every query row occurs twice, ``ROWS`` in all, first for the first token.
+    one KV head. With ``DUAL``, tile rows contain two tokens, so the ``ROWS`` rows are the query rows twice: for the first tokens, then for
+    the second ones.
     """
-    # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
+    # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     WIDTHS: tl.constexpr = K.widths
     SIGNS: tl.constexpr = K.signs
     SETS: tl.constexpr = 2 if DUAL and not K.dual else 1
@@ -76,23 +81,23 @@ def load_queries(
     row += block * BLOCK
     begin = q + sequence.to(tl.int64) * K.columns * padded
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
-    of_signs = 0.0
+    sign_half_sum = 0.0
     if SIGNS is not None:
         tiles = queries_of_bits(tiles, SIGNS, SETS)
-        of_signs = half_sum(tiles, SIGNS, SETS)
+        sign_half_sum = half_sum(tiles, SIGNS, SETS)
     offset = 0.0
     if K.offset:
-        offset = tl.load(begin + sum_of(WIDTHS) * padded + row)[None, None, :]
+        offset = tl.load(begin + constexpr_sum(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    of_pages = 0
+    row_products = 0
     if K.means is not None:
-        of_pages = (products + sequence.to(tl.int64) * pages * padded + row)[None, None, :]
-    return Queries(tiles, of_signs, offset, scale, position + (row % q_len)[None, None, :], second, of_pages, pages, padded)
+        row_products = (products + sequence.to(tl.int64) * pages * padded + row)[None, None, :]
+    return Queries(tiles, sign_half_sum, offset, scale, position + (row % q_len)[None, None, :], second, row_products, pages, padded)
 
 
 @triton.jit
 def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
-    """Return the queries with int32 positions relative to ``token``."""
+    """Return ``queries`` with int32 positions relative to ``token``."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
@@ -101,8 +106,8 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def scaled(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """Return the queries with another ``scale``, which is made finite."""
+def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
+    """Return ``queries`` with ``scale`` instead of their own, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.padded,
@@ -119,19 +124,19 @@ def _query_tiles(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the query in the key tiles' column order, ``[warp, column, row]`` per tile; for bf16 keys, a high and a low half each.
+    """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles; bf16 keys need two tiles, high and low halves.
 
-    With ``DUAL``, rows that are not ``second`` belong to the first of two tokens: to its columns of a tile if the keys are dual, else to a
-    first set of tiles.
+    With ``DUAL``, rows belong to the first or ``second`` token of a tile row. For dual keys, the other token's columns are 0; otherwise
+    each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()
-    for number in tl.static_range(2 * len(WIDTHS) if DUAL and not K.dual else len(WIDTHS)):
-        if number == len(WIDTHS):
-            q -= sum_of(WIDTHS) * stride
+    for index in tl.static_range(2 * len(WIDTHS) if DUAL and not K.dual else len(WIDTHS)):
+        if index == len(WIDTHS):
+            q -= constexpr_sum(WIDTHS) * stride
         tile = _query_tile(
-            q, row, second == (number >= len(WIDTHS)), stride,
-            WIDTHS[number % len(WIDTHS)], K.dual, K.interleave, DUAL, WARPS,
+            q, row, second == (index >= len(WIDTHS)), stride,
+            WIDTHS[index % len(WIDTHS)], K.dual, K.interleave, DUAL, WARPS,
         )  # fmt: skip
         if K.dtype == "bf16":
             high = tile.to(tl.bfloat16)
@@ -140,7 +145,7 @@ def _query_tiles(
             tiles = tiles + (tile.to(tl.float16),)
         else:
             tiles = tiles + (tile,)
-        q += WIDTHS[number % len(WIDTHS)] * stride
+        q += WIDTHS[index % len(WIDTHS)] * stride
     return tiles
 
 
@@ -148,7 +153,7 @@ def _query_tiles(
 def _query_tile(
     q: tl.tensor,
     row: tl.tensor,
-    own: tl.tensor,
+    selected: tl.tensor,
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     DUAL_KEYS: tl.constexpr,
@@ -156,16 +161,16 @@ def _query_tile(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tensor:
-    """Return one tile ``[warp, column, row]``.
+    """Load one tile of the query, ``[warp, column, row]``.
 
-    With ``DUAL`` it is zero except in rows that are ``own``; with ``DUAL_KEYS``, in those rows the first token's columns are set, and in
-    the others the second's.
+    With ``DUAL``, only ``selected`` rows are nonzero. With ``DUAL_KEYS``, ``selected`` rows are nonzero in the first token's columns and
+    the others in the second token's columns.
     """
     column = tl.arange(0, 2 * WIDTH if DUAL_KEYS else WIDTH)[None, :, None]  # [1, column, 1]
-    number = column // (2 * INTERLEAVE) * INTERLEAVE + column % INTERLEAVE if DUAL_KEYS else column
-    tile = tl.load(q + number * stride + row[None, None, :])  # [1, column, row]
+    source_column = column // (2 * INTERLEAVE) * INTERLEAVE + column % INTERLEAVE if DUAL_KEYS else column
+    tile = tl.load(q + source_column * stride + row[None, None, :])  # [1, column, row]
     if DUAL_KEYS:
-        tile = tl.where((column // INTERLEAVE % 2 == 0) == own, tile, 0)
+        tile = tl.where((column // INTERLEAVE % 2 == 0) == selected, tile, 0)
     elif DUAL:
-        tile = tl.where(own, tile, 0)
+        tile = tl.where(selected, tile, 0)
     return tl.broadcast_to(tile, (WARPS, column.shape[1], row.shape[0]))

@@ -1,4 +1,4 @@
-"""Scores of a warp's tiles of keys: S^T = K q^T, scaled, capped and masked."""
+"""Attention scores of a warp's tiles of keys: S^T = K q^T, scaled, capped and masked."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -16,20 +16,20 @@ from kvpack.kernels.loaders.key_mean import load_products
 from kvpack.kernels.loaders.outliers import add_outlier_scores
 from kvpack.kernels.loaders.qjl import decode_bits, factor_of_bits
 
-from .factors import factor_of, of_rows
+from .factors import broadcast_over_rows, tile_factors
 
 
-class Lookup(NamedTuple):
-    """Constants for decoding the tiles of a side: column fields (``bitfields.load_column_fields``), and its table in global memory."""
+class DecodeConstants(NamedTuple):
+    """Run-time constants for decoding tiles: column fields (``bitfields.load_column_fields``), and the lookup table in global memory."""
 
     column_fields: Any
     table: Any
 
 
-class Visible(NamedTuple):
-    """The tokens that a query sees: those before ``end``, up to ``ahead`` after its own, and the newest ``window`` of these.
+class VisibleTokens(NamedTuple):
+    """The token range that a query sees: before ``end``, at most ``ahead`` positions after the query's, and within its ``window``.
 
-    ``first`` is the first visible token, or None if the window alone decides it.
+    ``first`` is the first visible token, or None if only the window limits the range.
     """
 
     end: Any
@@ -54,34 +54,36 @@ def score(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return base-2 logarithms of weights, ``[warp, token, row]`` for each ``loaded`` tile; with ``MASKED``, -inf for invisible tokens.
+    """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile; with ``MASKED``, -inf for invisible tokens.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile; ``first`` is the token of the first warp, counted from the first
-    page of means. With ``DUAL``, a score belongs to that token if the row is not ``queries.second``, else to the one after it
-    (``tile_layout.second_token_offset``); keys that are not dual have a tile for each.
+    ``token`` ``[warp, token]`` contains the tokens of each warp's first tile; ``first`` is the first warp's first token, counted from the
+    start of page 0 of the means. With ``DUAL``, scores of ``queries.second`` rows belong to the token
+    ``tile_layout.second_token_offset`` later; keys that are not dual then have one tile per token.
     """
     TOKENS: tl.constexpr = token.shape[1]
-    EACH: tl.constexpr = 2 if DUAL and not K.dual else 1
+    TOKENS_PER_ROW: tl.constexpr = 2 if DUAL and not K.dual else 1
     scores = ()
-    for tile in tl.static_range(len(loaded) // EACH):
-        found = _score(
-            loaded[tile * EACH : (tile + 1) * EACH], entries, queries, cap, first, lookup, K, DUAL, len(loaded) // EACH, tile, TOKENS,
-            SOFTCAP, FAST,
+    for tile in tl.static_range(len(loaded) // TOKENS_PER_ROW):
+        tile_scores = _score_tile(
+            loaded[tile * TOKENS_PER_ROW : (tile + 1) * TOKENS_PER_ROW], entries, queries, cap, first, lookup, K, DUAL,
+            len(loaded) // TOKENS_PER_ROW, tile, TOKENS, SOFTCAP, FAST,
         )  # fmt: skip
         if MASKED:
-            at = (token + tile * (2 * TOKENS if DUAL else TOKENS))[:, :, None]  # [warp, token, 1], with DUAL [warp, token, row]
+            position = (token + tile * (2 * TOKENS if DUAL else TOKENS))[:, :, None]  # [warp, token, 1], with DUAL [warp, token, row]
             if DUAL:
-                at = at + queries.second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
-            seen = (at < visible.end) & (at <= queries.position + visible.ahead) & (at > queries.position - visible.window)
+                position = position + queries.second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
+            is_visible = (
+                (position < visible.end) & (position <= queries.position + visible.ahead) & (position > queries.position - visible.window)
+            )
             if visible.first is not None:
-                seen = seen & (at >= visible.first)
-            found = tl.where(seen, found, float("-inf"))
-        scores = scores + (found,)
+                is_visible = is_visible & (position >= visible.first)
+            tile_scores = tl.where(is_visible, tile_scores, float("-inf"))
+        scores = scores + (tile_scores,)
     return scores
 
 
 @triton.jit
-def _score(
+def _score_tile(
     loaded: tl.tuple,
     entries: tl.tuple,
     queries: tl.tuple,
@@ -96,9 +98,9 @@ def _score(
     SOFTCAP: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scores ``[warp, token, row]`` of one tile; signs use the last columns of the query.
+    """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``; signs use the last columns of the query.
 
-    If two tiles were ``loaded``, their tokens share a row of scores, and each has its own query tiles.
+    If two tiles are ``loaded``, their tokens share score rows, and each has its own query tiles.
     """
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants
@@ -107,31 +109,31 @@ def _score(
     MEANS: tl.constexpr = K.means
     OUTLIERS: tl.constexpr = K.outliers
     SIGN_STEPS: tl.constexpr = 0 if K.signs is None else K.signs.steps
-    OWN: tl.constexpr = len(queries.tiles) // len(loaded)
+    TILES_PER_TOKEN: tl.constexpr = len(queries.tiles) // len(loaded)
     WARPS: tl.constexpr = queries.tiles[0].shape[0]
     ROWS: tl.constexpr = queries.tiles[0].shape[2]
-    # Tokens are the first axis of the product: a tile has more tokens than a decode step has query rows, and the matrix units
-    # take 16 rows of their first operand at a time, but only 8 columns of the second.
+    # Tokens are the rows of the product: a tile has more tokens than a decode step has query rows, and matrix units process at least 16
+    # rows of their first operand, but only 8 columns of the second.
     scores = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
-    for number in tl.static_range(len(loaded)):
+    for index in tl.static_range(len(loaded)):
         for step in tl.static_range(STEPS):
-            tiles = K.decode(loaded[number][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, False, FAST)
+            tiles = K.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, False, FAST)
             products = scores
             if K.step_factor is not None:
                 products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
-            products = _add_products(products, tiles, queries.tiles, number * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
+            products = _add_products(products, tiles, queries.tiles, index * (STEPS * len(tiles) + SIGN_STEPS) + step * len(tiles))
             if K.step_factor is not None:
-                products = scores + products * K.step_factor(loaded[number][0], step, CONSTANTS, FAST)[:, :, None]
+                products = scores + products * K.step_factor(loaded[index][0], step, CONSTANTS, FAST)[:, :, None]
             scores = products
     if K.factor is not None:
-        scores = scores * of_rows(factor_of(loaded, 0, queries.second, K.factor, CONSTANTS, K.dual, FAST))
+        scores = scores * broadcast_over_rows(tile_factors(loaded, 0, queries.second, K.factor, CONSTANTS, K.dual, FAST))
     if K.signs is not None:
         products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32) + queries.half_sum
-        for number in tl.static_range(len(loaded)):
+        for index in tl.static_range(len(loaded)):
             for step in tl.static_range(SIGN_STEPS):
-                tiles = decode_bits(loaded[number][1], lookup.column_fields, step, SIGNS, FAST)
-                products = _add_products(products, tiles, queries.tiles, (number + 1) * OWN - SIGN_STEPS + step)
-        scores += products * of_rows(factor_of(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
+                tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, FAST)
+                products = _add_products(products, tiles, queries.tiles, (index + 1) * TILES_PER_TOKEN - SIGN_STEPS + step)
+        scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
     if K.means is not None:
         scores += load_products(
             queries.products, queries.pages, queries.padded, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS
@@ -142,22 +144,22 @@ def _score(
         scores += queries.offset
     scores = scores * queries.scale
     if SOFTCAP:
-        # cap * tanh(s / cap): 1 / cap is in scale, and the logarithm's base in cap.
+        # cap * tanh(s / cap): scale includes 1 / cap, and cap includes log2(e).
         scores = (1 - 2 / (tl.exp2(scores * 2.885390081777927) + 1)) * cap
     return scores
 
 
 @triton.jit
 def _add_products(scores: tl.tensor, tiles: tl.tuple, q: tl.tuple, FIRST: tl.constexpr) -> tl.tensor:
-    """Add K q^T of ``tiles`` ``[warp, token, column]`` and the query's tiles from ``FIRST`` on to scores ``[warp, token, row]``.
+    """Add K q^T to ``scores`` ``[warp, token, row]``, for key ``tiles`` ``[warp, token, column]`` and query tiles from ``FIRST`` on.
 
-    For bfloat16 tiles ``q`` holds high and low halves, whose two products are exact enough.
+    For bfloat16 tiles, ``q`` contains a high and a low half per tile; the two products together are precise enough.
     """
-    for number in tl.static_range(len(tiles)):
-        tile = tiles[number]
+    for index in tl.static_range(len(tiles)):
+        tile = tiles[index]
         if tile.dtype == tl.bfloat16:
-            scores = tl.dot(tile, q[2 * (FIRST + number)], scores)
-            scores = tl.dot(tile, q[2 * (FIRST + number) + 1], scores)
+            scores = tl.dot(tile, q[2 * (FIRST + index)], scores)
+            scores = tl.dot(tile, q[2 * (FIRST + index) + 1], scores)
         else:
-            scores = tl.dot(tile, q[FIRST + number], scores, input_precision="tf32x3")
+            scores = tl.dot(tile, q[FIRST + index], scores, input_precision="tf32x3")
     return scores

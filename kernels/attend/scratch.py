@@ -1,7 +1,7 @@
-"""Decode tokens of a side to a scratch buffer, in the frame in which many queries attend to them.
+"""Decoding of a layer's keys or values to a scratch buffer, for attention with many queries.
 
-If all packed tokens have one tile loader, that is the coded frame in the loader's column order: queries and sums of values are multiplied
-by a cached matrix once, and the tokens by none (OCTOPUS Eq. 13).
+If all packed tokens share one tile loader, they are decoded to the coded frame, in the loader's column order: only queries and sums of
+values are multiplied by a cached matrix, once (OCTOPUS Eq. 13).
 """
 
 from __future__ import annotations
@@ -25,51 +25,54 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.tiles.layers import PackedRun, Side
 
-    Change = Callable[[torch.Tensor], torch.Tensor]
+    TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 DECODED_BYTES = 64 << 20
-"""Bytes of float32 values that PyTorch decodes at once if no fused kernel decodes."""
+"""Maximum bytes of float32 values that PyTorch decodes at once if there is no fused kernel."""
 
-ALIGNED = 64
+ALIGNMENT = 64
 """Block sizes are multiples of this many elements."""
 
 
-class Frame(NamedTuple):
-    """The frame that a side is decoded to: the original one, or the coded frame of ``codec`` after the value maps of ``page``, if any."""
+class DecodedFrame(NamedTuple):
+    """The frame that keys or values are decoded to: the original frame, or ``codec``'s coded frame if it is not None.
+
+    ``page`` is the page whose value maps come before the coded frame, if any.
+    """
 
     codec: Codec | None = None
     page: PackedRun | None = None
 
     @property
     def is_original(self) -> bool:
-        """True if its columns are the channels of the original frame."""
+        """True if columns are the channels of the original frame, in order."""
         return self.codec is None or (self.page is None and _is_in_order(self.codec))
 
     def columns(self, dim: int) -> int:
         """Return the number of columns for values with ``dim`` channels."""
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
-    def queries(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Change, float]:
-        """Return a function that maps queries to the frame of keys of ``heads`` heads, and the factor of scores.
+    def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
+        """Return a function that maps 16-bit queries ``[batch, q_head, query, dim]`` to this frame, and a factor for their scores.
 
-        Queries are 16-bit ``[batch, q_head, query, dim]``.
+        The keys have ``heads`` heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
         matrix, factor = (None, 1.0) if self.codec is None else _matrix(self.codec, dtype, str(device))
         return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
-    def originals(self, heads: int, dtype: torch.dtype, device: torch.device) -> Change:
-        """Return a function that maps sums of values to the original frame and to ``dtype``.
+    def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
+        """Return a function that maps float32 sums of values ``[batch, q_head, query, column]`` to the original frame, in ``dtype``.
 
-        Sums are float32 ``[batch, q_head, query, column]``.
+        The values have ``heads`` heads.
         """
         if self.codec is not None and self.page is not None:
             return partial(_page_originals, self.codec, self.page, heads, dtype)
         matrix = None if self.codec is None else _value_matrix(self.codec, str(device))
         return lambda sums: (sums if matrix is None else product(sums, matrix)).to(dtype)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def map_values(self, x: torch.Tensor) -> torch.Tensor:
         """Map 16-bit values ``[batch, kv_head, token, dim]`` from the original frame to this one."""
         if self.codec is None:
             return x
@@ -83,22 +86,23 @@ class Frame(NamedTuple):
         matrix, factor = _matrix(self.codec, x.dtype, str(x.device))
         if matrix is None:
             return x
-        # The factor joins the product before that is rounded.
+        # The factor is applied before the product is rounded.
         return torch.addmm(matrix[0], x.reshape(-1, x.shape[3]), matrix, beta=0, alpha=factor).view(*x.shape[:3], -1)
 
-    def storing(self, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], object]:
-        """Return a function (values, out) that writes ``values`` ``[batch, kv_head, token, dim]`` to ``out`` in this frame and ``dtype``.
-        """
+    def store_function(
+        self, batch: int, heads: int, dtype: torch.dtype, device: torch.device
+    ) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """Return a function (x, out) that writes values ``x`` ``[batch, kv_head, token, dim]`` to ``out`` in this frame and ``dtype``."""
         matrix = None
         if self.codec is not None and self.page is None:
             matrix, factor = _matrix(self.codec, dtype, str(device))
         if matrix is None or batch != 1:
-            return lambda x, out: out.copy_(self.values(x))
+            return lambda x, out: out.copy_(self.map_values(x))
         by_head = matrix.expand(heads, *matrix.shape)
 
         def store(x: torch.Tensor, out: torch.Tensor) -> None:
-            own = out[0]
-            torch.baddbmm(own, x[0], by_head, beta=0, alpha=factor, out=own)
+            sequence = out[0]
+            torch.baddbmm(sequence, x[0], by_head, beta=0, alpha=factor, out=sequence)
 
         return store
 
@@ -122,7 +126,7 @@ def _page_originals(codec: Codec, page: PackedRun, heads: int, dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def _channels(codec: Codec) -> torch.Tensor:
-    """Return the channel of each column, int64; the head dim for columns without one."""
+    """Return the channel of each column, int64; columns without a channel have the head dim instead."""
     channels = [channel if channel >= 0 else codec.dim for channel in frame_columns.columns(codec, False)]
     return torch.tensor(channels, dtype=torch.int64, device="cpu")
 
@@ -135,9 +139,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns ``[dim, column]`` as signs, exact in ``dtype``, and their magnitude.
+    """Return the matrix from channels to columns: its signs ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
 
-    The matrix is None for an identity.
+    The signs are None for the identity.
     """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
@@ -146,7 +150,7 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """Return the matrix from columns to channels, float32 ``[column, dim]``; None if columns are the channels."""
+    """Return the matrix from columns to channels, float32 ``[column, dim]``; None for the identity."""
     return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 
@@ -154,84 +158,89 @@ def _is_in_order(codec: Codec) -> bool:
     return codec.rotation.kind == "none" and frame_columns.columns(codec, False) == tuple(range(codec.dim))
 
 
-def frame_of(side: Side) -> Frame:
-    """Return the coded frame if all packed tokens of the side share it and a loader decodes them; otherwise the original frame."""
-    result = [segment for segment in segments.of_side(side).segments if segment.page is not None]
-    loader = tiles.loader_of(result[0].codec) if result else None
-    # Parts that all tokens share, such as a mean, are in no column.
+def frame_of(side: Side) -> DecodedFrame:
+    """Return the coded frame of ``side`` if all its packed tokens share it and a tile loader decodes them, else the original frame."""
+    packed = [segment for segment in segments.side_segments(side).segments if segment.page is not None]
+    loader = tiles.loader_of(packed[0].codec) if packed else None
+    # Offsets that all tokens share, such as a mean, are not in any column.
     if loader is None or loader.offset:
-        return Frame()
-    first = result[0].frame
-    if any(segment.raw or not segment.exact or (segment is not result[0] and segment.frame != first) for segment in result):
-        return Frame()
-    return Frame(*first)
+        return DecodedFrame()
+    first = packed[0].frame
+    if any(segment.raw or not segment.exact or (segment is not packed[0] and segment.frame != first) for segment in packed):
+        return DecodedFrame()
+    return DecodedFrame(*first)
 
 
 class DecodedBlock:
-    """Tokens ``[start, stop)`` of a side that each call decodes again to ``frame`` and ``dtype``, by launches that are prepared once.
+    """A block of tokens ``[start, stop)`` of keys or values that every call decodes again, by launches prepared once.
 
-    They need ``elements`` of scratch: values ``[kv_head, batch, token, channel or column]``, in whole token groups.
+    The block occupies ``elements`` elements of scratch: ``[kv_head, batch, token, channel or column]`` in ``frame`` and ``dtype``, from the
+    start of the first token's token group.
     """
 
-    def __init__(self, side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> None:
+    def __init__(self, side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> None:
         self._frame, self._dtype, self._stop = frame, dtype, stop
         self._first = _group_start(side, start)
         self._skipped, tokens, width = start - self._first, stop - self._first, frame.columns(side.dim)
         self._packed = side.tokens - side.tail.shape[2]
         self._shape = side.batch, side.heads, tokens, width
         self._strides = tokens * width, side.batch * tokens * width, width, 1
-        # The next tensor in the scratch then has the same alignment.
-        self.elements = -(-side.heads * self._strides[1] // ALIGNED) * ALIGNED
+        # Rounded up, so that the next tensor in the scratch buffer has the same alignment.
+        self.elements = -(-side.heads * self._strides[1] // ALIGNMENT) * ALIGNMENT
         self._table_at = 0
         self._decoding = None
         if frame.codec is not None and self._first < self._packed:
-            work = _work(side, frame.codec, self._first, min(stop, self._packed))
+            work = _tile_work(side, frame.codec, self._first, min(stop, self._packed))
             self._decoding = tiles.prepare(frame.codec, work, self._shape, self._strides, dtype)
         self._begin = max(self._first, self._packed)
         self._raw = side.batch, side.heads, stop - self._begin, width
         self._raw_at = (self._begin - self._first) * width
-        self._store = frame.storing(side.batch, side.heads, dtype, side.device)
+        self._store = frame.store_function(side.batch, side.heads, dtype, side.device)
 
-    def alike(self, side: Side, values: bool, tables: layer_sharing.Tables) -> DecodedBlock | None:
-        """Return a block that works for any side like ``side``, of keys or of ``values``, or None if there can be none.
+    def make_template(self, side: Side, values: bool, tables: layer_sharing.WorkTables) -> DecodedBlock | None:
+        """Return a block that decodes any side of the same kind as ``side``, or None if sides of this kind cannot share it.
 
-        Its work is added to ``tables``.
+        Its work table is added to ``tables``, for values if ``values`` is True, else for keys.
         """
         block = object.__new__(DecodedBlock)
         block.__dict__.update(self.__dict__)
         if self._decoding is not None:
             work = self._decoding.work
-            if work.copied or not layer_sharing.is_plain(side):
+            if work.copied or not layer_sharing.reads_stored_streams(side):
                 return None
             block._table_at = tables.add(values, work.rows, self._first + work.rows[:, 2])
-            block._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), held=()))
+            block._decoding = self._decoding._replace(work=work._replace(table=work.table.new_empty(0), keep_alive=()))
         return block
 
-    def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, at: int) -> None:
-        """Decode ``side`` to ``scratch`` ``[element]`` from element ``at`` on; ``tables`` are its layer's tables, None for its own."""
+    def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, offset: int) -> None:
+        """Decode the block from ``side`` to ``scratch`` at element ``offset``.
+
+        ``tables`` are the layer's shared work tables (``WorkTables.bind``); None if the block has its own.
+        """
         if self._decoding is not None:
-            self._decoding(scratch, at, table=None if tables is None else (tables[0], tables[1] + self._table_at))
+            self._decoding(scratch, offset, table=None if tables is None else (tables[0], tables[1] + self._table_at))
             if self._stop <= self._packed:
                 return
         if self._frame.codec is None:
-            out = scratch.as_strided(self._shape, self._strides, at)
+            out = scratch.as_strided(self._shape, self._strides, offset)
             for first, last in sides.unpack_into(side, self._first, self._stop, out):
-                for begin, end, source in _left(side, first, last):
+                for begin, end, source in _decode_in_parts(side, first, last):
                     out[:, :, begin - self._first : end - self._first] = source
         else:
             tail, begin, stop = side.tail, self._begin - self._packed, self._stop - self._packed
             if begin or stop < tail.shape[2]:
                 tail = tail[:, :, begin:stop]
-            self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, at + self._raw_at))
+            self._store(tail.to(self._dtype), scratch.as_strided(self._raw, self._strides, offset + self._raw_at))
 
-    def tokens(self, scratch: torch.Tensor, at: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
-        """Return tokens ``[start, stop)`` of the block in ``scratch``: ``[batch * splits, kv_head, token / splits, channel or column]``.
+    def tokens(self, scratch: torch.Tensor, offset: int, start: int, stop: int, splits: int = 1) -> torch.Tensor:
+        """Return tokens ``[start, stop)`` of the block, decoded to ``scratch`` at element ``offset``.
 
-        The result is a view unless several sequences are split and only part of the tokens is requested.
+        The result is ``[batch * splits, kv_head, token / splits, channel or column]``: a view, unless several sequences are split and
+        only some of the tokens are requested.
         """
         batch, heads, tokens, width = self._shape
         by_batch, by_head, by_token, _ = self._strides
-        first, count = at + (self._skipped + start) * by_token, (stop - start) // splits
+        first, count = offset + (self._skipped + start) * by_token, (stop - start) // splits
         if batch == 1 or splits * count == tokens:
             by_split = count * by_token if splits > 1 else by_batch
             return scratch.as_strided((batch * splits, heads, count, width), (by_split, by_head, by_token, 1), first)
@@ -239,18 +248,18 @@ class DecodedBlock:
         return scratch.as_strided(shape, strides, first).reshape(batch * splits, heads, count, width)
 
 
-def _work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
+def _tile_work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
     parts = []
-    for segment in segments.of_side(side).segments:
+    for segment in segments.side_segments(side).segments:
         begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)
         if begin < end:
-            own = segments.part_of(segment, begin - segment.first, end - segment.first)
-            parts.append(Packed(own.streams, end - begin, begin - start))
+            sliced = segments.slice_segment(segment, begin - segment.first, end - segment.first)
+            parts.append(Packed(sliced.streams, end - begin, begin - start))
     return tiles.work_of(codec, parts, side.batch, side.heads, side.device)
 
 
 def _group_start(side: Side, token: int) -> int:
-    """Return the first token of the group of tokens that contains ``token``."""
+    """Return the first token of the token group that contains ``token``."""
     first = 0
     for page in side.runs:
         if first <= token < first + page.tokens:
@@ -259,13 +268,13 @@ def _group_start(side: Side, token: int) -> int:
     return token
 
 
-def _left(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield tokens ``[start, stop)`` that no fused kernel decodes, part by part, as first token, end and values."""
+def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES``; yield each part's start, stop and values."""
     first = 0
-    most = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
+    max_tokens = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.runs:
-        # Whole groups of tokens, which are decoded together.
-        step = max(page.codec.token_group, most // page.codec.token_group * page.codec.token_group)
+        # Token groups are decoded whole.
+        step = max(page.codec.token_group, max_tokens // page.codec.token_group * page.codec.token_group)
         last = min(stop, first + page.tokens)
         for begin in range(max(start, first), last, step):
             end = min(begin + step, last)

@@ -1,4 +1,7 @@
-"""Segments of a layer: consecutive tokens of one side with one tile loader, cut at the boundaries of both sides."""
+"""Segments of a layer: runs of consecutive tokens with one tile loader for keys and one for values.
+
+In this file, a side is a layer's keys or its values, and a page is one packed part of a side.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +35,45 @@ if TYPE_CHECKING:
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 RAW_TOKENS, MAX_RAW_TOKENS = (64, 16), 4096
-"""Tokens that are decoded together if one of them is raw; fewer if a page would have more than this many (or half of it)."""
+"""Sizes of the token blocks that are decoded first because they contain raw tokens, and the limit for choosing the larger size.
 
-HALF_ERROR = 2**-11
-"""Relative error of binary16 values in the 2-norm, if none overflows or underflows."""
+The larger size is used unless it would decode more tokens than the limit and than half of the page.
+"""
+
+MAX_HALF_ERROR = 2**-11
+"""Maximum relative error, in the 2-norm, of rounding to binary16 without overflow or underflow."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
-_parts: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
+_decoded_tokens: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
 
 
 class SideSegment(NamedTuple):
-    """Consecutive tokens of one side that one codec stores: a page, or the raw tail."""
+    """Consecutive tokens of one side that share a codec: all or part of a page, or the raw tail."""
 
     codec: Codec
     first: int
     tokens: int
     streams: Mapping[str, torch.Tensor]
-    framed_by: PackedRun | None = None
-    """The page of ``frame``."""
+    frame_page: PackedRun | None = None
+    """The page whose channel scales or order define ``frame``, if any."""
     exact: bool = True
-    """True if the segment's loader, if it has one, is exact enough."""
+    """True if tile loaders can decode the segment accurately enough."""
     page: PackedRun | None = None
-    """The page that its tokens are of, from ``start`` on; None for the raw tail."""
+    """The page that contains the tokens, from its token ``start`` on; None for the raw tail."""
     start: int = 0
     raw: bool = False
-    """True if some tokens of the segment are raw: it is decoded first (``decoded``)."""
+    """True if the segment must be decoded first (``decode_segments``), because some of its tokens are raw."""
 
     @property
     def frame(self) -> Frame:
-        """Frame of the queries and of the sums of values."""
-        return Frame(self.codec, self.framed_by)
+        """Frame of the queries, or of the sums of values, for this segment."""
+        return Frame(self.codec, self.frame_page)
 
 
 class SideSegments(NamedTuple):
-    """Segments of a side with the properties that every call needs; cached, because there may be hundreds.
+    """All segments of a side, with properties that every call needs, cached because there may be hundreds of segments.
 
-    ``supported``: each has a tile loader that is exact enough. ``outliers``: some loader reads outliers.
+    ``supported`` is True if every segment has an accurate tile loader. ``outliers`` is True if some segment has outliers.
     """
 
     segments: list[SideSegment]
@@ -76,16 +82,16 @@ class SideSegments(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A codec's coded frame; ``page`` is its page if pages have channel scales or their own order."""
+    """A codec's coded frame; ``page`` is the page whose channel scales or channel order also define it, if any."""
 
     codec: Codec
     page: PackedRun | None
 
     @property
     def query_codec(self) -> Codec | None:
-        """Codec whose frame one cached matrix maps queries to: with the page's balanced frame, if that is its only map.
+        """Codec for which a cached matrix maps queries to this frame; None if the page's value maps must be applied first.
 
-        It is None if the maps of the page are applied first.
+        It includes the page's balanced frame if that is the page's only value map.
         """
         if self.page is None:
             return self.codec
@@ -97,12 +103,12 @@ class Frame(NamedTuple):
         return WithSideCars(family, (balanced, *others))
 
     def matches(self, other: Frame) -> bool:
-        """Return True if queries and sums need the same matrices, whichever the pages."""
+        """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""
         return self == other or (self.query_codec is not None and self.query_codec == other.query_codec)
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer inside one segment of each side."""
+    """Consecutive tokens of a layer that lie in one segment of the keys and one of the values."""
 
     first: int
     tokens: int
@@ -110,12 +116,12 @@ class Segment(NamedTuple):
     v: SideSegment
 
 
-def of_side(side: Side) -> SideSegments:
-    """Return the segments of the pages of ``side``, with its tail as one of raw values; cached with the side."""
+def side_segments(side: Side) -> SideSegments:
+    """Return the segments of ``side``, including its tail as a segment of raw values; cached with the side."""
     if side not in _side_segments:
         result, first = [], 0
         for page in side.runs:
-            result += _segments_of(page, first, side.tail.dtype, side.runs[0])
+            result += _page_segments(page, first, side.tail.dtype, side.runs[0])
             first += page.tokens
         if side.tail.shape[2]:
             result.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
@@ -125,70 +131,75 @@ def of_side(side: Side) -> SideSegments:
     return _side_segments[side]
 
 
-def _segments_of(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
-    """Return one segment, or several if there are raw tokens: segments with raw tokens are ``raw``, in the frame of the others.
+def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
+    """Return the segments of ``page``: one, or several if it has raw tokens, whose segments are marked ``raw``.
 
-    Pages whose maps do not depend on the run use the frame of the side's ``first_page``. Pages with a basis are in the original frame, in
-    ``dtype``, like the raw tail, because tiles have no room for columns without codes.
+    Raw segments use the frame of the others. With codec klt they are instead decoded to ``dtype`` in the original frame, like the raw tail,
+    because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s frame.
     """
     codec = page.codec
     if not isinstance(codec, WithSideCars):
-        return [_whole_page(codec, first, page, page.streams, None)]
+        return [_page_segment(codec, first, page, page.streams, None)]
     frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
     if not codec.kept_tokens:
-        return [_part(page, first, 0, page.tokens, frame)]
-    kept = {token for tokens in codec.kept_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
+        return [_segment_with_side_cars(page, first, 0, page.tokens, frame)]
+    raw_tokens = {token for tokens in codec.kept_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
-        flagged = sorted({token // size for token in kept})
+        flagged = sorted({token // size for token in raw_tokens})
         if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):
             break
     else:
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
-    result = {start: _part(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged}
-    coded = next(iter(result.values()), None)
-    held = codec.codec if coded is None else coded.codec
+    result = {
+        start: _segment_with_side_cars(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged
+    }
+    coded_segment = next(iter(result.values()), None)
+    raw_codec = codec.codec if coded_segment is None else coded_segment.codec
     for start, stop in pairwise(edges):
         if start not in result and isinstance(codec.codec, Klt):
-            values = _decoded_part(page, start, stop, dtype)
+            values = _decode_tokens(page, start, stop, dtype)
             raw = Raw(codec.dim, RAW_DTYPES[dtype])
             result[start] = SideSegment(raw, first + start, stop - start, {"values": values}, page=page, start=start)
         elif start not in result:
-            result[start] = SideSegment(held, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
+            result[start] = SideSegment(raw_codec, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
     return [result[start] for start in edges[:-1]]
 
 
-def _decoded_part(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of a page in the original frame; cached with the page, which survives when a cache grows."""
-    kept = _parts.setdefault(page, {})
-    if (start, stop, dtype) not in kept:
-        kept[start, stop, dtype] = page.decode(start, stop).to(dtype)
-    return kept[start, stop, dtype]
+def _decode_tokens(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return tokens ``[start, stop)`` of a page, decoded to the original frame; cached with the page, which outlives a growing layer."""
+    cached = _decoded_tokens.setdefault(page, {})
+    if (start, stop, dtype) not in cached:
+        cached[start, stop, dtype] = page.decode(start, stop).to(dtype)
+    return cached[start, stop, dtype]
 
 
-def _part(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a page with side-cars; loaders apply means, outliers and signs, queries and sums the rest."""
+def _segment_with_side_cars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
+    """Return the segment of tokens ``[start, stop)`` of a page with side-cars.
+
+    Its codec keeps the side-cars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
+    """
     assert isinstance(page.codec, WithSideCars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
-    segment = _whole_page(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
+    segment = _page_segment(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
     tiles = loaders.tiles_of(segment.codec)
-    # One that no loader knows stays, and leaves the page to torch.
-    loaded = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
+    # Side-cars that no loader supports stay in the codec, so that PyTorch handles the page.
+    side_cars = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
     if page.codec.side_car(Outliers) is not None and tiles is not None:
-        result = outlier_entries.of_page(page, start, stop)
-        if result is None:
+        entries = outlier_entries.page_entries(page, start, stop)
+        if entries is None:
             return segment._replace(exact=False)
-        if result:
-            outliers = {**result, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
+        if entries:
+            outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
-        loaded = tuple(side_car for side_car in loaded if type(side_car) is not Outliers)
-    codec = WithSideCars(segment.codec, loaded) if loaded else segment.codec
+        side_cars = tuple(side_car for side_car in side_cars if type(side_car) is not Outliers)
+    codec = WithSideCars(segment.codec, side_cars) if side_cars else segment.codec
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 
-def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a page segment with a row loader; ``start`` must be a multiple of the codec's token group."""
+def slice_segment(segment: SideSegment, start: int, stop: int) -> SideSegment:
+    """Return tokens ``[start, stop)`` of a segment; ``start`` must be a multiple of the codec's token group."""
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
@@ -200,14 +211,14 @@ def part_of(segment: SideSegment, start: int, stop: int) -> SideSegment:
             start=segment.start + start,
         )
     if isinstance(page.codec, WithSideCars):
-        return _part(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.framed_by)
+        return _segment_with_side_cars(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.frame_page)
     part = page.slice(start, stop)
-    return _whole_page(page.codec, segment.first + start, part, part.streams, None)
+    return _page_segment(page.codec, segment.first + start, part, part.streams, None)
 
 
-def _whole_page(codec: Codec, first: int, page: PackedRun, streams: Mapping[str, torch.Tensor], frame: PackedRun | None) -> SideSegment:
+def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[str, torch.Tensor], frame: PackedRun | None) -> SideSegment:
     if type(codec) is Group:
-        # Scales of 8 bits are few: they are looked up once.
+        # 8-bit scales index a small table, so they are looked up once here.
         codec, streams = codec.with_fp16_scales(streams)
     exact = True
     if type(codec) is Klt:
@@ -218,39 +229,42 @@ def _whole_page(codec: Codec, first: int, page: PackedRun, streams: Mapping[str,
     return SideSegment(codec, first, page.tokens, streams, frame, exact, page=page)
 
 
-def decoded(found: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Return segments with the tokens of a ``side`` (k or v) decoded, in its coded frame and in the order of ``columns``
-    (``frame_columns.columns``).
+def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
+    """Return ``to_decode`` with the tokens of ``side`` ("k" or "v") decoded, in the coded frame and the order of ``columns``.
 
-    They are binary16, as tiles are, unless some value is too large or too small for it.
+    ``columns`` is the result of ``frame_columns.columns``. Values are binary16, like tiles, or float32 if some are too large or too small.
     """
     tensors = []
-    for segment in found:
-        own = segment.k if side == "k" else segment.v
-        assert own.page is not None
-        start = own.start + segment.first - own.first
-        values = own.page.frame(start, start + segment.tokens)
+    for segment in to_decode:
+        side_segment = segment.k if side == "k" else segment.v
+        assert side_segment.page is not None
+        start = side_segment.start + segment.first - side_segment.first
+        values = side_segment.page.frame(start, start + segment.tokens)
         dim = values.shape[3]
         order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], dtype=torch.int64, device=values.device)
         tensors.append(torch.nn.functional.pad(values, (0, 1))[..., order])
     halves = [values.to(torch.float16) for values in tensors]
-    fit = all((half - values).norm() <= HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))
-    codec = Raw(len(columns), "fp16" if fit else "fp32")
-    own_segments = [
+    fits_half = all((half - values).norm() <= MAX_HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))
+    codec = Raw(len(columns), "fp16" if fits_half else "fp32")
+    decoded = [
         SideSegment(codec, segment.first, segment.tokens, {"values": values})
-        for segment, values in zip(found, halves if fit else tensors, strict=True)
+        for segment, values in zip(to_decode, halves if fits_half else tensors, strict=True)
     ]
-    both = zip(found, own_segments, strict=True)
-    return [segment._replace(k=own) if side == "k" else segment._replace(v=own) for segment, own in both]
+    both = zip(to_decode, decoded, strict=True)
+    return [segment._replace(k=side_segment) if side == "k" else segment._replace(v=side_segment) for segment, side_segment in both]
 
 
-def of_layer(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
-    """Return the segments of tokens ``[begin, end)`` of a layer whose sides have segments ``k`` and ``v``."""
-    edges = sorted({begin, end, *(edge for own in (*k, *v) for edge in (own.first, own.first + own.tokens) if begin < edge < end)})
+def layer_segments(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:
+    """Return the layer segments of tokens ``[begin, end)``, cut at every boundary of the key segments ``k`` and value segments ``v``."""
+    edges = sorted(
+        {begin, end, *(edge for segment in (*k, *v) for edge in (segment.first, segment.first + segment.tokens) if begin < edge < end)}
+    )
 
-    firsts = [[own.first for own in part] for part in (k, v)]
+    firsts = [[segment.first for segment in segments] for segments in (k, v)]
 
-    def holding(part: Sequence[SideSegment], firsts: list[int], token: int) -> SideSegment:
-        return part[bisect_right(firsts, token) - 1]
+    def segment_at(segments: Sequence[SideSegment], firsts: list[int], token: int) -> SideSegment:
+        return segments[bisect_right(firsts, token) - 1]
 
-    return [Segment(first, last - first, holding(k, firsts[0], first), holding(v, firsts[1], first)) for first, last in pairwise(edges)]
+    return [
+        Segment(first, last - first, segment_at(k, firsts[0], first), segment_at(v, firsts[1], first)) for first, last in pairwise(edges)
+    ]

@@ -14,17 +14,17 @@ from triton import language as tl
 from kvpack.kernels.loaders.outliers import add_outlier_values
 from kvpack.kernels.loaders.qjl import decode_signs
 
-from .factors import of_rows, power_and_rests
+from .factors import broadcast_over_rows, power_and_quotients
 
-UNSEEN = tl.constexpr(-1.0e30)
-"""The largest score of a row that has seen no token: finite, so that no difference of two is NaN."""
+NO_SCORE = tl.constexpr(-1.0e30)
+"""Largest score of a row that has seen no token: finite, so that differences of two are never NaN."""
 
 
 class Softmax(NamedTuple):
-    """Running state of a warp's online softmax, in float32.
+    """State of a warp's online softmax, in float32.
 
-    The ``largest`` score is ``[warp, 1, row]``, the ``total`` of weights ``[warp, token, row]``, one for each position in its tiles, and
-    the ``sums`` of weighted values ``[warp, column, row]``, one for each tile of a token's values.
+    ``largest`` is the largest score, ``[warp, 1, row]``. ``total`` is the total of weights, ``[warp, token, row]``, kept separately for
+    each token position in a tile. ``sums`` are the sums of weighted values, ``[warp, column, row]`` for each tile of a token's values.
     """
 
     largest: Any
@@ -33,14 +33,14 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def empty(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
-    """Return the ``Softmax`` of no tokens. Dual values have the columns of two tokens."""
+def empty_softmax(V: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
+    """Return the initial ``Softmax``, before any token; for dual values, its sums have the columns of two tokens."""
     V_WIDTHS: tl.constexpr = V.widths
-    largest = tl.full((WARPS, 1, ROWS), UNSEEN, tl.float32)
+    largest = tl.full((WARPS, 1, ROWS), NO_SCORE, tl.float32)
     total = tl.zeros((WARPS, TOKENS, ROWS), tl.float32)
     sums = ()
-    for number in tl.static_range(len(V_WIDTHS)):
-        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[number] if V.dual else V_WIDTHS[number], ROWS),)
+    for index in tl.static_range(len(V_WIDTHS)):
+        sums = sums + (_zeros(WARPS, 2 * V_WIDTHS[index] if V.dual else V_WIDTHS[index], ROWS),)
     return Softmax(largest, total, sums)
 
 
@@ -51,7 +51,7 @@ def _zeros(WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr) -> tl.t
 
 @triton.jit
 def add(
-    before: tl.tuple,
+    softmax: tl.tuple,
     scores: tl.tuple,
     loaded: tl.tuple,
     entries: tl.tuple,
@@ -60,10 +60,11 @@ def add(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Add the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]``, to the ``Softmax`` ``before``.
+    """Add the ``loaded`` tiles of values, with ``scores`` ``[warp, token, row]`` per tile, to ``softmax`` and return the new state.
 
-    Earlier sums are rescaled once for all tiles. A value's factor is 2^e times a rest: e is added to the score and the rest multiplies the
-    weight, so that weights never leave [-2, 2]. Signs have their own factors and the last sums; e comes from the larger factor.
+    Earlier sums are rescaled once for all tiles. A token's factor is split into 2^e and a quotient: e is added to the score and the
+    quotient multiplies the weight, so that weights stay in [-2, 2]. Signs have their own factors and use the last sums; e comes from the
+    larger factor.
     """
     STEPS: tl.constexpr = V.steps
     CONSTANTS: tl.constexpr = V.constants
@@ -71,91 +72,91 @@ def add(
     SIGNS: tl.constexpr = V.signs
     OUTLIERS: tl.constexpr = V.outliers
     SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
-    FIRST_SIGNS: tl.constexpr = len(before.sums) - SIGN_STEPS
+    FIRST_SIGNS: tl.constexpr = len(softmax.sums) - SIGN_STEPS
     EACH: tl.constexpr = len(loaded) // len(scores)
-    largest, total, weights, sign_weights, plain_weights, kept = _weights(before, scores, loaded, second, V, FAST)
+    largest, total, weights, sign_weights, plain_weights, rescale = _weights(softmax, scores, loaded, second, V, FAST)
     sums = ()
-    for number in tl.static_range(len(before.sums)):
-        sums = sums + (before.sums[number] * kept,)
-    for number in tl.static_range(len(loaded)):
-        weight = _own_weights(weights[number // EACH], second, number, EACH)
+    for index in tl.static_range(len(softmax.sums)):
+        sums = sums + (softmax.sums[index] * rescale,)
+    for index in tl.static_range(len(loaded)):
+        weight = _tile_weights(weights[index // EACH], second, index, EACH)
         if V.signs is not None:
-            sign_weight = _own_weights(sign_weights[number // EACH], second, number, EACH)
+            sign_weight = _tile_weights(sign_weights[index // EACH], second, index, EACH)
         added = ()
         for step in tl.static_range(STEPS):
-            tiles = V.decode(loaded[number][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, True, FAST)
-            added = added + _weighted(tiles, weight, sums, step * len(tiles))
+            tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, SHARED, True, FAST)
+            added = added + _add_weighted(tiles, weight, sums, step * len(tiles))
         for step in tl.static_range(SIGN_STEPS):
-            tiles = decode_signs(loaded[number][1], lookup.column_fields, step, SIGNS, FAST)
-            added = added + _weighted(tiles, sign_weight, sums, FIRST_SIGNS + step)
+            tiles = decode_signs(loaded[index][1], lookup.column_fields, step, SIGNS, FAST)
+            added = added + _add_weighted(tiles, sign_weight, sums, FIRST_SIGNS + step)
         sums = added
         if V.outliers is not None:
-            sums = add_outlier_values(sums, entries, plain_weights[number], number, OUTLIERS, FAST)
+            sums = add_outlier_values(sums, entries, plain_weights[index], index, OUTLIERS, FAST)
     return Softmax(largest, total, sums)
 
 
 @triton.jit
-def _weights(before: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score, the total of weights, the weights, and the factor of the earlier sums ``[warp, 1, row]``.
+def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Return the new largest score and total, the weights for values, signs and outliers, and the rescaling factor of earlier sums.
 
-    Weights are ``[warp, token, row]`` per tile, for values, signs and outliers.
+    Weights are ``[warp, token, row]`` per tile; the factor is ``[warp, 1, row]``.
     """
     EACH: tl.constexpr = len(loaded) // len(scores)
-    powered = ()
+    shifted_scores = ()
     powers = ()
     for tile in tl.static_range(len(scores)):
         score = scores[tile]
         if V.factor is not None or V.signs is not None:
-            power = power_and_rests(loaded[tile * EACH : (tile + 1) * EACH], second, V, FAST)
-            score = score + of_rows(power[0])
+            power = power_and_quotients(loaded[tile * EACH : (tile + 1) * EACH], second, V, FAST)
+            score = score + broadcast_over_rows(power[0])
             powers = powers + (power,)
-        powered = powered + (score,)
-    largest = tl.maximum(before.largest, tl.max(_largest_of(powered), 1)[:, None, :])
-    kept = tl.exp2(before.largest - largest)
-    total = before.total * kept
+        shifted_scores = shifted_scores + (score,)
+    largest = tl.maximum(softmax.largest, tl.max(_largest_of(shifted_scores), 1)[:, None, :])
+    rescale = tl.exp2(softmax.largest - largest)
+    total = softmax.total * rescale
     weights = ()
     sign_weights = ()
     plain_weights = ()
     for tile in tl.static_range(len(scores)):
-        weight = tl.exp2(powered[tile] - largest)
+        weight = tl.exp2(shifted_scores[tile] - largest)
         if V.factor is not None or V.signs is not None:
-            plain = weight * of_rows(powers[tile][1])
+            plain = weight * broadcast_over_rows(powers[tile][1])
             total += plain
             plain_weights = plain_weights + (plain,)
             if V.signs is not None:
-                sign_weights = sign_weights + (weight * of_rows(powers[tile][3]),)
-            weight = weight * of_rows(powers[tile][2])
+                sign_weights = sign_weights + (weight * broadcast_over_rows(powers[tile][3]),)
+            weight = weight * broadcast_over_rows(powers[tile][2])
         else:
             total += weight
             plain_weights = plain_weights + (weight,)
         weights = weights + (weight,)
-    return largest, total, weights, sign_weights, plain_weights, kept
+    return largest, total, weights, sign_weights, plain_weights, rescale
 
 
 @triton.jit
-def _weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
-    """Add V^T P^T of some tiles ``[warp, column, token]`` to the sums from number ``FIRST`` on, and return those sums."""
-    new = ()
-    for number in tl.static_range(len(tiles)):
-        tile = tiles[number]
-        value_sum = sums[FIRST + number]
+def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl.constexpr) -> tl.tuple:
+    """Add V^T P^T of ``tiles`` ``[warp, column, token]`` to consecutive sums beginning with index ``FIRST``, and return those sums."""
+    added = ()
+    for index in tl.static_range(len(tiles)):
+        tile = tiles[index]
+        value_sum = sums[FIRST + index]
         if tile.dtype == tl.bfloat16:
-            # A bfloat16 weight has 8 bits: a second product adds those that rounding has dropped.
+            # A bfloat16 weight has 8 significant bits: a second product adds the bits lost to rounding.
             high = weights.to(tl.bfloat16)
             value_sum = tl.dot(tile, high, value_sum)
             value_sum = tl.dot(tile, (weights - high.to(tl.float32)).to(tl.bfloat16), value_sum)
         elif tile.dtype == tl.float16:
             value_sum = tl.dot(tile, weights.to(tl.float16), value_sum)
         else:
-            # Matrix units take float32 as TF32, with 11 bits; three products of high and low parts restore the rest.
+            # Matrix units round float32 to TF32, with 11 significant bits; three products of high and low parts restore the precision.
             value_sum = tl.dot(tile, weights, value_sum, input_precision="tf32x3")
-        new = new + (value_sum,)
-    return new
+        added = added + (value_sum,)
+    return added
 
 
 @triton.jit
-def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``NUMBER`` from rows with the weights of two tokens; ``EACH`` is the tiles per pair of tokens."""
+def _tile_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+    """Return the weights for value tile ``NUMBER``; if a score row covers two tiles (``EACH`` is 2), zero those of the other tile."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -163,41 +164,43 @@ def _own_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EA
 
 @triton.jit
 def _largest_of(tiles: tl.tuple) -> tl.tensor:
-    """Return the elementwise maximum of ``tiles``."""
+    """Return the elementwise maximum of all ``tiles``."""
     largest = tiles[0]
-    for number in tl.static_range(1, len(tiles)):
-        largest = tl.maximum(largest, tiles[number])
+    for index in tl.static_range(1, len(tiles)):
+        largest = tl.maximum(largest, tiles[index])
     return largest
 
 
 @triton.jit
-def _product_alone(value: tl.tensor, kept: tl.tensor) -> tl.tensor:
-    """Return ``value`` times ``kept``, which is at most 1, rounded.
+def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """Return ``value * factor`` rounded, so that the compiler cannot fuse it with a later addition; ``factor`` is at most 1.
 
-    Two lanes add two such products, each its own to the other's. Fused with its own product, the addition would give them different sums.
+    Two lanes each add their own product to the other's. Fused additions would give them different sums.
     """
-    return tl.where(kept > 1, 0.0, value * kept)
+    return tl.where(factor > 1, 0.0, value * factor)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the ``Softmax`` of the first and second tokens of tile rows: half as many rows, and for dual values half the columns."""
+    """Merge the states for the first and second tokens of tile rows; halves the rows, and for dual values also the columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]
     ROWS: tl.constexpr = largest.shape[2] // 2
     WIDTH: tl.constexpr = V.widths[0]
-    most = tl.max(tl.reshape(largest, (WARPS, 1, 2, ROWS)), 2)
-    kept = tl.exp2(largest - tl.reshape(tl.broadcast_to(most[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
+    new_largest = tl.max(tl.reshape(largest, (WARPS, 1, 2, ROWS)), 2)
+    rescale = tl.exp2(largest - tl.reshape(tl.broadcast_to(new_largest[:, :, None, :], (WARPS, 1, 2, ROWS)), (WARPS, 1, 2 * ROWS)))
     added = ()
-    for number in tl.static_range(len(softmax.sums)):
+    for index in tl.static_range(len(softmax.sums)):
         if V.dual:
             # Columns of dual tiles alternate between two tokens: drop products of one token's values with the other's weights.
-            value = tl.where((tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == second, softmax.sums[number] * kept, 0.0)
+            value = tl.where(
+                (tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == second, softmax.sums[index] * rescale, 0.0
+            )
             value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.interleave, 2, V.interleave, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))
         else:
-            value = _product_alone(softmax.sums[number], kept)
+            value = _round_product(softmax.sums[index], rescale)
             value = tl.sum(tl.reshape(value, (WARPS, value.shape[1], 2, ROWS)), 2)
         added = added + (value,)
-    return Softmax(most, tl.sum(tl.reshape(_product_alone(total, kept), (WARPS, 1, 2, ROWS)), 2), added)
+    return Softmax(new_largest, tl.sum(tl.reshape(_round_product(total, rescale), (WARPS, 1, 2, ROWS)), 2), added)

@@ -1,12 +1,12 @@
-"""The attention kernel: one work item of packed tokens per program (``merge`` then sums their results).
+"""Attention kernel over packed tokens: each program processes one work item, and ``merge`` then combines the results.
 
-A program has a block of query rows (the query heads of one KV head, and their q_len queries) and processes its tokens in tiles ``[warp,
-token]``. Each warp has its own tokens, scores and sums, and is independent of the others until the merge. Scores are S^T = K q^T and sums
-O^T = V^T P^T, so that the few query rows are the short side of the matrix units' product.
+A program has a block of query rows (the q_len queries of all query heads of one KV head) and processes its tokens in tiles ``[warp,
+token]``. Each warp has its own tokens, scores and sums, independent of the other warps until the merge. Scores are S^T = K q^T and sums
+O^T = V^T P^T, so that the few query rows are the short side of matrix products.
 
-If rows of words are narrow, a tile row contains the words of two tokens (``Tiles.dual``), neighbors or further apart. Each query row then
-occurs twice: first with zeros for the columns of the second token, then with zeros for those of the first. This separates the tokens on
-matrix units that would otherwise idle; the two results of a row are added at the end.
+If a token has few words, a tile row contains the words of two tokens (``Tiles.dual``), neighboring or further apart. Each query row then
+occurs twice: once with zeros for the columns of the second token, and once with zeros for those of the first. This separates the two tokens
+on matrix units that would otherwise idle; the two results of a row are added at the end.
 
 Sources: split-K flash decoding with a log-sum-exp merge; OCTOPUS Eq. 13 for queries and values in the coded frame.
 """
@@ -27,13 +27,13 @@ from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
 
-from .patches import begin_patches, next_patches, own_patches
-from .queries import load_queries, relative_to, scaled
-from .scores import Lookup, Visible, score
-from .softmax import Softmax, add, empty, merge_tokens
+from .patches import begin_patches, load_patches, next_patches
+from .queries import load_queries, relative_to, with_scale
+from .scores import DecodeConstants, VisibleTokens, score
+from .softmax import Softmax, add, empty_softmax, merge_tokens
 
 COUNTS = ["items", "heads", "row_blocks", "rows", "first_part", "parts", "position", "q_len", "ahead", "window", "pages"]
-"""Arguments that change from call to call, and for whose values nothing is compiled again."""
+"""Arguments that change from call to call and must not cause a recompilation."""
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["lengths", "starts"])
@@ -84,26 +84,26 @@ def attend_split(
     DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
 ) -> None:
-    """Attend to one work item for one head and one block of rows; write a partial result per warp.
+    """Attend to one work item for one KV head and one block of query rows; write one partial result per warp.
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
     ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
-    ``[batch, head, row]`` are padded to whole row blocks, and so are ``products`` float32 ``[batch, head, page, row]`` with the means of
-    keys (``means.page_products``), read if there are any. Outputs are ``sums_out`` float32 ``[batch, head, row, part, column]``,
-    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read if ``LENGTHS``, are the lengths of
-    the sequences; ``position`` is the position of the first query in a sequence of full length. ``CUT``: tokens before the windows of a
-    sequence are skipped, and so are those before its entry in ``starts``, int32 ``[batch]``, if given.
+    ``[batch, head, row]`` are padded to whole row blocks, and so are ``products`` float32 ``[batch, head, page, row]`` of queries and page
+    means (``means.page_products``), read only if keys have means. Outputs are ``sums_out`` float32 ``[batch, head, row, part, column]``,
+    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read with ``LENGTHS``, are the sequence
+    lengths; ``position`` is the position of the first query in a sequence of full length. With ``CUT``, the kernel skips tokens before a
+    sequence's windows and before its entry in ``starts``, int32 ``[batch]``, if given.
 
-    ``LATE``: values are loaded after the scores of their tokens. ``PREFETCH``: the rows of the following tokens are fetched into the L2
-    cache; with ``LOADS_AHEAD`` they are loaded into registers.
+    With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
+    cache; with ``LOADS_AHEAD``, they are loaded into registers.
     """
-    # Triton 3.6 takes tuples and text as arguments of functions only where they have a name.
+    # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     DUAL: tl.constexpr = K.dual or V.dual
     ROW_TOKENS: tl.constexpr = 2 if DUAL else 1
     ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
     OUTLIERS: tl.constexpr = K.outliers is not None or V.outliers is not None
     K_CONSTANTS: tl.constexpr = K.constants
-    # Tokens of one tile of every warp, and of all tiles that they attend at once.
+    # Number of tokens in one tile of every warp, and in all tiles of one iteration.
     SPAN: tl.constexpr = WARPS * ROW_TOKENS * TOKENS
     STEP: tl.constexpr = TILES * SPAN
     program = tl.program_id(0)
@@ -115,7 +115,7 @@ def attend_split(
     if DEPENDENT and not FIRST:
         gdc_launch_dependents()
 
-    # Load: what the program attends, its tables on their way to shared memory, and its queries.
+    # Load the work item, start copying tables to shared memory, and load the queries.
     k_table += sequence % K.tables * K.table_values
     v_table += sequence % V.tables * V.table_values
     table_entries = begin_tables(k_table, v_table, TABLES, WARPS)
@@ -152,26 +152,26 @@ def attend_split(
     means_first = work.means + k.first
     queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     if K.run_product is not None:
-        queries = scaled(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
+        queries = with_scale(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
     # Each warp attends consecutive tokens in all of its tiles, so warps share nothing but tables until their results are merged.
     token_of_row = tl.arange(0, TOKENS)[None, :] * (2 if ADJACENT else 1)  # [1, token]
     token = tl.arange(0, WARPS)[:, None] * (TILES * ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of STEP tokens
-    near = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
+    span_token = tl.arange(0, WARPS)[:, None] * (ROW_TOKENS * TOKENS) + token_of_row  # [warp, token], of SPAN tokens
     if LOADS_AHEAD:
-        # The first tiles; masked, because a program may have no whole tile.
+        # Load the first tiles, with a mask because a program may have no whole tile.
         k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
         v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
     fill_tables(table_entries, TABLES)
     if TABLES.nbytes or PATCHES:
         tl.debug_barrier()
 
-    # Tiles of tokens that every query sees.
-    softmax = empty(V, WARPS, TOKENS, ROWS)
+    # First loop: tiles of tokens that every query sees.
+    softmax = empty_softmax(V, WARPS, TOKENS, ROWS)
     # Outlier entries are loaded ahead only if registers also have room for a tile loaded ahead.
     ENTRIES_AHEAD: tl.constexpr = STAGES > 1
     if OUTLIERS:
         ready, entries_ahead = begin_patches(work, numbers, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
-    visible = Visible(work.count, ahead, window, start)
+    visible = VisibleTokens(work.count, ahead, window, start)
     for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
         if PREFETCHED:
             prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
@@ -198,7 +198,7 @@ def attend_split(
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
-    # Tiles with tokens that some queries do not see. The token counts of a work item fit an int32.
+    # Second loop: tiles with tokens that some queries do not see. Token counts of a work item fit in int32.
     queries = relative_to(queries, work.begin)
     masked = work.whole
     if LENGTHS:
@@ -210,21 +210,21 @@ def attend_split(
     for tile in tl.range(masked, stop, SPAN, num_stages=1):
         offset = tile
         if CUT:
-            # First the tiles before the whole ones, then the tiles after them.
+            # Process the tiles before the whole ones first, then the tiles after them.
             offset = tile + tl.where(tile < 0, 0, work.whole)
-        k_loaded = load_tiles(k.streams, k.first + offset, near, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
+        k_loaded = load_tiles(k.streams, k.first + offset, span_token, work.count - offset, K, ROW_TOKENS, TOKENS, True, False, FAST)
         if not LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
         if OUTLIERS:
-            entries = own_patches(work, offset, ready, K, V, WARPS, TOKENS)
+            entries = load_patches(work, offset, ready, K, V, WARPS, TOKENS)
         else:
             entries = ((), ())
-        at = near + ASIDE + (offset - ASIDE)
+        position_in_work = span_token + ASIDE + (offset - ASIDE)
         scores = score(
-            k_loaded, entries[0], queries, cap, means_first + offset, at, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST,
+            k_loaded, entries[0], queries, cap, means_first + offset, position_in_work, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST,
         )  # fmt: skip
         if LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, near, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
+            v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True, True, FAST)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
 
     _finish(
@@ -238,14 +238,14 @@ def attend_split(
 
 @triton.jit
 def _lookup(numbers: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the constants for decoding the tiles of a side, except those loaded from its rows."""
+    """Return the run-time constants for decoding tiles of ``SIDE``, the keys' or the values' loader."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
     if SIDE.load_columns is None:
         columns = load_column_fields(numbers, FIELDS)
     else:
         columns = SIDE.load_columns(table, rows, CONSTANTS, TOKENS)
-    return Lookup(columns, table)
+    return DecodeConstants(columns, table)
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _finish(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write one partial result per warp of a work item; see ``attend_split``."""
+    """Write the partial results of a work item, one per warp, to the outputs of ``attend_split``."""
     V_WIDTHS: tl.constexpr = V.widths
     CONSTANTS: tl.constexpr = V.constants
     softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)
@@ -279,16 +279,16 @@ def _finish(
     row = block * BLOCK + tl.arange(0, ROWS // 2 if DUAL else ROWS)  # [row]
     warp = tl.arange(0, WARPS)[:, None, None]
     part = (sequence.to(tl.int64) * padded + row[None, None, :]) * parts + first_part + item * WARPS + warp  # [warp, 1, row]
-    real = (row < rows)[None, None, :]
-    tl.store(largest_out + part, softmax.largest, real)
-    tl.store(total_out + part, softmax.total, real)
-    done = 0
-    for number in tl.static_range(len(V_WIDTHS)):
+    valid = (row < rows)[None, None, :]
+    tl.store(largest_out + part, softmax.largest, valid)
+    tl.store(total_out + part, softmax.total, valid)
+    column = 0
+    for index in tl.static_range(len(V_WIDTHS)):
         # [warp, column, row]
-        value = softmax.sums[number]
+        value = softmax.sums[index]
         if V.run_product is not None:
             value = V.run_product(value, streams, CONSTANTS)
-        tl.store(sums_out + part * COLUMNS + done + tl.arange(0, V_WIDTHS[number])[None, :, None], value, real)
-        done += V_WIDTHS[number]
+        tl.store(sums_out + part * COLUMNS + column + tl.arange(0, V_WIDTHS[index])[None, :, None], value, valid)
+        column += V_WIDTHS[index]
     if V.offset:
-        tl.store(sums_out + part * COLUMNS + done, softmax.total, real)
+        tl.store(sums_out + part * COLUMNS + column, softmax.total, valid)

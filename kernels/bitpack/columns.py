@@ -1,7 +1,7 @@
-"""columns(n, A, F) on the GPU: fields of packed words, and whole streams unpacked to digits (spec/packing.md, Bit packing).
+"""The packing columns(n, A, F) on the GPU: loading of fields, and unpacking of whole streams (spec/packing.md, Bit packing).
 
-A program processes a tile ``[token, symbol]``, and each thread gathers the words of its symbols: they come from the cache, and writes are
-contiguous whatever the width. Addresses are 64-bit, and none depends on a code.
+A program processes a tile ``[token, symbol]``, and each thread gathers the words of its symbols. These reads hit the cache, and writes are
+contiguous for any width. Addresses are 64-bit and do not depend on stored codes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 TILE_SYMBOLS = 1 << 11
-"""Symbols of one program, over all its tokens."""
+"""Number of symbols per program, over all its tokens."""
 
 WARPS = 2
-"""Warps of a program: 32 symbols per thread hide the latency of a load and share scales among tokens."""
+"""Warps per program; 32 symbols per thread hide the latency of loads."""
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Unpack uint16 planes ``[batch, kv_head, token, words]`` of any strides to one int32 tensor ``[..., symbols]`` per digit.
 
-    The digits equal those of ``Columns.unpack``, whatever the words. Raises InvalidParameter if the planes do not match ``packing``.
+    The digits equal those of ``Columns.unpack``, also for words that no writer produces. Raises InvalidParameter if the planes do not match
+    ``packing``.
     """
     batch, heads, tokens = planes[0].shape[:3]
     for words, plane in zip(packing.planes, planes, strict=True):
@@ -42,7 +43,7 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
     first, bases = [places[0] for places in packing.place_values], list(packing.bases)
     if packing.binary:
         first, bases = ([value.bit_length() - 1 for value in values] for values in (first, bases))
-    block_tokens, block_symbols = tile(packing)
+    block_tokens, block_symbols = tile_shape(packing)
     programs = batch * heads * -(-tokens // block_tokens)
     launch(
         _unpack,
@@ -66,20 +67,20 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
     return list(digits)
 
 
-def tile(packing: Columns) -> tuple[int, int]:
-    """Return the tokens and symbols of a program's tile, both powers of two: every symbol of as many tokens as ``TILE_SYMBOLS`` allows."""
+def tile_shape(packing: Columns) -> tuple[int, int]:
+    """Return the number of tokens and of symbols in a program's tile, powers of two: all symbols of as many tokens as fit."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape, because a kernel reads that many elements."""
+    """Raise InvalidParameter unless ``tensor`` has the ``expected`` shape; kernels would otherwise read out of bounds."""
     if tuple(tensor.shape) != expected:
-        raise InvalidParameter(f"{name}: shape {list(tensor.shape)}, expected {list(expected)} from the codec")
+        raise InvalidParameter(f"{name}: the codec needs shape {list(expected)}, got {list(tensor.shape)}")
 
 
-def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Copy ``rows`` of integers to ``device``, int64. The host does not wait for pending work there."""
+def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Copy ``rows`` of integers to an int64 tensor on ``device``, without waiting for pending work there."""
     table = torch.from_numpy(numpy.array(rows, dtype=numpy.int64))
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
@@ -87,9 +88,9 @@ def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
 def launch(
     kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, fusion: bool = False, **constants: Any
 ) -> None:
-    """Launch ``programs`` programs of a kernel, possibly none, on ``device``.
+    """Launch ``kernel`` on ``device`` with ``programs`` programs, possibly 0.
 
-    Without ``fusion``, products and sums are rounded separately, as in torch.
+    Without ``fusion``, products and sums are rounded separately, as in PyTorch.
     """
     if not programs:
         return
@@ -102,7 +103,7 @@ def launch(
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def constant_at(constants: Any, *indices: int) -> Any:
-    """Return the constant at ``indices`` of nested tuples; Triton itself accepts one index at a time and, in 3.6, drops names."""
+    """Return the element at ``indices`` of nested constant tuples; Triton accepts one index at a time and, in 3.6, drops field names."""
     for index in indices:
         constants = constants[index]
     return constants
@@ -110,7 +111,7 @@ def constant_at(constants: Any, *indices: int) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_origin(heads: tl.tensor, tokens: tl.tensor, BLOCK_TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the batch, the head and the first token, int64, of this program's tile in a one-dimensional grid."""
+    """Return the batch index, head and first token, int64, of this program's tile in a one-dimensional grid."""
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     row = program // blocks
@@ -130,13 +131,14 @@ def load_word(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load word ``WORD`` of each ``column``, int32 ``[token, symbol]``; in the last plane of an odd number of bytes, one byte.
+    """Load word ``WORD`` of each ``column`` as int32 ``[token, symbol]``, or one byte from a plane of bytes.
 
-    ``strides`` are those of each plane ``[batch, kv_head, token, words]``; ``token`` is ``[:, 1]``, ``column`` ``[1, :]``.
+    ``strides`` are the strides of each plane ``[batch, kv_head, token, words]``. ``token`` is ``[token, 1]`` and ``column`` ``[1,
+    symbol]``.
     """
     row = planes[WORD] + batch * strides[WORD][0] + head * strides[WORD][1] + token * strides[WORD][2]
     if COLUMN_BYTES // 2 == WORD:
-        # Loaded as the byte that it is: shifted out of its word, Triton 3.6 packed it beside undefined bits, and read those as its own.
+        # Load a byte, not its word: Triton 3.6 packed a byte shifted out of a word next to undefined bits, and then read those bits.
         half: tl.constexpr = (WIDTH + 1) // 2
         address = (row + (column % half).to(tl.int64) * strides[WORD][3]).to(tl.pointer_type(tl.uint8)) + column // half
         bits = tl.load(address, mask, 0).to(tl.int32)
@@ -159,17 +161,17 @@ def load_bit_fields(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load symbols of at most 16 ``BITS``, int32 ``[token, symbol]``; their field 0 begins at bit ``FIRST_BIT`` of a column."""
+    """Load the digits of ``symbol``, ``BITS`` bits each (at most 16), as int32 ``[token, symbol]``; field 0 begins at ``FIRST_BIT``."""
     column = symbol % WIDTH
     position = FIRST_BIT + symbol // WIDTH * BITS
     word = position // 16
     shift = position % 16
     value = tl.full(mask.shape, 0, tl.int32)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
-        begins = word == plane
-        goes_on = (word == plane - 1) & (shift + BITS > 16)
-        bits = load_word(planes, strides, batch, head, token, column, mask & (begins | goes_on), plane, WIDTH, COLUMN_BYTES)
-        value |= tl.where(begins, bits >> shift, bits << (16 - shift))
+        starts = word == plane
+        continues = (word == plane - 1) & (shift + BITS > 16)
+        bits = load_word(planes, strides, batch, head, token, column, mask & (starts | continues), plane, WIDTH, COLUMN_BYTES)
+        value |= tl.where(starts, bits >> shift, bits << (16 - shift))
     return value & ((1 << BITS) - 1)
 
 
@@ -185,7 +187,7 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the columns that contain each symbol, at most 7 bytes, never negative: int32 up to 3 bytes, else int64."""
+    """Load the whole column that contains each symbol, at most 7 bytes, as int32 if it has up to 3 bytes, else int64; never negative."""
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
@@ -195,13 +197,13 @@ def load_columns(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def digit_of_field(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Compute columns // (FIRST * BASE^field) % BASE, int32, by one constant division per bit of ``field``, which is below 64."""
-    rest = columns // FIRST
+def extract_digit(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
+    """Return columns // (FIRST * BASE^field) % BASE as int32, with one division by a constant per bit of ``field`` (less than 64)."""
+    quotient = columns // FIRST
     for bit in tl.static_range(6):
         if 1 << bit < FIELDS:
-            rest = tl.where((field >> bit & 1) == 1, rest // BASE ** (1 << bit), rest)
-    return (rest % BASE).to(tl.int32)
+            quotient = tl.where((field >> bit & 1) == 1, quotient // BASE ** (1 << bit), quotient)
+    return (quotient % BASE).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -221,10 +223,9 @@ def _unpack(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_SYMBOLS: tl.constexpr,
 ) -> None:
-    """Unpack one tile ``[token, symbol]`` of every digit, int32 ``[batch, kv_head, token, symbol]``.
+    """Unpack one tile ``[token, symbol]`` of every digit to ``digits``, int32 ``[batch, kv_head, token, symbol]``.
 
-    If ``BINARY``, ``FIRST`` is each digit's first bit and ``BASES`` its number of bits; otherwise they are its first place value and its
-    base.
+    With ``BINARY``, ``FIRST`` and ``BASES`` are each digit's first bit and number of bits; otherwise its first place value and its base.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -237,5 +238,5 @@ def _unpack(
         if BINARY:
             value = load_bit_fields(planes, strides, batch, head, token, symbol, mask, FIRST[digit], BASES[digit], WIDTH, COLUMN_BYTES)
         else:
-            value = digit_of_field(columns, symbol // WIDTH, FIRST[digit], BASES[digit], FIELDS)
+            value = extract_digit(columns, symbol // WIDTH, FIRST[digit], BASES[digit], FIELDS)
         tl.store(digits[digit] + offset, value, mask)

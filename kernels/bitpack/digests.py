@@ -1,8 +1,8 @@
-"""XXH3-128 of tensors on their device (spec/container.md, Digests): two launches for all tensors of a load.
+"""XXH3-128 digests of tensors, computed on their device (spec/container.md, Digests), with two launches for all tensors of a load.
 
-What a block of 1,024 bytes adds to the hash's accumulators does not depend on the accumulators, so one launch computes it for all blocks at
-memory speed. The other processes the blocks of each tensor in order, 64 bytes and a few instructions per block, all tensors at once. Above
-1 GiB, several such pairs run at once.
+A block of 1,024 bytes adds a sum to the hash's accumulators that does not depend on them, so the first launch computes the sums of all
+blocks in parallel, at memory speed. The second launch combines each tensor's sums in order, a few instructions per block, for all tensors
+in parallel. Above 1 GiB, several such pairs of launches run at once.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -19,32 +19,34 @@ import torch
 import triton
 from triton import language as tl
 
-from .columns import launch, table_of
+from .columns import device_table, launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
 MIN_BYTES = 241
-"""Fewer bytes are hashed in other ways, which are not here."""
+"""Minimum number of bytes; XXH3 hashes shorter inputs with other algorithms, which this file does not implement."""
 
 BLOCK_BYTES = tl.constexpr(1024)
 STRIPES, PAIRS = tl.constexpr(16), tl.constexpr(4)
-"""Stripes of a block, and pairs of 64-bit lanes of a stripe."""
+"""Stripes per block, and pairs of 64-bit lanes per stripe."""
 BLOCKS = 32
-"""Blocks that a program adds up at once."""
+"""Number of blocks whose sums one program computes."""
 WARPS = 4
 STEPS = 32
-"""Blocks whose sums are loaded before the first is used."""
+"""Number of blocks whose sums are loaded before the first one is used."""
 BLOCKS_AT_ONCE = 1 << 20
-"""Blocks of two launches, unless one tensor has more: 1 GiB of tensors, for whose sums 64 MiB are allocated."""
+"""Maximum blocks per pair of launches, unless one tensor has more: 1 GiB of data, whose sums take 64 MiB."""
 STREAMS = 4
-"""Pairs of launches that run at once. The second launch of a pair takes as long as its largest tensor needs, and leaves most of the device
-idle: an embedding of 1 GB takes as long as 14 GB of smaller weights.
+"""Number of pairs of launches that run at once.
+
+The second launch takes as long as its largest tensor needs, and leaves most of the device idle: a 1 GB embedding takes as long as 14 GB of
+smaller weights.
 """
 
 TABLE_INTEGERS = tl.constexpr(3)
-"""Integers of a tensor in the table: its address, its bytes, and the number of its first block among all."""
+"""Integers per table row, which describes a tensor: its address, its size in bytes, and the index of its first block among all."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -54,35 +56,36 @@ _SECRET = bytes.fromhex(
 _ACCUMULATORS = (
     0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
 )  # fmt: skip
-"""The default secret of XXH3, and its accumulators before the first block."""
+"""Initial accumulators of XXH3."""
 PRIME32 = tl.constexpr(0x9E3779B1)
 PRIME64, OTHER_PRIME64 = tl.constexpr(0x9E3779B185EBCA87), tl.constexpr(0xC2B2AE3D27D4EB4F)
 AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 SCRAMBLE, LAST, LOW, HIGH, BEGIN = (tl.constexpr(at) for at in (16, 24, 32, 40, 48))
-"""Places of 8 words in the table of constants: for the end of a block, the last stripe and both halves of the digest, and the start."""
+"""Offsets of groups of 8 words in ``_constants``: secrets for the end of a block, the last stripe and both digest halves; accumulators."""
 
 
 @lru_cache(maxsize=16)
 def _constants(device: str) -> torch.Tensor:
-    """Return the secret's 24 words, its words at three odd places, and the accumulators at the start, int64."""
-    words = b"".join(_SECRET[at : at + size] for at, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
+    """Return an int64 tensor with the secret's 24 words, 8 words each at three unaligned offsets in it, and the initial accumulators."""
+    words = b"".join(_SECRET[offset : offset + size] for offset, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
     values = numpy.concatenate([numpy.frombuffer(words, "<u8"), numpy.array(_ACCUMULATORS, numpy.uint64)])
     with torch.inference_mode(False):
         return torch.from_numpy(values.view(numpy.int64)).to(device)
 
 
-def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    """Return the digests of bytes ``[begin, end)`` of memory on one device, int64 ``[place, 2]``: high half, then low half.
+def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
+    """Return the digests of byte ``ranges`` in device memory, int64 ``[range, 2]``: high half, then low half.
 
-    The memory is contiguous uint8; each place begins at a multiple of 8 bytes and has ``MIN_BYTES`` or more.
+    A range is a contiguous uint8 tensor, the first byte and the end. All tensors are on one device. A range begins at a multiple of 8 bytes
+    and has at least ``MIN_BYTES`` bytes.
     """
-    device = places[0][0].device
-    result = torch.empty(len(places), 2, dtype=torch.int64, device=device)
+    device = ranges[0][0].device
+    result = torch.empty(len(ranges), 2, dtype=torch.int64, device=device)
     groups: list[tuple[list[tuple[int, int, int]], int]] = []
     rows: list[tuple[int, int, int]] = []
     blocks = 0
-    for memory, begin, end in places:
+    for memory, begin, end in ranges:
         rows.append((memory.data_ptr() + begin, end - begin, blocks))
         blocks += -(-(end - begin) // BLOCK_BYTES.value)
         if blocks >= BLOCKS_AT_ONCE:
@@ -91,7 +94,7 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
     if rows:
         groups.append((rows, blocks))
     parts = result.split([len(rows) for rows, _ in groups])  # type: ignore[no-untyped-call]
-    with _streams(device, len(groups)) as streams:
+    with _launch_streams(device, len(groups)) as streams:
         for part, (rows, blocks), stream in zip(parts, groups, cycle(streams), strict=False):
             with stream:
                 _launch(part, rows, blocks)
@@ -99,74 +102,77 @@ def digests(places: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 
 @contextmanager
-def _streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield the streams for ``groups`` pairs of launches: the caller's stream for one pair, otherwise other streams, and wait for them."""
+def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
+    """Yield contexts of CUDA streams for ``groups`` pairs of launches, and make the caller's stream wait for them at the end.
+
+    A single pair runs on the caller's stream.
+    """
     if device.type != "cuda" or groups == 1:
         yield [nullcontext()]
         return
     caller = torch.cuda.current_stream(device)
-    own = _streams_of(device)[:groups]
-    # The table of constants is made before any of them begins.
+    launch_streams = _device_streams(device)[:groups]
+    # Create the constants before any of the streams starts.
     _constants(str(device))
-    for stream in own:
+    for stream in launch_streams:
         stream.wait_stream(caller)
     try:
-        yield [torch.cuda.stream(stream) for stream in own]
+        yield [torch.cuda.stream(stream) for stream in launch_streams]
     finally:
-        for stream in own:
+        for stream in launch_streams:
             caller.wait_stream(stream)
 
 
 @lru_cache(maxsize=16)
-def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return ``STREAMS`` streams for groups of launches.
+def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return the device's ``STREAMS`` CUDA streams for digests, the same ones on every call.
 
-    Memory freed on a stream is reused only on that stream, so the sums of all groups take the memory of ``STREAMS`` groups.
+    PyTorch reuses freed memory only on the same stream, so fixed streams bound the memory for sums.
     """
     return [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
 
-def _launch(found: torch.Tensor, rows: Sequence[tuple[int, int, int]], blocks: int) -> None:
-    device = found.device
-    table, constants = table_of(rows, device), _constants(str(device))
+def _launch(result: torch.Tensor, rows: Sequence[tuple[int, int, int]], blocks: int) -> None:
+    device = result.device
+    table, constants = device_table(rows, device), _constants(str(device))
     sums = torch.empty(blocks, 2 * PAIRS.value, dtype=torch.int64, device=device)
     parts = -(-max(size for _, size, _ in rows) // (BLOCK_BYTES.value * BLOCKS))
-    launch(_add_up, len(rows) * parts, device, sums, table, constants, parts, BLOCKS=BLOCKS, warps=WARPS)
-    launch(_finish, len(rows), device, found, sums, table, constants, STEPS=STEPS, warps=1)
+    launch(_sum_blocks, len(rows) * parts, device, sums, table, constants, parts, BLOCKS=BLOCKS, warps=WARPS)
+    launch(_finish, len(rows), device, result, sums, table, constants, STEPS=STEPS, warps=1)
 
 
 @triton.jit
-def _words(address: tl.tensor) -> tl.tensor:
+def _as_words(address: tl.tensor) -> tl.tensor:
     return address.to(tl.pointer_type(tl.uint64))
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _add_up(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
-    """Add the blocks of this part of a tensor to the accumulators, except the tensor's last stripe."""
+def _sum_blocks(sums: tl.tensor, table: tl.tensor, constants: tl.tensor, parts: tl.tensor, BLOCKS: tl.constexpr) -> None:
+    """Write the sum that each block of one part of a tensor adds to the accumulators, without the tensor's last stripe."""
     row = table + (tl.program_id(0) // parts) * TABLE_INTEGERS
     size = tl.load(row + 1)
     block = (tl.program_id(0) % parts).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None, None]
     stripe, pair, half = tl.arange(0, STRIPES)[:, None, None], tl.arange(0, PAIRS)[:, None], tl.arange(0, 2)
-    # A stripe that ends a tensor is its last stripe, which is added without being part of a block.
-    there = (block * STRIPES + stripe < (size - 1) // 64) & (pair + half >= 0)
-    word = tl.load(_words(tl.load(row)) + block * 128 + (stripe * 8 + pair * 2 + half), there, 0)
-    key = word ^ tl.load(_words(constants) + (stripe + pair * 2 + half))
-    product = tl.where(there, key.to(tl.uint32).to(tl.uint64) * (key >> 32), 0)
+    # The stripe at the end of a tensor is added separately, in ``_finish``.
+    valid = (block * STRIPES + stripe < (size - 1) // 64) & (pair + half >= 0)
+    word = tl.load(_as_words(tl.load(row)) + block * 128 + (stripe * 8 + pair * 2 + half), valid, 0)
+    key = word ^ tl.load(_as_words(constants) + (stripe + pair * 2 + half))
+    product = tl.where(valid, key.to(tl.uint32).to(tl.uint64) * (key >> 32), 0)
     even, odd = tl.split(tl.sum(word, 1))
-    sum_ = tl.sum(product, 1) + tl.join(odd, even)
+    total = tl.sum(product, 1) + tl.join(odd, even)
     block = tl.reshape(block, (BLOCKS, 1, 1))
-    tl.store(_words(sums) + (tl.load(row + 2) + block) * 8 + (pair * 2 + half), sum_, (block * BLOCK_BYTES < size) & (pair + half >= 0))
+    tl.store(_as_words(sums) + (tl.load(row + 2) + block) * 8 + (pair * 2 + half), total, (block * BLOCK_BYTES < size) & (pair + half >= 0))
 
 
 @triton.jit
-def _after_block(accumulators: tl.tensor, sums: tl.tensor, secret: tl.tensor) -> tl.tensor:
+def _scramble(accumulators: tl.tensor, sums: tl.tensor, secret: tl.tensor) -> tl.tensor:
     accumulators += sums
     return (accumulators ^ (accumulators >> 47) ^ secret) * PRIME32
 
 
 @triton.jit
-def _half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.tensor:
-    """Return one 64-bit half of the digest."""
+def _digest_half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.tensor:
+    """Return one 64-bit half of the digest from the final ``accumulators``."""
     a, b = tl.split(accumulators ^ secret)
     value = start + tl.sum((a * b) ^ tl.umulhi(a, b), 0)
     value = (value ^ (value >> 37)) * AVALANCHE
@@ -174,35 +180,35 @@ def _half(accumulators: tl.tensor, secret: tl.tensor, start: tl.tensor) -> tl.te
 
 
 @triton.jit
-def _finish(found: tl.tensor, sums: tl.tensor, table: tl.tensor, constants: tl.tensor, STEPS: tl.constexpr) -> None:
-    """Compute the digest of a tensor, as its high and its low half."""
+def _finish(result: tl.tensor, sums: tl.tensor, table: tl.tensor, constants: tl.tensor, STEPS: tl.constexpr) -> None:
+    """Combine a tensor's block sums, and write the high and the low half of its digest to ``result``."""
     row = table + tl.program_id(0).to(tl.int64) * TABLE_INTEGERS
     size = tl.load(row + 1)
     lane = tl.arange(0, PAIRS)[:, None] * 2 + tl.arange(0, 2)
-    constant = _words(constants) + lane
+    constant = _as_words(constants) + lane
     accumulators, secret = tl.load(constant + BEGIN), tl.load(constant + SCRAMBLE)
-    place = _words(sums) + tl.load(row + 2) * 8 + lane
+    address = _as_words(sums) + tl.load(row + 2) * 8 + lane
     blocks = (size - 1) // BLOCK_BYTES
     for _ in range(blocks // STEPS):
         loaded = ()
         for step in tl.static_range(STEPS):
-            loaded += (tl.load(place + step * 8),)
+            loaded += (tl.load(address + step * 8),)
         for step in tl.static_range(STEPS):
-            accumulators = _after_block(accumulators, loaded[step], secret)
-        place += STEPS * 8
+            accumulators = _scramble(accumulators, loaded[step], secret)
+        address += STEPS * 8
     for _ in range(blocks % STEPS):
-        accumulators = _after_block(accumulators, tl.load(place), secret)
-        place += 8
-    accumulators += tl.load(place)
+        accumulators = _scramble(accumulators, tl.load(address), secret)
+        address += 8
+    accumulators += tl.load(address)
     byte = tl.load(row).to(tl.pointer_type(tl.uint8)) + (size - 64) + lane * 8
     word = tl.zeros_like(accumulators)
-    other = word
-    for at in tl.static_range(8):
-        word |= tl.load(byte + at).to(tl.uint64) << (8 * at)
-        other |= tl.load(byte + at + (1 - lane % 2 * 2) * 8).to(tl.uint64) << (8 * at)
+    neighbor = word
+    for byte_index in tl.static_range(8):
+        word |= tl.load(byte + byte_index).to(tl.uint64) << (8 * byte_index)
+        neighbor |= tl.load(byte + byte_index + (1 - lane % 2 * 2) * 8).to(tl.uint64) << (8 * byte_index)
     key = word ^ tl.load(constant + LAST)
-    accumulators += other + key.to(tl.uint32).to(tl.uint64) * (key >> 32)
+    accumulators += neighbor + key.to(tl.uint32).to(tl.uint64) * (key >> 32)
     length = size.to(tl.uint64)
-    place = _words(found) + tl.program_id(0).to(tl.int64) * 2
-    tl.store(place, _half(accumulators, tl.load(constant + HIGH), (length * OTHER_PRIME64) ^ 0xFFFFFFFFFFFFFFFF))
-    tl.store(place + 1, _half(accumulators, tl.load(constant + LOW), length * PRIME64))
+    address = _as_words(result) + tl.program_id(0).to(tl.int64) * 2
+    tl.store(address, _digest_half(accumulators, tl.load(constant + HIGH), (length * OTHER_PRIME64) ^ 0xFFFFFFFFFFFFFFFF))
+    tl.store(address + 1, _digest_half(accumulators, tl.load(constant + LOW), length * PRIME64))

@@ -1,6 +1,6 @@
-"""Minifloat words as binary16 tiles, and their 8-bit scales (spec/codecs/minifloat.md).
+"""Conversion of packed minifloats and their 8-bit scales to binary16 tiles (spec/codecs/minifloat.md).
 
-Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) works on both at once; without it the same functions are
+Two neighboring values share a register (f16x2), and the inline PTX (``FAST``) processes both at once; without it, the same functions use
 plain Triton.
 """
 
@@ -14,26 +14,26 @@ from triton import language as tl
 from triton.language.target_info import cuda_capability_geq
 
 E2M1_EXPONENT = tl.constexpr(14)
-"""Exponent of 2 between an e2m1 and a binary16 with the same bits, fraction below exponent."""
+"""An e2m1 value is 2^14 times the binary16 value with the same exponent and fraction bits."""
 
 
 @triton.constexpr_function
-def _two_elements(element: str, position: int, converts: bool) -> str:
-    """Return PTX that converts the elements from bit ``position`` up of two words to an f16x2.
+def _elements_ptx(element: str, position: int, converts: bool) -> str:
+    """Return PTX that converts the elements at bit ``position`` of two words to an f16x2.
 
-    e2m1 is smaller by 2^E2M1_EXPONENT, and zeros may have either sign. ``converts``: the device converts two e4m3 at once. Steps that
-    several fields share are written out for each; the assembler merges them: for e2m1, the words without every other field.
+    e2m1 results are too small by 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has an instruction
+    that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
         return byte.format("$1")
     if element == "e2m1":
-        # 9 code + 120 takes 8 bits, of which bit 6 is the sign, 3 bits above the magnitude: as far as a binary16's from its exponent.
-        nine, signs, bits = 9 << max(0, 9 - position), 120 << 9, 0x8E00
-        own = f"and.b32 a, $1, {(0xF0F0 if position % 8 else 0x0F0F) * 0x10001};"
+        # 9 * code + 120 has 8 bits. Its bit 6 is the sign, as far above the magnitude (3 bits) as in a binary16.
+        multiplier, signs, bits = 9 << max(0, 9 - position), 120 << 9, 0x8E00
+        nibbles = f"and.b32 a, $1, {(0xF0F0 if position % 8 else 0x0F0F) * 0x10001};"
         if position > 9:
-            return f"{{ .reg .b32 a, b; {own} shr.b32 b, a, 3; lop3.b32 $0, a, b, {bits * 0x10001}, 0xA8; }}"
-        return f"{{ .reg .b32 a; {own} mad.lo.u32 a, a, {nine}, {signs * 0x10001}; and.b32 $0, a, {bits * 0x10001}; }}"
+            return f"{{ .reg .b32 a, b; {nibbles} shr.b32 b, a, 3; lop3.b32 $0, a, b, {bits * 0x10001}, 0xA8; }}"
+        return f"{{ .reg .b32 a; {nibbles} mad.lo.u32 a, a, {multiplier}, {signs * 0x10001}; and.b32 $0, a, {bits * 0x10001}; }}"
     if converts:
         half = "high" if position >= 8 else "low"
         return f"""{{ .reg .b32 a; .reg .b16 low, high; prmt.b32 a, $1, 0, 0x3120;
@@ -46,14 +46,14 @@ def _two_elements(element: str, position: int, converts: bool) -> str:
 
 @triton.jit
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the elements from bit ``POSITION`` up of each word, as binary16.
+    """Convert the element at bit ``POSITION`` of each word to binary16.
 
-    e2m1 is smaller by 2^E2M1_EXPONENT, and with ``FAST`` zeros may have either sign.
+    e2m1 results are too small by 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
         value = tl.inline_asm_elementwise(
-            _two_elements(ELEMENT, POSITION, CONVERTS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2
+            _elements_ptx(ELEMENT, POSITION, CONVERTS), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         code = word.to(tl.int32) >> POSITION
@@ -70,27 +70,27 @@ def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constex
 
 @triton.jit
 def e4m3_as_f16(byte: tl.tensor) -> tl.tensor:
-    """Convert unsigned e4m3, int32, to binary16."""
+    """Convert unsigned e4m3 values, stored as int32, to binary16."""
     half = (byte << 7).to(tl.int16).to(tl.float16, bitcast=True)
     return half * 256.0
 
 
-FOUR_E4M3 = tl.constexpr(
+FOUR_E4M3_PTX = tl.constexpr(
     """{ .reg .b32 a, b; .reg .b16 low, high;
         prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362;
         mov.b32 {low, high}, a; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;
         mov.b32 {low, high}, b; cvt.rn.f16x2.e4m3x2 $2, low; cvt.rn.f16x2.e4m3x2 $3, high; }"""
 )
-"""The four e4m3 of two words: four f16x2, each of one byte of either word."""
+"""PTX that converts the four e4m3 bytes of each of two words to four f16x2 registers, with one byte of each word per register."""
 
 
 @triton.jit
 def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Convert the four unsigned e4m3 in each int32 word to binary16."""
+    """Convert the four unsigned e4m3 bytes of each int32 word to binary16, and return four tiles."""
     CONVERTS: tl.constexpr = FAST and cuda_capability_geq(8, 9)
     if CONVERTS:
         result = tl.inline_asm_elementwise(
-            FOUR_E4M3,
+            FOUR_E4M3_PTX,
             "=&r,=&r,=&r,=&r,r,r",
             [word],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -108,20 +108,21 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 
 
 @triton.constexpr_function
-def _four_powers(lowered: int) -> str:
-    """Return PTX that converts the four e8m0 scales of two words to powers of two, times 2^``lowered``, relative to each word's largest.
+def _four_powers_ptx(lowered: int) -> str:
+    """Return PTX that converts the four e8m0 scales of each of two words to powers of two.
 
-    The result is four f16x2, with one scale of each word per register. All exponents are raised by 256, so that none is below the exponent
-    that becomes 0; what one product carries into the upper half, another subtracts.
+    A result is the scale divided by its word's largest scale, times 2^``lowered``. There are four f16x2 results, with one scale of each
+    word per register. Exponents are raised by 256, so that none is below the exponent that becomes 0. The carry of one product into the
+    upper half is canceled by another product.
     """
     exponent = 15 + lowered
     both = 0x10001
     bytes_of = "".join(
-        f"prmt.b32 a, $4, $5, {select}; lop3.b32 p{at}, a, 0x00FF00FF, {256 * both}, 0xEA; "
-        f"shr.b32 a, a, 8; lop3.b32 p{at + 1}, a, 0x00FF00FF, {256 * both}, 0xEA;"
-        for at, select in ((0, 0x5410), (2, 0x7632))
+        f"prmt.b32 a, $4, $5, {select}; lop3.b32 p{register}, a, 0x00FF00FF, {256 * both}, 0xEA; "
+        f"shr.b32 a, a, 8; lop3.b32 p{register + 1}, a, 0x00FF00FF, {256 * both}, 0xEA;"
+        for register, select in ((0, 0x5410), (2, 0x7632))
     )
-    powers = "".join(f"max.u16x2 a, p{at}, n; mad.lo.u32 ${at}, a, 1024, m;" for at in range(4))
+    powers = "".join(f"max.u16x2 a, p{register}, n; mad.lo.u32 ${register}, a, 1024, m;" for register in range(4))
     return f"""{{ .reg .b32 a, m, n, p0, p1, p2, p3; {bytes_of}
         max.u16x2 n, p0, p1; max.u16x2 m, p2, p3; max.u16x2 n, n, m;
         sub.u32 n, n, {exponent * both}; mul.lo.u32 m, n, 0xFFFFFC00; {powers} }}"""
@@ -129,11 +130,11 @@ def _four_powers(lowered: int) -> str:
 
 @triton.jit
 def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the four e8m0 of each int32 word, relative to their largest, times 2^``LOWERED``, as binary16."""
+    """Return the four e8m0 scales of each int32 word, divided by the word's largest scale, times 2^``LOWERED``, as binary16 tiles."""
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(
-            _four_powers(LOWERED),
+            _four_powers_ptx(LOWERED),
             "=&r,=&r,=&r,=&r,r,r",
             [word],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -154,12 +155,12 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
-    """Return 2 to the power of ``exponent``, int32 up to 15, as binary16; 0 below -14."""
+    """Return 2^``exponent`` as binary16; exponents are int32, at most 15, and those below -14 yield 0."""
     return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def power_as_f32(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^(``exponent`` - 127) for e8m0 exponents, int32, as float32."""
-    # Zero is that of a subnormal number, whose bits are fewer than those of all others.
+    """Return 2^(``exponent`` - 127) as float32, for e8m0 exponents in int32."""
+    # Exponent 0 yields a subnormal number, 2^-127, whose bits are less than those of all other results.
     return tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)

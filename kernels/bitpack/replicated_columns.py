@@ -1,7 +1,7 @@
-"""Code streams of different widths in tiles of one width: bit fields with a power-of-two number of columns.
+"""Tiles of one width for code streams of different widths, for bit fields with power-of-two numbers of columns.
 
-A step covers as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded as stored, each word
-once, and replicated side by side in registers; each copy shows another field.
+A step covers as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded once and replicated
+side by side in registers, and each copy is shifted to a different field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -17,10 +17,10 @@ from triton import language as tl
 
 from kvpack.formats.columns import is_power_of_two
 
-from .bitfields import field, load_planes, whole_planes
+from .bitfields import expand_planes, extract_field, load_planes
 from .streams import WORD_BITS
-from .tile_layout import copied, of_columns, token_of_columns, valid_columns
-from .tile_packing import takes_whole_words, tile_width
+from .tile_layout import broadcast_columns, column_tokens, tile_copies, valid_columns
+from .tile_packing import has_whole_word_tiles, tile_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ReplicatedPacking(NamedTuple):
-    """One stream's columns in the form that ``load_stream`` and ``words_of_stream`` need.
+    """The layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
-    The first six fields are those of ``tiles.TilePacking``, where ``tile_width`` counts the loaded columns. ``copies`` of these are side by
-    side in a tile, which shows ``fields_per_tile`` fields of ``bits`` each.
+    The first six fields are those of ``tiles.TilePacking``; ``tile_width`` counts the loaded columns. A tile has ``copies`` copies of
+    these, which show ``fields_per_tile`` fields of ``bits`` bits each.
     """
 
     stream: int
@@ -46,16 +46,19 @@ class ReplicatedPacking(NamedTuple):
     bits: int
 
 
-def common_width(packings: Sequence[Columns]) -> int | None:
-    """Return the tile width for all streams; None if a stream has no bit fields, or if widths differ and are not all powers of two."""
+def common_tile_width(packings: Sequence[Columns]) -> int | None:
+    """Return the tile width that all streams can share, or None.
+
+    All streams must have bit fields, and their widths must be equal or all be powers of two.
+    """
     widths = {packing.width for packing in packings}
-    if not all(map(takes_whole_words, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
+    if not all(map(has_whole_word_tiles, packings)) or not (all(map(is_power_of_two, widths)) or len(widths) == 1):
         return None
     return max(map(tile_width, packings))
 
 
-def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column of each step, -1 for none."""
+def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
+    """Return the symbol of each column, per step; -1 for columns without a symbol."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [
@@ -65,28 +68,30 @@ def symbols_of_steps(packings: Sequence[Columns], columns: int) -> list[tuple[in
 
 
 def replicated_packings(packings: Sequence[Columns], columns: int) -> list[ReplicatedPacking]:
-    """Return the packing of each stream in tiles of ``columns``."""
+    """Return the ``ReplicatedPacking`` of each stream in tiles of ``columns`` columns."""
     pointer = 0
     result = []
     for packing in packings:
-        whole = not is_power_of_two(packing.width)
-        loaded = columns if whole else packing.width
-        beside = 1 if whole else columns // packing.width
+        unreplicated = not is_power_of_two(packing.width)
+        loaded = columns if unreplicated else packing.width
+        fields_per_tile = 1 if unreplicated else columns // packing.width
         bits = packing.bases[0].bit_length() - 1
         copies = columns // loaded
-        result.append(ReplicatedPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, beside, bits))
+        result.append(
+            ReplicatedPacking(pointer, packing.column_bytes, packing.width, loaded, packing.fields, 0, copies, fields_per_tile, bits)
+        )
         pointer += len(packing.planes)
     return result
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """Return the widths for ``bitfields.load_column_fields``: for each stream, the loaded columns, then those of the tile."""
+    """Return the widths that ``bitfields.load_column_fields`` takes: two pairs per stream, for loaded columns and for tile columns."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
 @triton.constexpr_function
-def bit_of_step(packing: ReplicatedPacking, step: int, at: int) -> int:
-    """Return the bit at which the digits of ``step`` begin in the words of ``words_of_stream``."""
+def step_bit(packing: ReplicatedPacking, step: int, at: int) -> int:
+    """Return the bit at which the digits of ``step`` begin in the result of ``stream_step_words``; copies begin at bit ``at``."""
     return step * packing.bits if packing.fields_per_tile == 1 else at
 
 
@@ -104,12 +109,12 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load one word per column, from rows of ``ROW`` words from token ``first`` on: a tile of the pointer's type.
+    """Load a tile with one word per column from the rows of ``token``, counted from token ``first``; a row has ``ROW`` words.
 
-    ``word``, ``[1, column]``, is the word's number in the row; ``second`` is as in ``tile_layout.token_of_columns``. ``COPIED``: the tile
-    will be replicated in registers.
+    ``word``, ``[1, column]``, is each column's index in the row; ``second`` is as in ``tile_layout.column_tokens``. ``COPIED`` is True if
+    the tile will be replicated in registers.
     """
-    # With warps as the outermost axis, the compiler would lay a transposed tile out in shared memory in the order of its reads, and could
+    # With warps as the outermost axis, the compiler would store a transposed tile in shared memory in the order of its reads, and could
     # then not copy its rows there ahead of time.
     WARPS_LAST: tl.constexpr = TRANSPOSED and COPIED
     if WARPS_LAST:
@@ -118,8 +123,8 @@ def load_columns(
             valid = (tl.permute(valid[0], (1, 0)), tl.permute(valid[1], (1, 0)))
         elif MASKED:
             valid = tl.permute(valid, (1, 0))
-    row = token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST)
-    address = pointer + first * ROW + (row * ROW + of_columns(word, TRANSPOSED and not WARPS_LAST))
+    row = column_tokens(token, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST)
+    address = pointer + first * ROW + (row * ROW + broadcast_columns(word, TRANSPOSED and not WARPS_LAST))
     if MASKED:
         words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST), 0)
     else:
@@ -139,7 +144,7 @@ def load_stream(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Run ``bitfields.load_planes`` for a stream with a ``ReplicatedPacking``: tiles of ``PACKING.tile_width`` columns."""
+    """Load all planes of a stream with a ``ReplicatedPacking``, as tiles of ``PACKING.tile_width`` columns (``bitfields.load_planes``)."""
     if PACKING.copies == 1:
         planes = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
     else:
@@ -147,21 +152,21 @@ def load_stream(
         column = tl.arange(0, PACKING.tile_width)[None, :]
         for plane in tl.static_range((PACKING.column_bytes + 1) // 2):
             pointer = pointers[PACKING.stream + plane]
-            word = column % words_of_plane(PACKING, plane)
+            word = column % plane_words(PACKING, plane)
             planes = planes + (
-                load_columns(pointer, first, token, valid, column, word, words_of_plane(PACKING, plane), 0, True, MASKED, TRANSPOSED),
+                load_columns(pointer, first, token, valid, column, word, plane_words(PACKING, plane), 0, True, MASKED, TRANSPOSED),
             )
     return planes
 
 
 @triton.constexpr_function
-def words_of_plane(packing: ReplicatedPacking, plane: int) -> int:
-    """Return the number of words in a row of one plane; the last plane may consist of bytes."""
+def plane_words(packing: ReplicatedPacking, plane: int) -> int:
+    """Return the number of words per row of ``plane``; the last plane may consist of bytes."""
     return packing.width if 2 * plane + 1 < packing.column_bytes else (packing.width + 1) // 2
 
 
 @triton.jit
-def words_of_stream(
+def stream_step_words(
     loaded: tl.tuple,
     column_fields: tl.tuple,
     NUMBER: tl.constexpr,
@@ -171,21 +176,24 @@ def words_of_stream(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the words with the digits of ``STEP`` of stream ``NUMBER``, int16 tiles, low words first; copies begin at bit ``AT``."""
-    words = whole_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
+    """Return the words with the digits of step ``STEP`` of stream ``NUMBER`` as int16 tiles, low words first.
+
+    In replicated tiles, the digits begin at bit ``AT``; otherwise at ``step_bit``.
+    """
+    words = expand_planes(loaded, column_fields, 2 * NUMBER, PACKING, TRANSPOSED, FAST)
     if PACKING.fields_per_tile > 1:
-        words = (_side_by_side(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
+        words = (_replicate(words, column_fields, NUMBER, PACKING, STEP, AT, TRANSPOSED, FAST),)
     return words
 
 
 @triton.constexpr_function
-def _fields_of_a_window(bits: int) -> int:
-    """Return the number of neighboring fields that one word can hold, a power of two."""
+def _fields_per_window(bits: int) -> int:
+    """Return how many neighboring fields fit in one word, rounded down to a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 
 @triton.jit
-def _side_by_side(
+def _replicate(
     planes: tl.tuple,
     column_fields: tl.tuple,
     NUMBER: tl.constexpr,
@@ -195,29 +203,33 @@ def _side_by_side(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return each copy's own field, moved to bit ``AT``, as one int16 tile; each copy shifts shared words to its own field."""
+    """Replicate the planes' columns, with each copy's field moved to bit ``AT``, as one int16 tile."""
     SIZE: tl.constexpr = PACKING.bits
     FIRST: tl.constexpr = STEP * PACKING.fields_per_tile
     LAST: tl.constexpr = PACKING.fields - 1
-    TOGETHER: tl.constexpr = _fields_of_a_window(SIZE)
-    COUNT: tl.constexpr = (PACKING.fields_per_tile + TOGETHER - 1) // TOGETHER
-    own = column_fields[4 * NUMBER + 3] % PACKING.fields_per_tile
-    value = copied(_window(planes, FIRST * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
-    for number in tl.static_range(1, COUNT):
-        if FIRST + number * TOGETHER <= LAST:
-            other = copied(_window(planes, (FIRST + number * TOGETHER) * SIZE, TOGETHER * SIZE, FAST), PACKING.copies, TRANSPOSED)
-            # All bits of a word or none, because the assembler would compute a predicate again for every register.
-            before = of_columns(tl.where(own < number * TOGETHER, -1, 0).to(tl.int16), TRANSPOSED)
+    FIELDS_PER_WINDOW: tl.constexpr = _fields_per_window(SIZE)
+    COUNT: tl.constexpr = (PACKING.fields_per_tile + FIELDS_PER_WINDOW - 1) // FIELDS_PER_WINDOW
+    copy_field = column_fields[4 * NUMBER + 3] % PACKING.fields_per_tile
+    value = tile_copies(_read_window(planes, FIRST * SIZE, FIELDS_PER_WINDOW * SIZE, FAST), PACKING.copies, TRANSPOSED)
+    for window in tl.static_range(1, COUNT):
+        if FIRST + window * FIELDS_PER_WINDOW <= LAST:
+            next_value = tile_copies(
+                _read_window(planes, (FIRST + window * FIELDS_PER_WINDOW) * SIZE, FIELDS_PER_WINDOW * SIZE, FAST),
+                PACKING.copies,
+                TRANSPOSED,
+            )
+            # Use a bit mask, because the assembler would recompute a predicate for every register.
+            keep_mask = broadcast_columns(tl.where(copy_field < window * FIELDS_PER_WINDOW, -1, 0).to(tl.int16), TRANSPOSED)
             if FAST:
                 value = tl.inline_asm_elementwise(
-                    "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [value, other, before], dtype=tl.int16, is_pure=True, pack=2
+                    "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [value, next_value, keep_mask], dtype=tl.int16, is_pure=True, pack=2
                 )
             else:
-                value = (value & before) | (other & ~before)
-    shift = of_columns(own % TOGETHER * SIZE, TRANSPOSED)
+                value = (value & keep_mask) | (next_value & ~keep_mask)
+    shift = broadcast_columns(copy_field % FIELDS_PER_WINDOW * SIZE, TRANSPOSED)
     if FAST and PACKING.width % 2 == 0:
         value = tl.inline_asm_elementwise(
-            _moved_to(AT, (TOGETHER - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
+            _move_ptx(AT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
         value = ((value >> shift) & ((1 << SIZE) - 1)) << AT
@@ -225,31 +237,31 @@ def _side_by_side(
 
 
 @triton.constexpr_function
-def _moved_to(at: int, last: int) -> str:
-    """Return PTX that moves fields from bits up to ``last`` to bit ``at``; using a product keeps the shift units free."""
+def _move_ptx(at: int, last: int) -> str:
+    """Return PTX that moves fields from any bit up to ``last`` to bit ``at``; a multiplication, if possible, keeps the shift units free."""
     turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
     return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
 
 
 @triton.constexpr_function
-def _halves_of(position: int) -> str:
+def _join_ptx(position: int) -> str:
     low = 16 - position
     return f"""{{ .reg .b32 a, b;
         shr.b32 a, $1, {position}; shl.b32 b, $2, {low}; lop3.b32 $0, a, b, {((1 << low) - 1) * 0x10001}, 0xE4; }}"""
 
 
 @triton.jit
-def _window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``SIZE`` bits of each column from ``BEGIN`` up, as far as it has them, an int16 tile; higher bits are unspecified."""
+def _read_window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return up to ``SIZE`` bits of each column, beginning at ``BEGIN``, as an int16 tile; higher bits are unspecified."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:
         value = planes[WORD]
     elif POSITION + SIZE <= 16 or len(planes) == WORD + 1:
-        value = field(planes[WORD], POSITION, 16 - POSITION, FAST)
+        value = extract_field(planes[WORD], POSITION, 16 - POSITION, FAST)
     elif FAST:
         value = tl.inline_asm_elementwise(
-            _halves_of(POSITION), "=r,r,r", [planes[WORD], planes[WORD + 1]], dtype=tl.int16, is_pure=True, pack=2
+            _join_ptx(POSITION), "=r,r,r", [planes[WORD], planes[WORD + 1]], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
         value = ((planes[WORD] >> POSITION) & ((1 << (16 - POSITION)) - 1)) | (planes[WORD + 1] << (16 - POSITION))

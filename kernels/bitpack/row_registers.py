@@ -1,7 +1,7 @@
-"""Rows of short code streams as 32-bit registers per token, and the register bytes that contain each column's code.
+"""Rows of short code streams in 32-bit registers, one set per token, and the register bytes that contain each column's code.
 
-A tile of words of such rows would hold each word many times. Here a row is loaded once per token, whatever its streams, and byte
-permutations move the code of every column to the same position in a register.
+Tiles of such rows would contain each word many times. Instead, a row is loaded once per token, for any combination of streams, and byte
+permutations move every column's code to the same position of a register.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RowLoad(NamedTuple):
-    """One load per token: element ``at`` of the ``row`` elements of ``bits`` (16, 32 or 64) that stream number ``stream`` has per token."""
+    """One load per token: element ``at`` of the row of ``row`` elements, each ``bits`` (16, 32 or 64) bits, in stream number ``stream``."""
 
     stream: int
     bits: int
@@ -33,9 +33,9 @@ class RowLoad(NamedTuple):
 
 
 class Register(NamedTuple):
-    """32 bits of a row: the result of load number ``load``, or its half ``half`` (0 low, 1 high) for 64-bit loads.
+    """A 32-bit register of a row: the result of load number ``load``, or half ``half`` (0 low, 1 high) of a 64-bit load.
 
-    For a 16-bit load, entry ``parity`` of ``load_parities`` says which half of the word belongs to each token; otherwise it is -1.
+    For a 16-bit load, ``parity`` is the index in ``load_parities`` of the position of each token's half in its word; otherwise -1.
     """
 
     load: int
@@ -43,15 +43,15 @@ class Register(NamedTuple):
     parity: int
 
 
-class Place(NamedTuple):
-    """Byte ``byte`` (0 is lowest) of register number ``register``."""
+class RegisterByte(NamedTuple):
+    """Position of a byte: number ``byte`` (0 is lowest) of register number ``register``."""
 
     register: int
     byte: int
 
 
-class Row:
-    """The loads of a row, their registers, and the streams that they read, one code stream after another."""
+class RowPlan:
+    """A plan for loading rows: the loads, the registers they fill, and the streams they read, one code stream after another."""
 
     def __init__(self) -> None:
         self.loads: list[RowLoad] = []
@@ -59,95 +59,106 @@ class Row:
         self.streams: list[Stream] = []
         self.halves = 0
 
-    def add(self, name: str, packing: Columns) -> Words:
-        """Load the planes of a code stream in elements as wide as its rows allow; a 16-bit element uses a whole register."""
+    def add(self, name: str, packing: Columns) -> CodeRegisters:
+        """Add loads for all planes of a code stream, in elements as wide as its rows allow; a 16-bit element fills a whole register."""
         first = []
         for plane, words in enumerate(packing.planes):
             bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16
             row = 16 * words // bits
             first.append(len(self.registers))
-            for at in range(row):
+            for element in range(row):
                 parity = self.halves if bits == 16 else -1
                 self.halves += bits == 16
                 self.registers += [Register(len(self.loads), half, parity) for half in range(2 if bits == 64 else 1)]
-                self.loads.append(RowLoad(len(self.streams), bits, row, at))
+                self.loads.append(RowLoad(len(self.streams), bits, row, element))
             self.streams.append(Stream(f"{name}.{plane}", bits, row))
-        return Words(packing, tuple(first))
+        return CodeRegisters(packing, tuple(first))
 
 
-class Words(NamedTuple):
-    """The registers of a code stream's columns: the index of the ``first`` register of each plane."""
+class CodeRegisters(NamedTuple):
+    """The registers of one code stream: ``first`` contains the index of each plane's first register."""
 
     packing: Columns
     first: tuple[int, ...]
 
-    def place(self, column: int, byte: int) -> Place:
-        """Return the place of a byte of a column."""
+    def place(self, column: int, byte: int) -> RegisterByte:
+        """Return the position of byte ``byte`` of column ``column``."""
         plane, high = divmod(byte, 2)
         word = column
         if plane == self.packing.column_bytes // 2:
-            # The last bytes of an odd number: two columns per word.
+            # A plane of bytes has two columns per word.
             high, word = divmod(column, (self.packing.width + 1) // 2)
         if self.packing.planes[plane] % 2:
-            return Place(self.first[plane] + word, high)
-        return Place(self.first[plane] + word // 2, 2 * (word % 2) + high)
+            return RegisterByte(self.first[plane] + word, high)
+        return RegisterByte(self.first[plane] + word // 2, 2 * (word % 2) + high)
 
 
-def selectors(places: Sequence[Sequence[Place]], registers: Sequence[int]) -> list[list[int]]:
-    """Return the selectors with which ``permuted`` joins ``registers``: for each register after the first, one per column.
+def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence[int]) -> list[list[int]]:
+    """Return the selectors with which ``permute_bytes`` gathers each column's bytes from ``registers``.
 
-    ``places`` are the bytes of each column, which become the lowest bytes of the result; the others are arbitrary.
+    There is one list of selectors, one per column, for each register after the first. ``places`` contains the bytes of each column, which
+    become the lowest bytes of the result; the other bytes are arbitrary.
     """
     result = []
-    for number in range(1, len(registers)):
+    for index in range(1, len(registers)):
         step = []
-        for own in places:
+        for column in places:
             selector = 0
-            for kept, place in enumerate(own):
-                at = registers.index(place.register)
-                nibble = 4 + place.byte if at == number else place.byte if number == 1 and at == 0 else kept
-                selector |= nibble << 4 * kept
+            for byte, place in enumerate(column):
+                position = registers.index(place.register)
+                nibble = 4 + place.byte if position == index else place.byte if index == 1 and position == 0 else byte
+                selector |= nibble << 4 * byte
             step.append(selector)
         result.append(step)
     return result
 
 
-def of_upper_half(step: Sequence[int], number: int, half: int) -> list[int]:
-    """Return the selectors of step ``number`` of ``selectors`` if the upper half of register ``half`` has the bytes of the lower."""
-    if half != number and not (half == 0 and number == 1):
+def select_upper_half(step: Sequence[int], index: int, half: int) -> list[int]:
+    """Return the selectors ``step`` (number ``index`` of ``byte_selectors``), changed to read the upper half of register ``half``.
+
+    They read the same bytes of its upper 16 bits instead of its lower ones.
+    """
+    if half != index and not (half == 0 and index == 1):
         return list(step)
-    # Numbers of bytes are those of ``permuted``: from 4 on of the register that is joined.
-    own = 4 if half == number else 0
-    return [sum((nibble + 2 if nibble & 4 == own else nibble) << 4 * at for at, nibble in enumerate(_nibbles(one))) for one in step]
+    # As in ``permute_bytes``, bytes 4 to 7 are those of the register that is added.
+    register_bit = 4 if half == index else 0
+    return [
+        sum((nibble + 2 if nibble & 4 == register_bit else nibble) << 4 * position for position, nibble in enumerate(_nibbles(selector)))
+        for selector in step
+    ]
 
 
 def _nibbles(selector: int) -> list[int]:
-    return [selector >> 4 * at & 15 for at in range(4)]
+    return [selector >> 4 * position & 15 for position in range(4)]
 
 
 @triton.jit
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the registers for ``read_register`` from the rows of ``token`` ``[warp, token]``, from row ``first`` on: one tensor per load."""
+    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``, for ``read_register``; returns one tensor per load."""
     loaded = ()
-    for number in tl.static_range(len(LOADS)):
-        loaded = loaded + _load(pointers, first, token, valid, constant_at(LOADS, number), MASKED, FAST)
+    for index in tl.static_range(len(LOADS)):
+        loaded = loaded + _load_register(pointers, first, token, valid, constant_at(LOADS, index), MASKED, FAST)
     return loaded
 
 
 @triton.jit
-def _load(
+def _load_register(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOAD: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load a half as the aligned word that contains it, or in both halves, because only 32-bit loads are fetched ahead of time."""
+    """Load one element per token.
+
+    A 16-bit element is loaded as the aligned word that contains it, because Triton only prefetches 32-bit loads; otherwise, it is copied to
+    both halves of a word.
+    """
     pointer = pointers[LOAD.stream]
     if LOAD.bits == 64:
         loaded = load_per_token(pointer.to(tl.pointer_type(tl.int64)), first, token, valid, LOAD.row, LOAD.at, MASKED)
     elif LOAD.bits == 32:
         loaded = load_per_token(pointer, first, token, valid, LOAD.row, LOAD.at, MASKED)
     elif MASKED or not FAST:
-        # The word of the last half may end beyond the stream.
+        # The word that contains the last half may end past the stream.
         half = load_per_token(pointer, first, token, valid, LOAD.row, LOAD.at, MASKED).to(tl.int32)
         loaded = (half & 0xFFFF) | (half << 16)
     else:
@@ -159,14 +170,14 @@ def _load(
 
 @triton.jit
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return, for each 16-bit load, the bit at which a token's half begins in its word: int32 ``[1, token]``, the same for every tile.
+    """Return, for each 16-bit load, the bit at which each token's half begins in its word, int32 ``[1, token]``.
 
-    Without ``TOKENS`` it covers only the first token. ``halves`` points to 0, 16, 0, 16, ... Tiles begin an even number of rows after row
-    ``first``, and rows have an odd number of halves.
+    All tiles share the result, because they begin an even number of rows after row ``first``, and rows have an odd number of halves. If
+    ``TOKENS`` is 0, the result is only for the first token. ``halves`` points to 0, 16, 0, 16, ...
     """
     result = ()
-    for number in tl.static_range(len(LOADS)):
-        result = result + _load_parity(pointers, first, halves, constant_at(LOADS, number), TOKENS)
+    for index in tl.static_range(len(LOADS)):
+        result = result + _load_parity(pointers, first, halves, constant_at(LOADS, index), TOKENS)
     return result
 
 
@@ -181,7 +192,7 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """Return a register of ``load_registers``, uint32 ``[warp, token]``; the upper half of a 16-bit one is unspecified."""
+    """Return register ``REGISTER`` from the result of ``load_registers``, uint32 ``[warp, token]``; a 16-bit load has no upper half."""
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
         value = value >> 32
@@ -192,10 +203,10 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 
 @triton.jit
-def permuted(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Select each byte of the result from ``low`` (0 to 3) or ``high`` (4 to 7) by 4 bits of ``selector``, from the lowest up.
+def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Build each result byte from a byte of ``low`` (0 to 3) or ``high`` (4 to 7), as chosen by 4 bits of ``selector``, lowest first.
 
-    All are 32-bit integers that broadcast to a tile; the result is uint32.
+    All operands are 32-bit integers that broadcast to a tile; the result is uint32.
     """
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -204,7 +215,7 @@ def permuted(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.cons
     else:
         value = tl.zeros((1, 1, 1), tl.uint32)
         for byte in tl.static_range(4):
-            number = ((selector >> (4 * byte)) & 7).to(tl.uint32)
-            found = tl.where(number < 4, low >> (8 * (number & 3)), high >> (8 * (number & 3)))
-            value = value | ((found & 0xFF) << (8 * byte))
+            source = ((selector >> (4 * byte)) & 7).to(tl.uint32)
+            shifted = tl.where(source < 4, low >> (8 * (source & 3)), high >> (8 * (source & 3)))
+            value = value | ((shifted & 0xFF) << (8 * byte))
     return value

@@ -1,6 +1,6 @@
-"""The checks of ``Codec.check`` for stored words and floats, on the device: one launch per rule for all sides of a cache.
+"""Validation of stored words and floats on the device, with one launch per rule for all sides (keys or values of layers) of a cache.
 
-A launch only finds the sides with errors; ``Codec.check`` then reports what is wrong with them.
+A launch only finds the sides that break rules; ``Codec.check`` then reports their errors.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -16,7 +16,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import WordRule
 
-from .columns import launch, table_of
+from .columns import device_table, launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,22 +24,19 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 LANES, STEPS = 1 << 10, 16
-"""Values that a program processes at once, and the number of repetitions."""
+"""Values that a program checks per iteration, and its number of iterations."""
 WARPS = 4
 
 FLOATS = {"F16": (tl.int16, 0x7C00), "F32": (tl.int32, 0x7F800000)}
-"""Integer dtype of a stored float's bits, and the mask of its exponent, whose bits are all set if it is not finite."""
+"""Integer dtype of a float's bits, and its exponent mask; all exponent bits are set in infinities and NaNs."""
 
 TABLE_INTEGERS = tl.constexpr(3)
-"""Integers of a stream in the table: its address, its values, and the number of its side."""
+"""Integers per table row, which describes a stream: its address, its number of values, and the index of its side."""
 
 
 @lru_cache(maxsize=256)
-def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one, or the dtype name for floats; None if ``Codec.check`` checks more than these.
-
-    A class with its own check may check more.
-    """
+def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
+    """Return the rule of each stream that has one (for float streams, the dtype name); None if some stream has rules not covered here."""
     result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
         rules = packing.word_rules()
@@ -50,21 +47,21 @@ def rules_of(codec: Codec) -> Mapping[str, WordRule | str] | None:
     return result | {name: codec.row_layouts[name].dtype for name in codec.finite_streams()}
 
 
-def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
-    """Start a search for the ``sides`` that break a rule; all must have rules and contiguous streams on one device.
+def find_invalid_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Callable[[], list[int]]:
+    """Start checking all ``sides``, and return a function that waits for the result and returns the indices of the invalid ones.
 
-    The returned function waits for the result and returns their numbers.
+    Every side must have rules (``stream_rules``), and contiguous streams on one device.
     """
     streams: dict[WordRule | str, list[tuple[int, int, int]]] = {}
-    held = [stream for _, own in sides for stream in own.values()]
-    for number, (codec, own) in enumerate(sides):
-        for name, rule in (rules_of(codec) or {}).items():
-            if own[name].numel():
-                streams.setdefault(rule, []).append((own[name].data_ptr(), own[name].numel(), number))
+    keep_alive = [stream for _, tensors in sides for stream in tensors.values()]
+    for index, (codec, tensors) in enumerate(sides):
+        for name, rule in (stream_rules(codec) or {}).items():
+            if tensors[name].numel():
+                streams.setdefault(rule, []).append((tensors[name].data_ptr(), tensors[name].numel(), index))
     if not streams:
         return list
-    device = held[0].device
-    table = table_of([row for rows in streams.values() for row in rows], device)
+    device = keep_alive[0].device
+    table = device_table([row for rows in streams.values() for row in rows], device)
     status = torch.zeros(len(sides), dtype=torch.int32, device=device)
     first = 0
     for rule, rows in streams.items():
@@ -72,11 +69,11 @@ def wrong_sides(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor]]]) -> Ca
         word, exponent = FLOATS[rule] if isinstance(rule, str) else (tl.int16, 0)
         bounds, width = (status, 1) if isinstance(rule, str) else (_bounds(rule, str(device)), len(rule.limits))
         launch(
-            _find_wrong, len(rows) * parts, device, status, table, bounds, first, parts, width,
+            _check_values, len(rows) * parts, device, status, table, bounds, first, parts, width,
             WORD=word, EXPONENT=exponent, LANES=LANES, STEPS=STEPS, warps=WARPS,
         )  # fmt: skip
         first += len(rows)
-    return lambda: [number for number, wrong in enumerate(status.tolist()) if wrong]
+    return lambda: [index for index, invalid in enumerate(status.tolist()) if invalid]
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +83,7 @@ def _bounds(rule: WordRule, device: str) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["first", "parts", "width"])
-def _find_wrong(
+def _check_values(
     status: tl.tensor,
     table: tl.tensor,
     bounds: tl.tensor,
@@ -98,22 +95,25 @@ def _find_wrong(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Set the side's status if a value of this part of a stream breaks its rule: ``bounds`` ``[2, width]``, or a float's exponent."""
+    """Set the side's ``status`` if a value in one part of a stream breaks its rule.
+
+    With ``EXPONENT``, floats must be finite. Otherwise words must satisfy ``bounds`` ``[2, width]``: bits that must be 0, and maxima.
+    """
     row = table + (first + tl.program_id(0) // parts) * TABLE_INTEGERS
     begin = (tl.program_id(0) % parts).to(tl.int64) * (LANES * STEPS)
     values = tl.load(row + 1)
     pointer = tl.load(row).to(tl.pointer_type(WORD))
     lane = tl.arange(0, LANES)
-    wrong = lane < 0
+    invalid = lane < 0
     for step in range(STEPS):
-        place = begin + step * LANES
-        # Zeros, which are loaded behind the end, keep every rule.
-        word = tl.load(pointer + place + lane, place + lane < values, 0).to(tl.int32)
+        offset = begin + step * LANES
+        # Loads past the end yield zeros, which satisfy every rule.
+        word = tl.load(pointer + offset + lane, offset + lane < values, 0).to(tl.int32)
         if EXPONENT:
-            wrong |= (word & EXPONENT) == EXPONENT
+            invalid |= (word & EXPONENT) == EXPONENT
         else:
-            column = ((place % width).to(tl.int32) + lane) % width
+            column = ((offset % width).to(tl.int32) + lane) % width
             word &= 0xFFFF
-            wrong |= ((word & tl.load(bounds + column)) != 0) | (word > tl.load(bounds + width + column))
-    if tl.max(wrong.to(tl.int32), 0) != 0:
+            invalid |= ((word & tl.load(bounds + column)) != 0) | (word > tl.load(bounds + width + column))
+    if tl.max(invalid.to(tl.int32), 0) != 0:
         tl.store(status + tl.load(row + 2), 1)

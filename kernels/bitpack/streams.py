@@ -1,4 +1,4 @@
-"""Stored streams in the form that loaders read."""
+"""Descriptions of stored streams, as loaders read them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 WORD_BITS = 16
-"""Bits of the words that rows are stored in."""
+"""Number of bits per stored word."""
 
 RUN_TOKENS = 1 << 30
-"""Tokens per row of a stream with one row per run: it takes no bytes per token."""
+"""Tokens per row for streams with one row for all tokens."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stored stream as a loader reads it: elements of ``bits``, 8 to 128, with ``row`` elements per row of ``tokens`` tokens.
+    """A stored stream as a loader reads it: ``row`` elements of ``bits`` bits (8 to 128) for every ``tokens`` tokens.
 
-    A pair of binary16 is one 32-bit element.
+    A pair of binary16 numbers is one 32-bit element.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Stream:
 
 
 def plane_streams(name: str, packing: Columns) -> tuple[Stream, ...]:
-    """Return the planes of one code stream."""
+    """Return one ``Stream`` of 16-bit words for each plane of code stream ``name``."""
     return tuple(Stream(f"{name}.{plane}", 16, words) for plane, words in enumerate(packing.planes))
 
 
-def dense_rows(tensor: torch.Tensor) -> bool:
-    """Return True if all rows of a head, in ``[batch, kv_head, row, ...]``, are contiguous."""
+def has_dense_rows(tensor: torch.Tensor) -> bool:
+    """Return True if the rows of each head are contiguous in ``tensor`` ``[batch, kv_head, row, ...]``."""
     step = 1
     for length, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if length != 1 and stride != step:

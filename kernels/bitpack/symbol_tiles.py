@@ -1,6 +1,7 @@
-"""Tiles of symbols from rows that are in one thread, for lookups in the layout of the matrix units' sums.
+"""Tiles of symbols, built from rows in one thread's registers, in the layout of matrix-product results.
 
-That is also a layout of their next operand. So two bytes of each symbol go through shared memory instead of its several values.
+That layout is also valid for operands, so symbols can be looked up after the tile is built: two bytes per symbol pass through shared
+memory, instead of several decoded values.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -12,18 +13,18 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .thread_rows import words_of_row
-from .thread_tiles import tile_of_f16x2
+from .thread_rows import words_per_token
+from .thread_tiles import assemble_tile
 
 WIDTH = tl.constexpr(16)
-"""Symbols of a tile: the step of the matrix units."""
+"""Number of symbols per tile: the inner dimension of one matrix instruction."""
 
 MAX_BITS = tl.constexpr(16)
-"""Bits of a symbol, at most."""
+"""Maximum number of bits per symbol."""
 
 
-def steps_of(symbols: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column of each step, -1 for none."""
+def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
+    """Return the symbol of each column, per step; -1 for columns without a symbol."""
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)
@@ -31,7 +32,7 @@ def steps_of(symbols: int) -> list[tuple[int, ...]]:
 
 
 @triton.jit
-def symbol_tile(
+def load_symbol_tile(
     loaded: tl.tuple,
     STEP: tl.constexpr,
     TWO: tl.constexpr,
@@ -40,36 +41,36 @@ def symbol_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the symbols of ``STEP``, int16 ``[warp, token, column]``, or transposed, ``[warp, column, token]``.
+    """Build the tile of symbols of step ``STEP`` from ``loaded`` rows: int16 ``[warp, token, column]``, or ``[warp, column, token]``.
 
-    ``TWO(words, symbol, CONSTANTS, FAST)`` returns a symbol and the next one, 16 bits apart.
+    ``TWO(words, symbol, CONSTANTS, FAST)`` must return a symbol and the next one, 16 bits apart.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
-    ROW: tl.constexpr = words_of_row(ROWS)
+    ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _two_symbols_each(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    second = _two_symbols_each(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
-    tile = tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST)
+    first = _symbol_pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    second = _symbol_pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, FAST)
+    tile = assemble_tile(first, second, WARPS, TRANSPOSED, FAST)
     if FAST:
-        tile = _laid_out_as_sums(tile, TRANSPOSED)
+        tile = _use_sums_layout(tile, TRANSPOSED)
     return tile.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def _laid_out_as_sums(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Make the compiler lay out ``tile`` as an operand of a product whose result is not needed, and return it."""
+def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """Return ``tile`` in the layout of a matrix product's result, by combining it with the result of an unused product."""
     WARPS: tl.constexpr = tile.shape[0]
     square = tl.zeros((WARPS, WIDTH, WIDTH), tl.float16)
     zeros = tl.zeros(tile.shape, tl.float16)
     if TRANSPOSED:
-        like = tl.dot(square, zeros, out_dtype=tl.float16)
+        layout_source = tl.dot(square, zeros, out_dtype=tl.float16)
     else:
-        like = tl.dot(zeros, square, out_dtype=tl.float16)
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile, like], dtype=tl.float16, is_pure=True, pack=2)
+        layout_source = tl.dot(zeros, square, out_dtype=tl.float16)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile, layout_source], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _two_symbols_each(
+def _symbol_pairs(
     words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     registers = ()

@@ -1,8 +1,8 @@
-"""Digits of rows that one thread holds in words (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
+"""Extraction of digits from rows in one thread's registers (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
 
-``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``, and so is every result. Two neighbors are mostly in the same
-words and then share the instructions that extract them. Division by a base that is not a power of two is a multiplication by its
-reciprocal, with fewer instructions the smaller the dividend's known bound.
+``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. Two neighbors are usually in the
+same words and then share the extracting instructions. Division by a base that is not a power of two is a multiplication by its reciprocal,
+which takes fewer instructions if the dividend's upper bound is small.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from .columns import constant_at
-from .thread_rows import rows_constants
+from .thread_rows import stored_words_per_plane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class RowPacking(NamedTuple):
-    """A code stream's columns in a row of words: the number of its first word, and whether its fields are bit fields (``binary``)."""
+    """The layout of one code stream's columns in a row of words.
+
+    ``first_word`` is the index of its first word in the row; ``binary`` is True if its fields are bit fields.
+    """
 
     first_word: int
     column_bytes: int
@@ -36,7 +39,7 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """Bits of a value within one word: ``bits`` of ``word`` from ``shift`` up become the value's bits from ``before`` up."""
+    """The bits of a value that are in one word: ``bits`` bits of ``word`` at bit ``shift`` are the value's bits at bit ``before``."""
 
     word: int
     shift: int
@@ -44,10 +47,10 @@ class BitPiece(NamedTuple):
     before: int
 
 
-class TwoDigitPiece(NamedTuple):
-    """Bits of two digits in one word: shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
+class PairPiece(NamedTuple):
+    """The bits of two digits that are in one word: after a right shift by ``shift`` (left if negative) and a mask, they are 16 bits apart.
 
-    ``in_bytes``: both are in one 16-bit half, a byte each, and are moved 16 bits apart first.
+    If ``in_bytes``, the digits are in the two bytes of a 16-bit half, which are first moved 16 bits apart.
     """
 
     word: int
@@ -56,53 +59,53 @@ class TwoDigitPiece(NamedTuple):
     in_bytes: bool
 
 
-def row_packing(packings: Sequence[Columns], number: int) -> RowPacking:
-    """Return the packing of stream ``number`` in a row that contains all ``packings``."""
-    first_word = sum((halves + 1) // 2 for halves in rows_constants(packings[:number]))
-    packing = packings[number]
+def row_packing(packings: Sequence[Columns], index: int) -> RowPacking:
+    """Return the ``RowPacking`` of stream number ``index`` in a row that contains all ``packings``."""
+    first_word = sum((halves + 1) // 2 for halves in stored_words_per_plane(packings[:index]))
+    packing = packings[index]
     return RowPacking(first_word, packing.column_bytes, packing.width, packing.bases[0], packing.binary)
 
 
 @triton.constexpr_function
-def pieces_at(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return the pieces of ``bits`` bits of a column from ``position`` up."""
+def bit_pieces(first: int, column_bytes: int, width: int, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
+    """Return the pieces that contain ``bits`` bits of a column, beginning at bit ``position``."""
     pieces = []
     done = 0
     while done < bits:
-        plane, at = divmod(position + done, 16)
-        half, room = column, 16
+        plane, shift = divmod(position + done, 16)
+        word, limit = column, 16
         if plane == column_bytes // 2:
-            byte, half = divmod(column, (width + 1) // 2)
-            at, room = at + 8 * byte, 8 + 8 * byte
-        count = min(bits - done, room - at)
-        pieces.append(BitPiece(first + plane * ((width + 1) // 2) + half // 2, 16 * (half % 2) + at, count, done))
+            byte, word = divmod(column, (width + 1) // 2)
+            shift, limit = shift + 8 * byte, 8 + 8 * byte
+        count = min(bits - done, limit - shift)
+        pieces.append(BitPiece(first + plane * ((width + 1) // 2) + word // 2, 16 * (word % 2) + shift, count, done))
         done += count
     return tuple(pieces)
 
 
 @triton.constexpr_function
-def pieces_of_bits(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Run ``pieces_at`` for the columns of ``packing``, whose field names Triton 3.6 would drop if it were passed on."""
-    return tuple(BitPiece(*piece) for piece in pieces_at(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
+def column_pieces(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
+    """Return ``bit_pieces`` for a column of ``packing``; it is unpacked here because Triton 3.6 drops the field names of tuples."""
+    return tuple(BitPiece(*piece) for piece in bit_pieces(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
 
 @triton.constexpr_function
-def _bits_of_base(base: int) -> int:
+def _base_bits(base: int) -> int:
     return base.bit_length() - 1
 
 
 @triton.jit
-def bits_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return ``BITS`` bits (at most 32) of a column from ``POSITION`` up, uint32."""
-    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
-    value = _piece(words, constant_at(PIECES, 0))
-    for number in tl.static_range(1, len(PIECES)):
-        value = value | _piece(words, constant_at(PIECES, number))
+def column_bits(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, POSITION: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Return ``BITS`` bits (at most 32) of a column, beginning at bit ``POSITION``, as uint32."""
+    PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)
+    value = _read_piece(words, constant_at(PIECES, 0))
+    for index in tl.static_range(1, len(PIECES)):
+        value = value | _read_piece(words, constant_at(PIECES, index))
     return value
 
 
 @triton.jit
-def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
+def _read_piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
     value = (words[PIECE.word] >> PIECE.shift) & ((1 << PIECE.bits) - 1)
     if PIECE.before > 0:
         value = value << PIECE.before
@@ -110,8 +113,8 @@ def _piece(words: tl.tuple, PIECE: tl.constexpr) -> tl.tensor:
 
 
 @triton.constexpr_function
-def most_fields(packing: RowPacking) -> int:
-    """Return the maximum number of fields in a column of this many bytes."""
+def max_fields(packing: RowPacking) -> int:
+    """Return the maximum number of fields that fit in a column of ``packing``."""
     fields = 1
     while packing.base ** (fields + 1) <= 1 << 8 * packing.column_bytes:
         fields += 1
@@ -120,14 +123,14 @@ def most_fields(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _reciprocal(divisor: int, below: int) -> int:
-    """Return m such that the upper 32 bits of n * m are n // ``divisor`` for all n less than ``below``; 0 if there is none."""
+    """Return m such that (n * m) >> 32 equals n // ``divisor`` for all n less than ``below``; 0 if there is no such m."""
     value = -(-(1 << 32) // divisor)
     return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
 
 
 @triton.jit
 def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> tl.tensor:
-    """Divide ``value``, uint32 less than ``BELOW``, by a constant, rounding down."""
+    """Return ``value // DIVISOR`` for uint32 values less than ``BELOW``."""
     RECIPROCAL: tl.constexpr = _reciprocal(DIVISOR, BELOW)
     if RECIPROCAL > 0:
         value = tl.umulhi(value, tl.full(value.shape, RECIPROCAL, tl.uint32))
@@ -137,75 +140,78 @@ def _quotient(value: tl.tensor, DIVISOR: tl.constexpr, BELOW: tl.constexpr) -> t
 
 
 @triton.jit
-def _digit_of(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return digit ``FIELD`` of ``value``, a uint32 with ``FIELDS`` digits."""
+def _extract_field_digit(value: tl.tensor, BASE: tl.constexpr, FIELD: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
+    """Return digit ``FIELD`` of ``value``, a uint32 with ``FIELDS`` digits of base ``BASE``."""
     BELOW: tl.constexpr = BASE**FIELDS
     result = _quotient(value, BASE**FIELD, BELOW)
     if FIELD + 1 < FIELDS:
-        # Neighboring fields share a division.
+        # Neighboring fields share this division.
         result = result - _quotient(value, BASE ** (FIELD + 1), BELOW) * BASE
     return result
 
 
 @triton.jit
-def digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the digit of one symbol, uint32, below its base."""
+def symbol_digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the digit of symbol ``SYMBOL`` as uint32, always less than its base."""
     COLUMN: tl.constexpr = SYMBOL % PACKING.width
     FIELD: tl.constexpr = SYMBOL // PACKING.width
     BASE: tl.constexpr = PACKING.base
     BITS: tl.constexpr = 8 * PACKING.column_bytes
-    FIELDS: tl.constexpr = most_fields(PACKING)
+    FIELDS: tl.constexpr = max_fields(PACKING)
     if PACKING.binary:
-        DIGIT_BITS: tl.constexpr = _bits_of_base(BASE)
-        value = bits_of_column(words, PACKING, COLUMN, FIELD * DIGIT_BITS, DIGIT_BITS)
-    elif first_of_upper(PACKING) > 0:
-        # Two numbers of 32 bits: dividing one of 64 takes several times as long.
-        MIDDLE: tl.constexpr = first_of_upper(PACKING)
-        SHIFT: tl.constexpr = MIDDLE * _twos(BASE)
-        low = low_of_column(words, PACKING, COLUMN, FAST)
-        upper = (low >> SHIFT) | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32) << (32 - SHIFT))
+        DIGIT_BITS: tl.constexpr = _base_bits(BASE)
+        value = column_bits(words, PACKING, COLUMN, FIELD * DIGIT_BITS, DIGIT_BITS)
+    elif first_upper_field(PACKING) > 0:
+        # Split the column into two 32-bit numbers, because a 64-bit division takes several times as long.
+        MIDDLE: tl.constexpr = first_upper_field(PACKING)
+        SHIFT: tl.constexpr = MIDDLE * _exponent_of_two(BASE)
+        low = column_low_word(words, PACKING, COLUMN, FAST)
+        upper = (low >> SHIFT) | (column_bits(words, PACKING, COLUMN, 32, BITS - 32) << (32 - SHIFT))
         upper = _quotient(upper, BASE**MIDDLE >> SHIFT, 1 << BITS - SHIFT)
         if FIELD >= MIDDLE:
-            # A column that no writer makes has digits that are too large, in its highest field.
-            value = _digit_of(tl.minimum(upper, BASE ** (FIELDS - MIDDLE) - 1), BASE, FIELD - MIDDLE, FIELDS - MIDDLE)
+            # In a column that no writer produces, the highest digit may be too large.
+            value = _extract_field_digit(tl.minimum(upper, BASE ** (FIELDS - MIDDLE) - 1), BASE, FIELD - MIDDLE, FIELDS - MIDDLE)
         else:
-            value = _digit_of(low - upper * BASE**MIDDLE, BASE, FIELD, MIDDLE)
+            value = _extract_field_digit(low - upper * BASE**MIDDLE, BASE, FIELD, MIDDLE)
     elif BITS <= 32:
-        value = tl.minimum(bits_of_column(words, PACKING, COLUMN, 0, BITS), BASE**FIELDS - 1)
-        value = _digit_of(value, BASE, FIELD, FIELDS)
+        value = tl.minimum(column_bits(words, PACKING, COLUMN, 0, BITS), BASE**FIELDS - 1)
+        value = _extract_field_digit(value, BASE, FIELD, FIELDS)
     else:
-        column = bits_of_column(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
-        column = column | (bits_of_column(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
+        column = column_bits(words, PACKING, COLUMN, 0, 32).to(tl.uint64)
+        column = column | (column_bits(words, PACKING, COLUMN, 32, BITS - 32).to(tl.uint64) << 32)
         # Neighboring fields share a division.
         value = (column // BASE**FIELD - column // BASE ** (FIELD + 1) * BASE).to(tl.uint32)
     return value
 
 
 @triton.jit
-def low_of_column(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low 32 bits of a column that has at least as many."""
-    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, 0, 32)
+def column_low_word(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the low 32 bits of a column, which must have at least 32."""
+    PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, 0, 32)
     if FAST and len(PIECES) == 2:
         SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
         value = tl.inline_asm_elementwise(
             f"prmt.b32 $0, $1, $2, {SELECT};", "=r,r,r", [words[PIECES[0][0]], words[PIECES[1][0]]], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        value = bits_of_column(words, PACKING, COLUMN, 0, 32)
+        value = column_bits(words, PACKING, COLUMN, 0, 32)
     return value
 
 
 @triton.constexpr_function
-def _twos(base: int) -> int:
-    """Return the exponent of 2 in ``base``."""
+def _exponent_of_two(base: int) -> int:
+    """Return the largest n such that 2^n divides ``base``."""
     return (base & -base).bit_length() - 1
 
 
 @triton.constexpr_function
-def first_of_upper(packing: RowPacking) -> int:
-    """Return the fewest fields that leave at most 32 bits above them in a wide column, without factors of two; 0 if there are none."""
+def first_upper_field(packing: RowPacking) -> int:
+    """Return the field at which ``symbol_digit`` splits a column of more than 4 bytes into two 32-bit numbers; 0 if it cannot.
+
+    It is the smallest field with an upper part of at most 32 bits, after shifting out the base's factors of two.
+    """
     column_bytes, base = packing.column_bytes, packing.base
-    twos = _twos(base)
+    twos = _exponent_of_two(base)
     if column_bytes <= 4 or not twos:
         return 0
     first = -(-(8 * column_bytes - 32) // twos)
@@ -213,27 +219,27 @@ def first_of_upper(packing: RowPacking) -> int:
 
 
 @triton.constexpr_function
-def _pieces_of_two(packing: RowPacking, symbol: int) -> tuple[TwoDigitPiece, ...]:
-    """Return the pieces of a symbol and the next one together; empty if they are not in the same words."""
+def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ...]:
+    """Return the pieces that contain ``symbol`` and the next symbol; empty if the two are not in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:
         return ()
     pieces = []
     columns = packing.first_word, packing.column_bytes, packing.width
-    for low, high in zip(pieces_at(*columns, column, position, bits), pieces_at(*columns, column + 1, position, bits), strict=True):
-        word, at, count, before = low
-        if high[0] != word or high[1] - at not in (8, 16) or (high[1] - at == 8 and at >= 8):
+    for low, high in zip(bit_pieces(*columns, column, position, bits), bit_pieces(*columns, column + 1, position, bits), strict=True):
+        word, shift, count, before = low
+        if high[0] != word or high[1] - shift not in (8, 16) or (high[1] - shift == 8 and shift >= 8):
             return ()
-        pieces.append(TwoDigitPiece(word, at - before, ((1 << count) - 1 << before) * 0x10001, high[1] - at == 8))
+        pieces.append(PairPiece(word, shift - before, ((1 << count) - 1 << before) * 0x10001, high[1] - shift == 8))
     return tuple(pieces)
 
 
 @triton.jit
-def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``low`` with ``high`` inserted from ``BIT`` up, where ``low`` has no bits."""
+def insert_above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return ``low | high << BIT``; ``low`` must be less than 2^``BIT``."""
     if FAST:
-        # The compiler makes two instructions of it.
+        # The compiler would emit two instructions.
         value = tl.inline_asm_elementwise(
             f"mad.lo.u32 $0, $1, {1 << BIT}, $2;", "=r,r,r", [high, low], dtype=tl.uint32, is_pure=True, pack=1
         )
@@ -243,8 +249,8 @@ def above(high: tl.tensor, low: tl.tensor, BIT: tl.constexpr, FAST: tl.constexpr
 
 
 @triton.jit
-def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low two bytes of a word, moved 16 bits apart."""
+def _spread_bytes(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Return the low two bytes of each word, moved 16 bits apart."""
     if FAST:
         value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
     else:
@@ -253,25 +259,27 @@ def _bytes_apart(word: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def two_digits(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the digits of an even symbol (low 16 bits) and of the next one (high 16 bits); their columns mostly share words."""
+def symbol_pair_digits(
+    words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, SYMBOLS: tl.constexpr, FAST: tl.constexpr
+) -> tl.tensor:
+    """Return the digits of an even symbol (low 16 bits) and of the next one (high 16 bits)."""
     EVEN: tl.constexpr = SYMBOL // 2 * 2
     ODD: tl.constexpr = EVEN + (EVEN + 1 < SYMBOLS)
-    PIECES: tl.constexpr = _pieces_of_two(PACKING, EVEN)
+    PIECES: tl.constexpr = _symbol_pair_pieces(PACKING, EVEN)
     if len(PIECES) > 0:
-        value = _piece_of_two(words, constant_at(PIECES, 0), FAST)
-        for number in tl.static_range(1, len(PIECES)):
-            value = value | _piece_of_two(words, constant_at(PIECES, number), FAST)
+        value = _read_pair_piece(words, constant_at(PIECES, 0), FAST)
+        for index in tl.static_range(1, len(PIECES)):
+            value = value | _read_pair_piece(words, constant_at(PIECES, index), FAST)
     else:
-        value = above(digit(words, PACKING, ODD, FAST), digit(words, PACKING, EVEN, FAST), 16, FAST)
+        value = insert_above(symbol_digit(words, PACKING, ODD, FAST), symbol_digit(words, PACKING, EVEN, FAST), 16, FAST)
     return value
 
 
 @triton.jit
-def _piece_of_two(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _read_pair_piece(words: tl.tuple, PIECE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     word = words[PIECE.word]
     if PIECE.in_bytes:
-        word = _bytes_apart(word, FAST)
+        word = _spread_bytes(word, FAST)
     if PIECE.shift >= 0:
         word = word >> PIECE.shift
     else:

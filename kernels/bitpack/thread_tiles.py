@@ -1,6 +1,6 @@
-"""Tiles of rows that one thread holds: the f16x2 registers of a token's decoded symbols, in neighboring columns.
+"""Tiles built from rows in one thread's registers: each f16x2 register has two decoded values of a token, in neighboring columns.
 
-The registers of all tokens are joined to a tile, which the compiler moves to the matrix units through shared memory.
+The registers of all tokens are joined to a tile, which the compiler moves to the layout of matrix operands through shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -14,92 +14,92 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from .f16x2 import joined
-from .thread_rows import load_rows, load_unseen, words_of_row
+from .f16x2 import join_halves
+from .thread_rows import load_number, load_rows, words_per_token
 from .token_factors import read_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 F16X2_PER_TILE = tl.constexpr(16)
-"""Registers of one token in one tile, two columns each."""
+"""Number of registers per token in one tile, with two columns each."""
 
 TOKENS = 64
-"""Tokens of a warp's tile: two per thread, so that the compiler stores columns, not tokens, side by side."""
+"""Number of tokens in a warp's tile: two per thread, so that the compiler stores columns, not tokens, next to each other."""
 
 SymbolValue = tuple[int, int]
-"""One value that a row decodes to: the number of its symbol, and its number among the values of that symbol."""
+"""A value that a row decodes to: the index of its symbol, and its index among the values of that symbol."""
 
 
-def f16x2_of_symbols(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """Pair the values that are channels, two per register: two of one symbol, or the odd ones of two neighboring symbols."""
+def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
+    """Assign the decoded channels to registers, two each: two values of one symbol, or the odd last values of two neighboring symbols."""
     registers: list[tuple[SymbolValue, SymbolValue]] = []
     single: SymbolValue | None = None
     for symbol in range(symbols):
-        held = [(symbol, value) for value in range(values) if symbol * values + value < dim]
-        registers += zip(held[::2], held[1::2], strict=False)
-        if len(held) % 2:
+        channels = [(symbol, value) for value in range(values) if symbol * values + value < dim]
+        registers += zip(channels[::2], channels[1::2], strict=False)
+        if len(channels) % 2:
             if single is None:
-                single = held[-1]
+                single = channels[-1]
             else:
-                registers.append((single, held[-1]))
+                registers.append((single, channels[-1]))
                 single = None
     return registers if single is None else [*registers, (single, single)]
 
 
-def tiles_of(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the registers of whole tiles, four integers each (two ``SymbolValue``), and the channel of each column of each tile.
+def assign_tiles(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the registers of whole tiles, as four integers each (two ``SymbolValue``), and the channel of each column, per tile.
 
-    The first register is repeated to fill the last tile; the columns of a repeated value have channel -1.
+    The last tile is filled with copies of the first register. Columns with a repeated value have channel -1.
     """
     filled = [*registers, *[registers[0]] * (-len(registers) % F16X2_PER_TILE.value)]
-    result: set[SymbolValue] = set()
+    seen: set[SymbolValue] = set()
     channels = []
     for half in (half for register in filled for half in register):
-        channels.append(-1 if half in result else half[0] * values + half[1])
-        result.add(half)
+        channels.append(-1 if half in seen else half[0] * values + half[1])
+        seen.add(half)
     width = 2 * F16X2_PER_TILE.value
     return (
-        tuple(number for low, high in filled for number in (*low, *high)),
+        tuple(integer for low, high in filled for integer in (*low, *high)),
         tuple(tuple(channels[first : first + width]) for first in range(0, len(channels), width)),
     )
 
 
 @triton.constexpr_function
-def _halvings(count: int) -> int:
+def _log2(count: int) -> int:
     return count.bit_length() - 1
 
 
 @triton.jit
-def _joined_by_halves(values: tl.tuple) -> tl.tuple:
-    """Join value k with value k + n / 2 of n values along a new last axis."""
+def _join_halves(values: tl.tuple) -> tl.tuple:
+    """Join each of the first half of ``values`` with its counterpart in the second half, along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
-    for number in tl.static_range(HALF):
-        joins = joins + (tl.join(values[number], values[number + HALF]),)
+    for index in tl.static_range(HALF):
+        joins = joins + (tl.join(values[index], values[index + HALF]),)
     return joins
 
 
 @triton.jit
-def tile_of_f16x2(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``, of registers of a warp's tokens.
+def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Assemble f16x2 registers to a binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
-    ``first`` and ``second`` hold the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
+    ``first`` and ``second`` are the registers for the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
     """
     WIDTH: tl.constexpr = 2 * len(first)
     columns = ()
-    for number in tl.static_range(len(first)):
-        columns = columns + (tl.join(first[number], second[number]),)
-    columns = _joined_by_halves(columns)
-    for _ in tl.static_range(_halvings(len(columns))):
-        columns = _joined_by_halves(columns)
+    for index in tl.static_range(len(first)):
+        columns = columns + (tl.join(first[index], second[index]),)
+    columns = _join_halves(columns)
+    for _ in tl.static_range(_log2(len(columns))):
+        columns = _join_halves(columns)
     tile = tl.join(columns[0], columns[0])
     HALF: tl.constexpr = tile.shape[0] // WARPS
     tile = tl.trans(tl.reshape(tile, (WARPS, HALF, 2, WIDTH)), 0, 2, 1, 3)
     tile = tl.reshape(tile, (WARPS, 2 * HALF, WIDTH))
     if FAST:
-        # Two neighboring columns both hold one register, and become its halves. This also stops the compiler, which otherwise takes the
-        # joined values for narrower ones and reads them from shared memory one by one.
+        # Two neighboring columns are copies of one register, and become its halves. This also hides the copies from the compiler, which
+        # would otherwise narrow the joined values and read them from shared memory one by one.
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
     else:
         upper = tl.arange(0, WIDTH)[None, None, :] % 2 == 1
@@ -121,20 +121,20 @@ def load_rows_and_factor(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of all code streams (``thread_rows.load_rows``), then one factor per token, int32 ``[warp, token]``.
+    """Load the rows of all code streams (``thread_rows.load_rows``), and one token factor as int32 ``[warp, token]``.
 
-    ``CONSTANTS`` must have ``rows`` and ``factor_bits``.
+    ``CONSTANTS`` must have the fields ``rows`` and ``factor_bits``.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return loaded + (load_unseen(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
+    return loaded + (load_number(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
 
 
 @triton.jit
-def factor_beside_rows(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor that ``load_rows_and_factor`` loaded, float32 ``[warp, token]``."""
+def read_row_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the token factors that ``load_rows_and_factor`` loaded, as float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
-    value = loaded[2 * words_of_row(ROWS)]
+    value = loaded[2 * words_per_token(ROWS)]
     if CONSTANTS.factor_bits == 16:
         value = value.to(tl.int16)
     return read_factor((value,), 0, CONSTANTS.factor_bits, False)
@@ -152,17 +152,20 @@ def decode_rows(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the tile of ``STEP``; ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` returns the registers of one symbol."""
+    """Return the decoded tile of step ``STEP``.
+
+    ``SYMBOL(words, table, symbol, CONSTANTS, SHARED, FAST)`` must return the registers with the values of one symbol.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
-    ROW: tl.constexpr = words_of_row(ROWS)
+    ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _registers(loaded[:ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    second = _registers(loaded[ROW : 2 * ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
-    return tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST)
+    first = _decode_registers(loaded[:ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    second = _decode_registers(loaded[ROW : 2 * ROW], table, REGISTERS, STEP, SYMBOL, CONSTANTS, SHARED, FAST)
+    return assemble_tile(first, second, WARPS, TRANSPOSED, FAST)
 
 
 @triton.jit
-def _registers(
+def _decode_registers(
     words: tl.tuple,
     table: tl.tensor,
     REGISTERS: tl.constexpr,
@@ -173,17 +176,26 @@ def _registers(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     registers = ()
-    for at in tl.static_range(4 * STEP * F16X2_PER_TILE, 4 * (STEP + 1) * F16X2_PER_TILE, 4):
+    for index in tl.static_range(4 * STEP * F16X2_PER_TILE, 4 * (STEP + 1) * F16X2_PER_TILE, 4):
         registers = registers + (
-            _register(
-                words, table, REGISTERS[at], REGISTERS[at + 1], REGISTERS[at + 2], REGISTERS[at + 3], SYMBOL, CONSTANTS, SHARED, FAST
+            _decode_register(
+                words,
+                table,
+                REGISTERS[index],
+                REGISTERS[index + 1],
+                REGISTERS[index + 2],
+                REGISTERS[index + 3],
+                SYMBOL,
+                CONSTANTS,
+                SHARED,
+                FAST,
             ),
         )
     return registers
 
 
 @triton.jit
-def _register(
+def _decode_register(
     words: tl.tuple,
     table: tl.tensor,
     FIRST: tl.constexpr,
@@ -195,11 +207,11 @@ def _register(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Join value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
+    """Return the register with value ``LOW`` of symbol ``FIRST`` and value ``HIGH`` of symbol ``SECOND``."""
     low = SYMBOL(words, table, FIRST, CONSTANTS, SHARED, FAST)
     if FIRST == SECOND and LOW < HIGH:
         register = low[LOW // 2]
     else:
         high = SYMBOL(words, table, SECOND, CONSTANTS, SHARED, FAST)
-        register = joined(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
+        register = join_halves(low[LOW // 2], high[HIGH // 2], LOW % 2, HIGH % 2, FAST)
     return register

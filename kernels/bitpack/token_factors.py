@@ -1,6 +1,6 @@
-"""One factor per token: a norm or a scale, in binary16 or float32, or a byte with a norm's logarithm.
+"""Token factors: one norm or scale per token, stored as binary16, as float32, or as a byte with the logarithm of a norm.
 
-It is loaded with the rows of a tile, and read as float32 ``[warp, token]``.
+Factors are loaded with the rows of a tile, and then converted to float32 ``[warp, token]``.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -18,17 +18,17 @@ from .bitfields import load_per_token
 from .tile_layout import second_token_offset
 
 FACTOR_BITS = {norm: 8 * DTYPE_BYTES[dtype] for norm, dtype in TOKEN_NORMS.items()}
-"""Bits of a token's norm by how it is stored."""
+"""Number of bits of a stored norm, by the codec's norm format."""
 
 LOG8_STEPS, LOG8_OCTAVE = tl.constexpr(STEPS_PER_OCTAVE), tl.constexpr(MIN_LOG2)
 
 LARGEST_FACTOR = tl.constexpr(2.0**127)
-"""Factors are at most this in size."""
+"""Maximum magnitude of a factor."""
 
 
 @triton.jit
 def finite_factor(factor: tl.tensor) -> tl.tensor:
-    """Clamp ``factor``, float32, to ``LARGEST_FACTOR``, because an infinite factor would turn zeros into NaN."""
+    """Clamp the magnitude of float32 ``factor`` to ``LARGEST_FACTOR``, because an infinite factor would turn zeros into NaN."""
     return tl.minimum(tl.maximum(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
 
 
@@ -36,14 +36,14 @@ def finite_factor(factor: tl.tensor) -> tl.tensor:
 def load_factor(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load one factor of ``BITS`` per token for ``read_factor``: int32 ``[warp, token]``, or int16 or int8 where wider loads gain nothing.
+    """Load one ``BITS``-bit factor per token, ``[warp, token]``, for ``read_factor``.
 
-    A binary16 is loaded as the aligned 32-bit word that contains it and the bit where it begins, because only 32-bit loads are fetched
-    ahead of time. An unmasked tile never ends a stream inside such a word (``attend``'s plan).
+    With ``FAST``, a binary16 factor is loaded as the aligned 32-bit word that contains it, and the bit at which it begins, because Triton
+    only prefetches 32-bit loads. An unmasked tile never ends at a stream's end inside such a word (``attend.plan``).
     """
     if BITS == 16 and FAST:
         if MASKED:
-            # The word of the last half may end beyond the stream.
+            # The word that contains the last half may end past the stream.
             loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
         else:
             address = pointer.to(tl.int64)
@@ -57,7 +57,7 @@ def load_factor(
 
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return factor ``AT`` of those loaded by ``load_factor``, float32 ``[warp, token]``."""
+    """Convert the factors that ``load_factor`` stored at index ``AT`` of ``loaded`` to float32 ``[warp, token]``."""
     if BITS == 16 and FAST:
         value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 16:
@@ -81,7 +81,7 @@ def load_factors(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Run ``load_factor``, in dual tiles also for the second tokens of all rows; ``valid`` is then a pair."""
+    """Run ``load_factor``; for dual tiles, also for the second token of each row. ``valid`` is then a pair."""
     if DUAL:
         loaded = load_factor(pointer, first, token, valid[0], BITS, MASKED, FAST)
         loaded = loaded + load_factor(pointer, first, token + second_token_offset(DUAL, token.shape[1]), valid[1], BITS, MASKED, FAST)
@@ -92,7 +92,7 @@ def load_factors(
 
 @triton.jit
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factors loaded by ``load_factors``, float32 ``[warp, token]``; a pair in dual tiles."""
+    """Convert the factors loaded by ``load_factors`` to float32 ``[warp, token]``; a pair for dual tiles."""
     if DUAL:
         value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
     else:

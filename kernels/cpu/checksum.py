@@ -1,4 +1,4 @@
-"""The checksum of rows in C (spec/row.md)."""
+"""The checksum of page rows, computed in C (spec/row.md)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy
 from . import library
 
 
-def added(data: memoryview, sum_: int) -> int:
-    """Add the words of ``data``, whose length is a multiple of 4, to the checksum ``sum_``."""
-    compiled = library.library()
-    assert compiled is not None
+def add_words(data: memoryview, checksum: int) -> int:
+    """Return ``checksum`` after adding the 4-byte words of ``data``, whose length must be a multiple of 4."""
+    c_library = library.library()
+    assert c_library is not None
     address = numpy.frombuffer(data, numpy.uint8).ctypes.data
-    result: int = compiled.kvpack_checksum(address, len(data) // 4, sum_)
+    result: int = c_library.kvpack_checksum(address, len(data) // 4, checksum)
     return result

@@ -1,4 +1,4 @@
-"""Descriptions of codecs for C: packings, other streams and tables; None for codecs and options that C does not support."""
+"""Descriptions of codecs for the C kernels: packings, other streams and lookup tables; None for codecs that C does not support."""
 
 from __future__ import annotations
 
@@ -46,40 +46,43 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 MIN_ENTRIES = 16
-"""Tables have a power of two of entries from here up: the registers of one lookup."""
+"""Minimum number of table entries, enough for the registers of one lookup; tables are padded to powers of two."""
 
 MAX_DIM = 1024
 
 MAX_TABLE_BYTES = 1 << 19
-"""Maximum size of a codec's tables that C supports; larger ones, which each header may choose, are not cached twice."""
+"""Maximum size of a codec's tables; codecs with larger ones, which a file's header may define, are left to PyTorch to save memory."""
 
-_KEPT = 64
+_CACHE_SIZE = 64
 
 
-class Described(NamedTuple):
-    """A codec as C sees it: its ``streams`` in order, and what must live as long as ``struct``."""
+class CodecDescription(NamedTuple):
+    """The C description of a codec: its ``struct``, the names of its ``streams`` in C's order, and objects that ``struct`` points to."""
 
     struct: library.Codec
     streams: tuple[str, ...]
-    kept: tuple[Any, ...]
+    keep_alive: tuple[Any, ...]
 
 
-@lru_cache(_KEPT)
-def described(codec: Codec) -> Described | None:
-    """Return the C description of ``codec``, without the value maps of side-cars.
+@lru_cache(_CACHE_SIZE)
+def describe(codec: Codec) -> CodecDescription | None:
+    """Return the C description of ``codec``, without the value maps of its side-cars, or None if C does not support it.
 
-    Codecs are looked up by exact class, because a subclass may store more.
+    Codecs are looked up by exact class, because a subclass may store more streams.
     """
     if isinstance(codec, WithSideCars):
-        return _completed(codec)
-    describe = FAMILIES.get(type(codec))
-    if describe is None or codec.dim > MAX_DIM:
+        return _describe_side_cars(codec)
+    describe_family = FAMILIES.get(type(codec))
+    if describe_family is None or codec.dim > MAX_DIM:
         return None
-    return describe(codec)
+    return describe_family(codec)
 
 
-def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
-    """Fill in the fields that all families share; ``values`` gives the count per token and the dtype of each numeric stream."""
+def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
+    """Create the C struct of ``codec`` with the fields that all families share, or None if it has too many packings or digits.
+
+    ``values`` maps each stream of numbers to its count per token and its dtype.
+    """
     result = library.Codec()
     packings = codec.packings()
     if len(packings) > library.MAX_PACKINGS or any(len(packing.bases) > library.MAX_DIGITS for packing in packings.values()):
@@ -87,13 +90,13 @@ def _struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec |
     result.family = library.FAMILIES.index(codec.id)
     result.dim, result.token_group = codec.dim, codec.token_group
     result.packings = len(packings)
-    for number, packing in enumerate(packings.values()):
-        result.packing[number] = _packing(packing)
+    for index, packing in enumerate(packings.values()):
+        result.packing[index] = _describe_packing(packing)
     result.columns = sum(packing.width * ((packing.column_bytes + 1) // 2) for packing in packings.values())
     result.value_streams = len(values)
-    for number, (count, dtype) in enumerate(values.values()):
-        table = _log8().data_ptr() if dtype == "LOG8" else None
-        result.values[number] = library.Values(count, library.DTYPES.index(dtype), table)
+    for index, (count, dtype) in enumerate(values.values()):
+        table = _log8_tables().data_ptr() if dtype == "LOG8" else None
+        result.values[index] = library.Values(count, library.DTYPES.index(dtype), table)
     result.numbers = sum(count for count, _ in values.values())
     result.scales_stream = result.table_stream = result.patch_stream = result.outlier_stream = result.mean_stream = result.heads_stream = -1
     return result
@@ -103,78 +106,80 @@ _NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS
 
 
 @cache
-def _log8() -> torch.Tensor:
-    """Return the C tables for norm bytes: the norm of each byte value, then the bounds between them."""
+def _log8_tables() -> torch.Tensor:
+    """Return the C table for norms stored as bytes: the norm of each byte value, then the bounds between neighbors."""
     return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
-def _packing(packing: Columns) -> library.Packing:
+def _describe_packing(packing: Columns) -> library.Packing:
     digits = (library.Digit * library.MAX_DIGITS)()
-    for number, (base, places) in enumerate(zip(packing.bases, packing.place_values, strict=True)):
+    for index, (base, places) in enumerate(zip(packing.bases, packing.place_values, strict=True)):
         bits = (base - 1).bit_length()
-        digits[number] = library.Digit(base, bits, places[0].bit_length() - 1 if packing.binary else 0, float(places[0]))
+        digits[index] = library.Digit(base, bits, places[0].bit_length() - 1 if packing.binary else 0, float(places[0]))
     planes = (packing.column_bytes + 1) // 2
     return library.Packing(packing.symbols, packing.width, planes, packing.column_bytes % 2, packing.binary, len(packing.bases), digits)
 
 
-def _planes(codec: Codec) -> list[str]:
+def _plane_streams(codec: Codec) -> list[str]:
     return [f"{stream}.{plane}" for stream, packing in codec.packings().items() for plane in range(len(packing.planes))]
 
 
-def _finished(result: library.Codec | None, codec: Codec, streams: list[str], tables: list[torch.Tensor], *kept: Any) -> Described | None:
+def _finish(
+    result: library.Codec | None, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
+) -> CodecDescription | None:
     if result is None or len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
-    names = (*_planes(codec), *streams)
+    names = (*_plane_streams(codec), *streams)
     result.streams = len(names)
     padded = []
-    for number, table in enumerate(tables):
+    for index, table in enumerate(tables):
         entries = max(MIN_ENTRIES, next_power_of_two(len(table)))
         padded.append(torch.nn.functional.pad(table.to(torch.float32), (0, entries - len(table))).contiguous())
-        result.table[number] = library.Table(padded[-1].data_ptr(), entries)
-    return Described(result, names, (padded, *kept))
+        result.table[index] = library.Table(padded[-1].data_ptr(), entries)
+    return CodecDescription(result, names, (padded, *keep_alive))
 
 
-def _raw(codec: Raw) -> Described | None:
-    return _finished(_struct(codec, {"values": (codec.dim, RAW_DTYPES[codec.dtype])}), codec, ["values"], [])
+def _describe_raw(codec: Raw) -> CodecDescription | None:
+    return _finish(_create_struct(codec, {"values": (codec.dim, RAW_DTYPES[codec.dtype])}), codec, ["values"], [])
 
 
-TABLE = "scale_table"
-"""The stream, made when a page is described, of the pairs that bytes of scales stand for: binary16 ``[batch, kv_head, 1, 256, 2]``."""
+SCALE_TABLE = "scale_table"
+"""Name of a derived stream: the scale and center that each scale byte stands for, binary16 ``[batch, kv_head, 1, 256, 2]``."""
 
 
-def _group(codec: Group) -> Described | None:
+def _describe_group(codec: Group) -> CodecDescription | None:
     values: dict[str, tuple[int, str]] = {}
     if codec.axis == "channel":
         values["scales"] = (2 * -(-codec.dim // codec.size), "F16" if codec.scale_dtype == "fp16" else "U8")
     if codec.token_scale != "none":
         values["token_scale"] = (1, TOKEN_SCALE_DTYPES[codec.token_scale])
-    result, streams = _struct(codec, values), list(values)
+    result, streams = _create_struct(codec, values), list(values)
     if result is None:
         return None
     result.size, result.token_scale = codec.size, codec.token_scale != "none"
-    planes = len(_planes(codec))
+    planes = len(_plane_streams(codec))
     if codec.axis == "token":
         result.scales_stream = planes + len(streams)
         streams.append("scales")
     if codec.scale_dtype == "u8":
         result.table_stream = planes + len(streams)
-        streams.append(TABLE)
-    return _finished(result, codec, streams, [])
+        streams.append(SCALE_TABLE)
+    return _finish(result, codec, streams, [])
 
 
-def _scalar(codec: Scalar) -> Described | None:
-    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
+def _describe_scalar(codec: Scalar) -> CodecDescription | None:
+    result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     channels = [channel for part in codec.channel_sets for channel in part.channels]
-    kept = (ctypes.c_int32 * len(channels))(*channels)
-    result.channels = kept
+    channel_array = (ctypes.c_int32 * len(channels))(*channels)
+    result.channels = channel_array
     tables = [signed_values(table, "cpu") for table in (codec.magnitude_table, codec.high_magnitude_table) if table]
-    return _finished(result, codec, ["norm"], tables, kept)
+    return _finish(result, codec, ["norm"], tables, channel_array)
 
 
-def _octahedral(codec: Octahedral) -> Described | None:
-    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
+def _describe_octahedral(codec: Octahedral) -> CodecDescription | None:
+    result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
@@ -182,14 +187,14 @@ def _octahedral(codec: Octahedral) -> Described | None:
     result.digit_bits = result.index_bits + (codec.b_norm if result.norm_with_index else 0)
     directions = signed_directions(codec.direction_table, "cpu")[: 1 << result.index_bits]
     norms = torch.tensor(struct.unpack(f"<{len(codec.norm_table) // 4}f", codec.norm_table), dtype=torch.float32, device="cpu")
-    by_four = torch.nn.functional.pad(directions, (0, 1)).flatten()
-    return _finished(result, codec, ["norm"], [*directions.T, norms, by_four])
+    padded_directions = torch.nn.functional.pad(directions, (0, 1)).flatten()
+    return _finish(result, codec, ["norm"], [*directions.T, norms, padded_directions])
 
 
-def _angle(codec: Angle) -> Described | None:
+def _describe_angle(codec: Angle) -> CodecDescription | None:
     stored = codec.norm == "fp32"
     name, numbers = ("norm", (codec.dim // 2, "F32")) if stored else ("range", (2, NORMS[codec.range]))
-    result = _struct(codec, {name: numbers})
+    result = _create_struct(codec, {name: numbers})
     if result is None:
         return None
     packings = codec.packings()
@@ -198,32 +203,32 @@ def _angle(codec: Angle) -> Described | None:
     bases = packings["angle_low"].bases + packings["angle_high"].bases if result.factored else next(iter(packings.values())).bases[:1]
     directions = torch.nn.functional.pad(bin_directions(codec.bins, "cpu"), (0, 0, 0, math.prod(bases) - codec.bins))
     if is_power_of_two(codec.bins) and codec.bins > MIN_ENTRIES:
-        # Correctly rounded directions repeat in every quarter turn.
+        # Correctly rounded directions repeat every quarter turn.
         directions, result.quarter_bits = directions[: codec.bins // 4], codec.bins.bit_length() - 3
-    return _finished(result, codec, [name], list(directions.T))
+    return _finish(result, codec, [name], list(directions.T))
 
 
-def _polar(codec: Polar) -> Described | None:
-    result = _struct(codec, {"radius": (codec.radii, NORMS[codec.norm])})
+def _describe_polar(codec: Polar) -> CodecDescription | None:
+    result = _create_struct(codec, {"radius": (codec.radii, NORMS[codec.norm])})
     if result is None or len(codec.levels) > library.MAX_PACKINGS:
         return None
     result.levels, result.radii = len(codec.levels), codec.radii
     tables: list[torch.Tensor] = []
-    number = 0
+    index = 0
     for stream, levels in enumerate(codec.stream_levels.values()):
         first = 0
         for level in levels:
-            result.level_stream[number], result.level_first[number] = stream, first
-            result.level_angles[number], result.level_equal[number] = level.angles, level.counts[0]
-            kinds = [angle_directions(table, "cpu") for table in codec.tables[number]] or [uniform_directions(2**level.bits, "cpu")]
+            result.level_stream[index], result.level_first[index] = stream, first
+            result.level_angles[index], result.level_equal[index] = level.angles, level.counts[0]
+            kinds = [angle_directions(table, "cpu") for table in codec.tables[index]] or [uniform_directions(2**level.bits, "cpu")]
             tables += [column for kind in (kinds[0], kinds[-1]) for column in kind.T]
             first += level.angles
-            number += 1
-    return _finished(result, codec, ["radius"], tables)
+            index += 1
+    return _finish(result, codec, ["radius"], tables)
 
 
-def _quaternion(codec: Quaternion) -> Described | None:
-    result = _struct(codec, {"scale": (1, NORMS[codec.norm])})
+def _describe_quaternion(codec: Quaternion) -> CodecDescription | None:
+    result = _create_struct(codec, {"scale": (1, NORMS[codec.norm])})
     if result is None:
         return None
     packings = codec.packings()
@@ -231,50 +236,50 @@ def _quaternion(codec: Quaternion) -> Described | None:
     result.highest = 2**codec.radius_bits - 1
     book = codewords(codec.seed, codec.secondary, "cpu")
     base = book.shape[0] if result.factored else next(iter(packings.values())).bases[0]
-    return _finished(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
+    return _finish(result, codec, ["scale"], [torch.nn.functional.pad(book, (0, 0, 0, base - book.shape[0])).flatten()])
 
 
-def _minifloat(codec: Minifloat) -> Described | None:
+def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
     names = {"block_scales": (codec.blocks, "U8")} if codec.granularity == "block" else {}
     scale = "scale" if codec.granularity == "token" else codec.run_scale
-    result = _struct(codec, names | ({} if scale is None else {scale: (1, "F32" if names else NORMS[codec.scale_dtype])}))
+    result = _create_struct(codec, names | ({} if scale is None else {scale: (1, "F32" if names else NORMS[codec.scale_dtype])}))
     if result is None:
         return None
     if names:
         result.size, result.scale_kind = codec.block, 1 + (codec.run_scale is not None)
     element = codec.format
     result.fraction_bits, result.bias, result.finite = element.fraction_bits, element.bias, element.finite
-    return _finished(result, codec, [*names, *([] if scale is None else [scale])], [])
+    return _finish(result, codec, [*names, *([] if scale is None else [scale])], [])
 
 
 BASIS = "basis"
-"""The stream, made when a page is described, of what C reads of a basis: float32 ``[batch, kv_head, run, number]`` (``basis_numbers``)."""
+"""Name of a derived stream: the numbers that C reads from a basis, float32 ``[batch, kv_head, run, number]`` (``basis_numbers``)."""
 
-_WHOLE_RUN = 1 << 62
+_ALL_TOKENS = 1 << 62
 
 
-def _klt(codec: Klt) -> Described | None:
+def _describe_klt(codec: Klt) -> CodecDescription | None:
     gain = GAIN_DTYPES[codec.gain]
-    result = _struct(codec, {} if gain is None else {"gain": (1, gain)})
+    result = _create_struct(codec, {} if gain is None else {"gain": (1, gain)})
     if result is None:
         return None
-    places, matrix = _basis_places(codec)
+    offsets, matrix_offset = _basis_offsets(codec)
     streams = [*([] if gain is None else ["gain"]), BASIS]
-    result.size, result.scales_stream, result.matrix_place = _WHOLE_RUN, len(_planes(codec)) + len(streams) - 1, matrix
+    result.size, result.scales_stream, result.matrix_place = _ALL_TOKENS, len(_plane_streams(codec)) + len(streams) - 1, matrix_offset
     if codec.fixed_heads is None:
         channels = [column for columns in columns_by_width(codec.widths, codec.dim).values() for column in columns]
-        numbers = [*channels, *(places[0, column // RUN_COLUMNS] for column in channels)]
+        numbers = [*channels, *(offsets[0, column // RUN_COLUMNS] for column in channels)]
     else:
         result.heads_stream = len(streams)
         streams.append(CODES)
-        numbers = _head_runs(codec, places)
-    kept = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    result.channels = ctypes.cast(kept.data_ptr(), ctypes.POINTER(ctypes.c_int32))
-    return _finished(result, codec, streams, [], kept)
+        numbers = _head_run_table(codec, offsets)
+    number_tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    result.channels = ctypes.cast(number_tensor.data_ptr(), ctypes.POINTER(ctypes.c_int32))
+    return _finish(result, codec, streams, [], number_tensor)
 
 
-def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C table of each head's runs: offsets of the heads' numbers, the end, then the numbers of their runs."""
+def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
+    """Return the C table of the column runs of all heads: offsets of each head's numbers, the end, and then 5 numbers per run."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     result = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -282,125 +287,133 @@ def _head_runs(codec: Klt, places: dict[tuple[int, int], int]) -> list[int]:
         for head, run, bytes_ in zip(part.heads, part.runs, part.places, strict=True)
     ]
     for head, run, byte, width, columns in sorted(result):
-        heads[head] += [byte, width, HEAD_RUN_COLUMNS * run, columns, places[head, run]]
+        heads[head] += [byte, width, HEAD_RUN_COLUMNS * run, columns, offsets[head, run]]
     ends = [*accumulate(map(len, heads), initial=len(heads) + 1)]
     return [*ends, *(number for numbers in heads for number in numbers)]
 
 
-def _basis_places(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return the offset of each coded run's table within its head's numbers, which begin with the mean, and of the matrix.
+def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
+    """Return two kinds of offsets in ``basis_numbers``: of the table of each head and run of columns, and of the matrix.
 
-    If heads share widths, the runs of head 0 stand for all.
+    If heads share widths, there are only entries for head 0.
     """
-    places, last = {}, codec.dim
+    offsets, matrix_offset = {}, codec.dim
     heads = codec.fixed_heads or 1
     count = len(codec.widths) // heads
     for head in range(heads):
-        at = codec.dim
+        offset = codec.dim
         for run in range(count):
             if width := codec.widths[count * head + run]:
-                places[head, run], at = at, at + max(MIN_ENTRIES, 1 << width)
-        last = max(last, at)
-    return places, last
+                offsets[head, run], offset = offset, offset + max(MIN_ENTRIES, 1 << width)
+        matrix_offset = max(matrix_offset, offset)
+    return offsets, matrix_offset
 
 
 def basis_numbers(codec: Klt, rows: BasisRows) -> torch.Tensor:
-    """Return the mean, the tables and the matrix of each head, float32 ``[batch or 1, kv_head, number]``."""
-    places, matrix = _basis_places(codec)
-    result = torch.zeros(*rows.rows.shape[:2], matrix + codec.dim**2, dtype=torch.float32, device="cpu")
-    result[..., : codec.dim], result[..., matrix:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
+    """Return the mean, the tables and the matrix of each head, concatenated: float32 ``[batch or 1, kv_head, number]``."""
+    offsets, matrix_offset = _basis_offsets(codec)
+    result = torch.zeros(*rows.rows.shape[:2], matrix_offset + codec.dim**2, dtype=torch.float32, device="cpu")
+    result[..., : codec.dim], result[..., matrix_offset:] = rows.mean[:, :, 0], rows.matrix.flatten(2)
     count = len(codec.widths) // (codec.fixed_heads or 1)
-    for (head, run), at in places.items():
+    for (head, run), offset in offsets.items():
         width = codec.widths[count * head + run]
         if codec.fixed_heads is None:
-            result[..., at : at + (1 << width)] = rows.table(run, width)
+            result[..., offset : offset + (1 << width)] = rows.table(run, width)
         else:
-            result[:, head, at : at + (1 << width)] = rows.head_tables((head,), (run,), width)[:, 0]
+            result[:, head, offset : offset + (1 << width)] = rows.head_tables((head,), (run,), width)[:, 0]
     return result
 
 
-ENTRY, ENTRIES = "raw_entry", "raw_entries"
-"""The streams, made when a page is described, of raw tokens: each token's entry, int32 ``[batch, 1, token]``, negative without one; and the
-entries, float32 ``[1, kv_head, entry, dim]`` in the coded frame."""
+RAW_ENTRY, RAW_ENTRIES = "raw_entry", "raw_entries"
+"""Names of two derived streams for raw tokens.
 
-FIRST, CHUNKS = "outlier_first", "outlier_chunks"
-"""The same of outliers: the first chunk of each token, int64 ``[batch, kv_head, token + 1]``; and the chunks, int16 ``[1, 1, chunk, 5]``,
-four values in binary16 and the chunk's number in its token."""
+The first contains the index of each token's entry, int32 ``[batch, 1, token]``, or -1 if the token is not raw. The second contains the
+entries in the coded frame, float32 ``[1, kv_head, entry, dim]``.
+"""
+
+OUTLIER_FIRST, OUTLIER_CHUNKS = "outlier_first", "outlier_chunks"
+"""Names of two derived streams for outliers.
+
+The first contains the index of each token's first outlier chunk, int64 ``[batch, kv_head, token + 1]``. The second contains the chunks,
+int16 ``[1, 1, chunk, 5]``: four binary16 values and the chunk's index in its token.
+"""
 
 
-PLACES = "chunk_places"
-"""The stream, made when a page is described, of the places of chunks: int64 ``[batch, kv_head, chunk, 2]``, the first word and the number
-of all words."""
+CHUNK_RANGES = "chunk_places"
+"""Name of a derived stream: each chunk's first word, and the stream's word count, int64 ``[batch, kv_head, chunk, 2]``."""
 
 
-def _lossless(codec: Lossless) -> Described | None:
-    result = _struct(codec, {})
+def _describe_lossless(codec: Lossless) -> CodecDescription | None:
+    result = _create_struct(codec, {})
     if result is None:
         return None
-    result.fraction_bits, result.chunk_stream = FLOAT_FORMATS[codec.dtype].fraction_bits, len(_planes(codec))
-    return _finished(result, codec, ["frequencies", "states", PLACES, "words"], [])
+    result.fraction_bits, result.chunk_stream = FLOAT_FORMATS[codec.dtype].fraction_bits, len(_plane_streams(codec))
+    return _finish(result, codec, ["frequencies", "states", CHUNK_RANGES, "words"], [])
 
 
-def _trellis(codec: Trellis) -> Described | None:
-    result = _struct(codec, {"norm": (1, _NORMS[codec.norm])})
+def _describe_trellis(codec: Trellis) -> CodecDescription | None:
+    result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
     if result is None:
         return None
     result.index_bits, result.digit_bits = codec.state_bits, codec.bits
-    return _finished(result, codec, ["norm"], [window_values(codec.table, "cpu")])
+    return _finish(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 
 
-def _completed(codec: WithSideCars) -> Described | None:
-    """Complete ``described`` for a codec with raw tokens or at most one side-car of each kind that stores data in the coded frame."""
-    plain = described(codec.codec)
-    if plain is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
+def _describe_side_cars(codec: WithSideCars) -> CodecDescription | None:
+    """Return the C description of a codec with side-cars: at most one key_mean, one outliers and one qjl, and any raw tokens."""
+    description = describe(codec.codec)
+    if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None
     if any(type(side_car) not in (KeyMean, Outliers, Qjl) for side_car in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
         return None
-    struct, streams = library.Codec.from_buffer_copy(plain.struct), list(plain.streams)
-    kept: list[Any] = [plain]
+    struct, streams = library.Codec.from_buffer_copy(description.struct), list(description.streams)
+    keep_alive: list[Any] = [description]
     for sketch in codec.sketches:
         assert isinstance(sketch, Qjl)
         if struct.packings == library.MAX_PACKINGS or struct.value_streams == library.MAX_VALUES:
             return None
-        signs = _packing(sketch.packing)
+        signs = _describe_packing(sketch.packing)
         struct.packing[struct.packings] = signs
         struct.columns += signs.width * signs.planes
         struct.values[struct.value_streams] = library.Values(1, library.DTYPES.index(NORMS[sketch.norm]))
-        places = sum(struct.packing[number].planes for number in range(struct.packings)), len(_planes(codec.codec)) + struct.value_streams
-        streams.insert(places[1], QJL_NORM)
-        streams[places[0] : places[0]] = [f"{QJL_SIGNS}.{plane}" for plane in range(signs.planes)]
+        positions = (
+            sum(struct.packing[index].planes for index in range(struct.packings)),
+            len(_plane_streams(codec.codec)) + struct.value_streams,
+        )
+        streams.insert(positions[1], QJL_NORM)
+        streams[positions[0] : positions[0]] = [f"{QJL_SIGNS}.{plane}" for plane in range(signs.planes)]
         for name in ("scales_stream", "table_stream"):
             if getattr(struct, name) >= 0:
                 setattr(struct, name, getattr(struct, name) + signs.planes + 1)
         struct.value_streams, struct.numbers, struct.sketches = struct.value_streams + 1, struct.numbers + 1, 1
-        rotation = rotations.described(sketch.rotation)
+        rotation = rotations.describe(sketch.rotation)
         struct.sketch_rotation, struct.sketch_size = rotation.struct, math.sqrt(math.pi / (2 * sketch.dim))
-        kept.append(rotation)
+        keep_alive.append(rotation)
     for vector in codec.page_vectors:
         assert isinstance(vector, KeyMean)
         struct.mean_stream, struct.mean_tokens, struct.mean_bits = len(streams), vector.tokens, vector.bits
         streams += [MEAN_CODES, MEAN_SCALE]
     if codec.frame_parts:
         struct.outlier_stream = len(streams)
-        streams += [FIRST, CHUNKS]
+        streams += [OUTLIER_FIRST, OUTLIER_CHUNKS]
     if codec.kept_tokens:
         struct.patch_stream = len(streams)
-        streams += [ENTRY, ENTRIES]
+        streams += [RAW_ENTRY, RAW_ENTRIES]
     struct.streams = len(streams)
-    return Described(struct, tuple(streams), tuple(kept))
+    return CodecDescription(struct, tuple(streams), tuple(keep_alive))
 
 
-FAMILIES: dict[type[Codec], Callable[[Any], Described | None]] = {
-    Raw: _raw,
-    Group: _group,
-    Scalar: _scalar,
-    Octahedral: _octahedral,
-    Angle: _angle,
-    Polar: _polar,
-    Quaternion: _quaternion,
-    Minifloat: _minifloat,
-    Klt: _klt,
-    Lossless: _lossless,
-    Trellis: _trellis,
+FAMILIES: dict[type[Codec], Callable[[Any], CodecDescription | None]] = {
+    Raw: _describe_raw,
+    Group: _describe_group,
+    Scalar: _describe_scalar,
+    Octahedral: _describe_octahedral,
+    Angle: _describe_angle,
+    Polar: _describe_polar,
+    Quaternion: _describe_quaternion,
+    Minifloat: _describe_minifloat,
+    Klt: _describe_klt,
+    Lossless: _describe_lossless,
+    Trellis: _describe_trellis,
 }
-"""Descriptions by codec family; a new codec is one row."""
+"""Functions that describe each codec family; a new codec needs one more row."""

@@ -1,7 +1,7 @@
-"""The compiled library of this folder: its structures, and checks that it was built and runs here.
+"""The compiled C library of this folder: its argument structures, and a loader that checks that it matches them.
 
-Its functions are plain C symbols called through ctypes, which releases the GIL: building it needs no Python headers, and one library serves
-every Python version. It starts threads for one call at a time (``threads.h``), and for the reads of one load (``reader.c``).
+Python calls plain C functions through ctypes, which releases the GIL, so building needs no Python headers and one build works with every
+Python version. The library only starts threads for the duration of a call (``threads.h``) or of one file's reads (``reader.c``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = "KVPACK_THREADS"
-"""The environment variable with the number of threads of a call."""
+"""Name of the environment variable that sets the number of threads per call."""
 
 INTERFACE = 31
-"""The number of interface.h that the structures below mirror."""
+"""Version of interface.h that the structures below mirror."""
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless", "trellis")
@@ -97,8 +97,8 @@ class Stream(Structure):
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "head", "row")))
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Self:
-        """Describe ``x`` ``[batch, kv_head, row, ...]`` by its address and its strides in bytes."""
+    def describe(cls, x: torch.Tensor) -> Self:
+        """Return the C description of ``x`` ``[batch, kv_head, row, ...]``: its address and strides in bytes."""
         batch, head, row, *_ = x.stride()
         size = x.element_size()
         return cls(x.data_ptr(), batch * size, head * size, row * size)
@@ -188,12 +188,12 @@ class Sizes(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, or None if it was not built or was built from other sources than these."""
+    """Load and return the C library, or None if it was not built, does not load, or was built from different sources."""
     for path in sorted(Path(__file__).parent.glob("_cpu*.so")):
         try:
             result = ctypes.CDLL(str(path))
         except OSError:
-            # Built for another machine or C library.
+            # The file was built for another machine or C runtime.
             continue
         result.kvpack_interface.restype = c_int64
         if result.kvpack_interface() != INTERFACE:
@@ -221,7 +221,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def levels() -> tuple[str, ...]:
-    """Return the instruction sets that both the library and this processor support, best first."""
+    """Return the names of the instruction sets that both the library and this processor support, best first."""
     lib = library()
     names: list[str] = []
     while lib is not None and (name := lib.kvpack_level_name(len(names))) is not None:
@@ -229,13 +229,16 @@ def levels() -> tuple[str, ...]:
     return tuple(names)
 
 
-def checked_threads(threads: int | None, default: int) -> int:
-    """Return the threads of a call: ``threads``, else KVPACK_THREADS, else ``default``. Raises InvalidParameter for values below 1."""
+def thread_count(threads: int | None, default: int) -> int:
+    """Return ``threads`` if given, else the value of KVPACK_THREADS if set, else ``default``.
+
+    Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
+    """
     if threads is not None:
         return threads
     text = os.environ.get(THREADS, "")
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
-        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}, expected an integer from 1 to 9999")
+        raise InvalidParameter(f"the environment variable {THREADS} is {text!r}; set it to an integer from 1 to 9999, or unset it")
     return int(text)

@@ -1,4 +1,4 @@
-"""lossless on the CPU for bfloat16 in its default packing: split exponents from signs and fractions, and join them bit for bit."""
+"""Codec lossless on the CPU, for bfloat16 in the default packing: exact splitting and joining of exponents, signs and fractions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
     from .sides import Side
 
-VALUES_AT_ONCE = 1 << 22
-"""Values whose exponents are in memory at once, if a chunk of every head has no more; they fit a processor's cache."""
+MAX_VALUES_AT_ONCE = 1 << 22
+"""Maximum number of values per block of tokens, so that their exponents fit in the processor's cache; a block has at least one chunk."""
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Return True if C can unpack ``side``: bf16 values to bf16, with signs and fractions in the bytes of one plane."""
-    return _takes(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
+    """Return True if C can unpack ``side`` to ``dtype``: a bfloat16 side with the default packing, to bfloat16."""
+    return _supports_codec(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: at least one value, in bfloat16."""
-    return _takes(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
+    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: at least one bfloat16 value, with the default packing."""
+    return _supports_codec(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 
-def _takes(codec: Codec, dtype: torch.dtype) -> bool:
+def _supports_codec(codec: Codec, dtype: torch.dtype) -> bool:
     if library.library() is None or type(codec) is not Lossless or codec.dtype != "bf16" or dtype != torch.bfloat16:
         return False
     packing = codec.packings()["signed_fractions"]
@@ -47,26 +47,26 @@ def _takes(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, which ``supports_encoding`` accepts, as one run after the run ``before``, to the same streams as ``formats/``.
+    """Encode ``x``, which ``supports_encoding`` accepts, to the same streams as ``formats/``.
 
-    ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
-    call = library.Split(None, library.Stream(), library.Stream.of(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
-    call.threads, call.level = min(library.checked_threads(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
+    call = library.Split(None, library.Stream(), library.Stream.describe(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
+    call.threads, call.level = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
     _split(call)
     tables = codec.tables_for(counts, before)
     plane = empty((batch, heads, tokens, dim // 2), torch.uint16, x.device)
-    at_once = max(1, VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
+    block_tokens = max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
     parts = []
-    for start in range(0, tokens, at_once):
-        call.tokens = min(at_once, tokens - start)
+    for start in range(0, tokens, block_tokens):
+        call.tokens = min(block_tokens, tokens - start)
         rows = -(-call.tokens // codec.chunk)
         call.longest = min(codec.chunk, call.tokens) * dim
         exponents = numpy.empty((rows * batch * heads, call.longest), numpy.uint8)
         call.exponents, call.counts = exponents.ctypes.data, None
-        call.x, call.plane = library.Stream.of(x[:, :, start:]), library.Stream.of(plane[:, :, start:])
+        call.x, call.plane = library.Stream.describe(x[:, :, start:]), library.Stream.describe(plane[:, :, start:])
         _split(call)
         lengths = numpy.full(rows, codec.chunk * dim)
         lengths[-1] = (call.tokens - (rows - 1) * codec.chunk) * dim
@@ -79,40 +79,40 @@ def encode(
 
 
 def _split(call: library.Split) -> None:
-    compiled = library.library()
-    assert compiled is not None
-    if compiled.kvpack_split(ctypes.byref(call)):
+    c_library = library.library()
+    assert c_library is not None
+    if c_library.kvpack_split(ctypes.byref(call)):
         raise MemoryError("not enough memory to encode: the buffers of a thread could not be allocated")
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Write all tokens of a side that ``supports`` accepts to ``out`` ``[batch, kv_head, token, dim]``, whole rows.
+    """Unpack all tokens of ``side``, which ``supports`` accepts, to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
     ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)
     batch, heads, _, dim = out.shape
-    at_once = max(1, VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
+    block_tokens = max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
     first = 0
     for page in side.runs:
-        for start in range(0, page.tokens, at_once):
-            stop = min(start + at_once, page.tokens)
+        for start in range(0, page.tokens, block_tokens):
+            stop = min(start + block_tokens, page.tokens)
             _join(codec, page.rows(start, stop), out[:, :, first + start : first + stop], threads, level)
         first += page.tokens
     out[:, :, first:] = side.tail
 
 
 def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, threads: int | None, level: int) -> None:
-    compiled = library.library()
-    assert compiled is not None
+    c_library = library.library()
+    assert c_library is not None
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
-    threads = min(library.checked_threads(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
+    threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
     call = library.Join(
         exponents.ctypes.data,
-        library.Stream.of(plane),
-        library.Stream.of(out),
+        library.Stream.describe(plane),
+        library.Stream.describe(out),
         batch,
         heads,
         tokens,
@@ -122,5 +122,5 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
         threads,
         level,
     )
-    if compiled.kvpack_join(ctypes.byref(call)):
+    if c_library.kvpack_join(ctypes.byref(call)):
         raise MemoryError("not enough memory to unpack: the buffers of a thread could not be allocated")

@@ -1,6 +1,6 @@
-"""Pages of engines on the CPU: convert one side of several layers of a page between an engine's memory and the streams of a row.
+"""Conversion of inference engines' pages on the CPU: keys or values of a page's layers, between engine memory and a packed row's streams.
 
-A plan contains everything about a call except addresses, so that a page needs no allocation and no description.
+Encoders and decoders prepare everything about a C call except addresses, so that converting a page is cheap.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 DTYPES = encode.DTYPES
 
-Chosen = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+TokenIndices = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
-class Values(NamedTuple):
-    """Values ``[layer, head, token, channel]`` in memory, with contiguous channels: an address and strides in bytes."""
+class PageValues(NamedTuple):
+    """Address and strides, in bytes, of a page's values ``[layer, head, token, channel]``; channels are contiguous."""
 
     address: int
     layer: int
@@ -36,94 +36,98 @@ class Values(NamedTuple):
     token: int
 
 
-class Place(NamedTuple):
-    """A stream of one side: its offset in the first layer's row, and the bytes from head to head and from row to row."""
+class StreamLocation(NamedTuple):
+    """Location of a stream: its offset in the page's packed row, and its strides, in bytes, per head and per stream row."""
 
     offset: int
     head: int
     row: int
 
 
-def places(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, Place]:
-    """Return the place of every stream of a page's side; the streams begin at ``offsets``."""
+def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, StreamLocation]:
+    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens; the streams begin at ``offsets``."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
         for size in layout.shape[3:]:
             row *= size
         head = 0 if layout.shape[1] == 1 else row * layout.shape[2]
-        # Every token has the row of its run.
-        result[name] = Place(offsets[name], head, 0 if layout.per == "run" else row)
+        # All tokens share the single row of such a stream.
+        result[name] = StreamLocation(offsets[name], head, 0 if layout.per == "run" else row)
     return result
 
 
 class Encoder:
-    """Encodes ``layers`` layers of a page, ``stride`` bytes apart in its row."""
+    """An encoder for ``layers`` layers of a page, which are ``stride`` bytes apart in its packed row."""
 
     def __init__(
-        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, Place], stride: int
+        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
     ) -> None:
-        self._call, names, self._kept = encode.call_of(codec, (layers, heads, tokens), dtype)
+        self._call, names, self._kept = encode.create_call(codec, (layers, heads, tokens), dtype)
         self._streams = [(streams[name], stride) for name in names]
 
-    def run(self, values: Values, row: int, threads: int) -> bool:
-        """Encode ``values`` to the row at address ``row``; False for values that ``formats/`` must encode or refuse. Raises MemoryError."""
+    def run(self, values: PageValues, row: int, threads: int) -> bool:
+        """Encode ``values`` to the packed row at address ``row``; return False if ``formats/`` must encode or reject some values.
+
+        Raises MemoryError.
+        """
         call = library.Encode.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
         streams = (library.Stream * len(self._streams))()
-        for number, (place, stride) in enumerate(self._streams):
-            streams[number] = library.Stream(row + place.offset, stride, place.head, place.row)
+        for index, (location, stride) in enumerate(self._streams):
+            streams[index] = library.Stream(row + location.offset, stride, location.head, location.row)
         call.streams, call.threads = streams, threads
         return encode.run(call)
 
 
 def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
-    """Return True if the C library can encode pages of ``dtype`` with ``codec``."""
-    return encode.is_one_call(codec) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
+    """Return True if C can encode pages of ``dtype`` values with ``codec``."""
+    return encode.encodes_in_one_call(codec) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
 
 
 class Decoder:
-    """Decodes ``layers`` layers of a page, ``stride`` bytes apart in its row."""
+    """A decoder for ``layers`` layers of a page, which are ``stride`` bytes apart in its packed row."""
 
     def __init__(
-        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, Place], stride: int
+        self, codec: Codec, layers: int, heads: int, tokens: int, dtype: torch.dtype, streams: Mapping[str, StreamLocation], stride: int
     ) -> None:
-        described = codecs.described(codec)
-        assert described is not None
-        self._streams = [(streams[name], stride) for name in described.streams]
-        self._tokens, self._described, rotation = tokens, described, rotations.described(codec.rotation)
+        description = codecs.describe(codec)
+        assert description is not None
+        self._streams = [(streams[name], stride) for name in description.streams]
+        self._tokens, self._described, rotation = tokens, description, rotations.describe(codec.rotation)
         self._kept = rotation
-        side = library.SideArgument(ctypes.pointer(described.struct), None, 1)
+        side = library.SideArgument(ctypes.pointer(description.struct), None, 1)
         self._call = library.Unpack(
             batch=layers, heads=heads, stop=tokens, side=side, dtype=DTYPES.index(dtype), rotation=rotation.struct, threads=1
         )
 
-    def run(self, row: int, values: Values, threads: int) -> None:
-        """Decode the row at address ``row`` to ``values``. Raises MemoryError."""
+    def run(self, row: int, values: PageValues, threads: int) -> None:
+        """Decode the packed row at address ``row`` to ``values``. Raises MemoryError."""
         segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
-        for number, (place, stride) in enumerate(self._streams):
-            segment[2 + 4 * number : 6 + 4 * number] = [row + place.offset, stride, place.head, place.row]
+        for index, (location, stride) in enumerate(self._streams):
+            segment[2 + 4 * index : 6 + 4 * index] = [row + location.offset, stride, location.head, location.row]
         call = library.Unpack.from_buffer_copy(self._call)
         call.side.segments, call.out, call.threads = ctypes.addressof(segment), library.Stream(*values), threads
-        compiled = library.library()
-        assert compiled is not None
-        if compiled.kvpack_unpack(ctypes.byref(call)):
+        c_library = library.library()
+        assert c_library is not None
+        if c_library.kvpack_unpack(ctypes.byref(call)):
             raise MemoryError("not enough memory to unpack: the buffers could not be allocated")
 
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if the C library can decode pages of ``codec`` to ``dtype``."""
+    """Return True if C can decode pages of ``codec`` to ``dtype``."""
     if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSideCars):
         return False
-    described = codecs.described(codec)
-    # Rows hold no stream that is made when a page is described.
-    return described is not None and not {codecs.TABLE, codecs.BASIS, codecs.PLACES} & set(described.streams)
+    description = codecs.describe(codec)
+    # Derived streams are not stored in packed rows.
+    return description is not None and not {codecs.SCALE_TABLE, codecs.BASIS, codecs.CHUNK_RANGES} & set(description.streams)
 
 
-class Chooser:
-    """Chooses the raw tokens of ``layers`` layers of a page by keys of ``heads`` heads, ``tokens`` tokens, ``dim`` values and ``dtype``.
+class RawTokenChooser:
+    """A function object that chooses the raw tokens of a page's layers by their keys, like ``formats.raw_positions.store_in_slots``.
 
-    ``shared`` says what shares scales of the keys. The choice equals that of ``formats.raw_positions.store_in_slots``.
+    The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. ``slots`` is the maximum number of raw tokens per
+    layer. ``shared`` lists the axes along which keys share scales.
     """
 
     def __init__(
@@ -140,17 +144,17 @@ class Chooser:
     ) -> None:
         self._heads = heads
         self._layers, self._tokens, self._slots = layers, tokens, slots
-        number = DTYPES.index(dtype)
+        dtype_index = DTYPES.index(dtype)
         sizes = {"layers": layers, "heads": heads, "tokens": tokens, "dim": dim, "slots": slots, "page": PAGE_TOKENS, "few": MAX_PER_PAGE}
         high = raw.high_norm if token_group > 1 else 0.0
-        of_shared = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
-        ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in of_shared.items()}
-        self._call = library.RawSlots(dtype=number, low=raw.low_norm, high=high, **ratios, **sizes)
+        sharing = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
+        ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in sharing.items()}
+        self._call = library.RawSlots(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
 
-    def run(self, keys: Values, threads: int) -> tuple[Chosen, Chosen]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts of ``[layer, 2]``.
+    def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts int64 ``[layer, 2]``.
 
-        They count the tokens without a slot, as in ``tokens_of_slots``. Raises MemoryError.
+        The counts are those of tokens that got no slot, as in ``tokens_of_slots``. Raises MemoryError.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)

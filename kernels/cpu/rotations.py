@@ -1,4 +1,4 @@
-"""Rotations as C applies them: Sylvester's factor, Paley's matrix, and a factor per channel of the original frame."""
+"""Rotations as C applies them: a Sylvester Hadamard factor, a Paley matrix, and a factor per channel of the original frame."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from . import library
 if TYPE_CHECKING:
     from kvpack.formats.rotation import Rotation
 
-_KEPT = 64
+_CACHE_SIZE = 64
 
 
-class Described(NamedTuple):
-    """A rotation as C sees it, and the tensors that must live as long as ``struct``."""
+class RotationDescription(NamedTuple):
+    """The C description of a rotation, and the tensors that ``struct`` points to."""
 
     struct: library.Rotation
-    kept: tuple[torch.Tensor, ...]
+    keep_alive: tuple[torch.Tensor, ...]
 
 
-NONE = Described(library.Rotation(), ())
+NO_ROTATION = RotationDescription(library.Rotation(), ())
 
 
-@lru_cache(_KEPT)
-def described(rotation: Rotation) -> Described:
+@lru_cache(_CACHE_SIZE)
+def describe(rotation: Rotation) -> RotationDescription:
     """Return the C description of ``rotation``."""
     if rotation.kind == "none":
-        return NONE
+        return NO_ROTATION
     order = next(p for p in (1, *PALEY_ORDERS) if rotation.dim % p == 0 and is_power_of_two(rotation.dim // p))
     paley = torch.tensor(hadamard(order), dtype=torch.float32, device="cpu")
     first = torch.tensor(hadamard(rotation.dim)[0], dtype=torch.float32, device="cpu")
     factors = (rotation.matrix()[0] * first).contiguous()
-    return Described(library.Rotation(order, paley.data_ptr(), factors.data_ptr()), (paley, factors))
+    return RotationDescription(library.Rotation(order, paley.data_ptr(), factors.data_ptr()), (paley, factors))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.columns import digit_of_field
+from kvpack.kernels.bitpack.columns import extract_digit
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -66,7 +66,7 @@ def load_digit(
         if CODE.binary:
             value = (columns >> (first + symbol // WIDTH * base).to(tl.uint32)).to(tl.int32, bitcast=True) & ((1 << base) - 1)
         else:
-            value = digit_of_field(columns, symbol // WIDTH, first, base, CODE.fields)
+            value = extract_digit(columns, symbol // WIDTH, first, base, CODE.fields)
     elif CODE.binary:
         value = _load_bits(streams, token, symbol, mask, CODE, first, base)
     else:
@@ -74,7 +74,7 @@ def load_digit(
         for plane in tl.static_range((BYTES + 1) // 2):
             word = _load_word(streams[CODE.first_plane + plane], token, symbol, mask, WIDTH, plane == BYTES // 2, False)
             wide |= word.to(tl.uint64) << (16 * plane)
-        value = digit_of_field(wide, symbol // WIDTH, first, base, CODE.fields)
+        value = extract_digit(wide, symbol // WIDTH, first, base, CODE.fields)
     return value
 
 

@@ -54,7 +54,7 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
             if name != "words":
                 columns.check_shape(name, part.streams[name], layout.shape)
     in_plane = codec.dtype == "bf16" and dict(codec.fields)["signed_fractions"] == 2 and codec.dim % 2 == 0
-    rows, held = _rows(codec, packed, in_plane)
+    rows, keep_alive = _rows(codec, packed, in_plane)
     counts = [part.streams["word_counts"].view(torch.int16).permute(2, 0, 1).flatten() for part in packed]
     # Chunks are by token group, then sequence, then head; those of a page begin at its first word.
     ends = torch.cat(counts).to(torch.int64).bitwise_and_(0xFFFF).cumsum(0)
@@ -66,18 +66,18 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
             DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=fraction_bits, EXPONENT=exponent_bits,
             BITS=PRECISION, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
         )  # fmt: skip
-    del held
+    del keep_alive
     return True
 
 
 def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[numpy.ndarray, list[torch.Tensor]]:
     """Return the work table, int64 ``[token group, integer]``, and the tensors that its addresses refer to."""
-    held: list[torch.Tensor] = []
+    keep_alive: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> list[int]:
         """Return the address, and the batch, head and row strides in bytes."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-        held.append(tensor)
+        keep_alive.append(tensor)
         return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
 
     rows = []
@@ -93,7 +93,7 @@ def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[nu
             row += [digits[0] + done * digits[3], *digits[1:], states[0] + group * states[3], *states[1:3]]
             rows.append([*row, words, part.streams["words"].numel()])
         first_chunk += groups * batch * heads
-    return numpy.array(rows, dtype=numpy.int64), held
+    return numpy.array(rows, dtype=numpy.int64), keep_alive
 
 
 def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:

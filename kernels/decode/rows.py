@@ -17,7 +17,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.columns import check_shape, constant_at
-from kvpack.kernels.bitpack.streams import dense_rows
+from kvpack.kernels.bitpack.streams import has_dense_rows
 from kvpack.kernels.triton_internals import CachedLaunch
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ class Packed(NamedTuple):
 class Prepared(NamedTuple):
     """A prepared decoding launch: ``run`` fills an output like the one for which it was prepared.
 
-    ``lasting``: it takes little memory besides the rows, and may be cached as long as they exist. ``held`` are tensors that it reads.
+    ``lasting``: it takes little memory besides the rows, and may be cached as long as they exist. ``keep_alive`` are tensors that it reads.
     """
 
     run: Callable[[torch.Tensor], None]
     lasting: bool = False
-    held: tuple[torch.Tensor, ...] = ()
+    keep_alive: tuple[torch.Tensor, ...] = ()
 
 
 class Pages(NamedTuple):
@@ -99,7 +99,7 @@ class Work(NamedTuple):
     table: torch.Tensor
     streams: tuple[Stream, ...]
     block_tokens: int
-    held: tuple[torch.Tensor, ...]
+    keep_alive: tuple[torch.Tensor, ...]
     """The tensors that the addresses refer to."""
     copied: bool
     """True if some of them are copies of streams."""
@@ -142,12 +142,12 @@ def work_of(
     """
     tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
     block = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
-    held: list[torch.Tensor] = []
+    keep_alive: list[torch.Tensor] = []
     places, blocks = [], []
     for streams, tokens, first in packed:
         row = [0, tokens, first]
         for stream in streams:
-            row += _place(stream, held)
+            row += _place(stream, keep_alive)
         places.append(row)
         blocks.append(-(-tokens // block))
     rows = numpy.repeat(numpy.array(places, dtype=numpy.int64), blocks, 0)
@@ -167,8 +167,8 @@ def work_of(
         kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
     table = to_device(rows, device)
     given = [stream for streams, _, _ in packed for stream in streams]
-    copied = any(tensor is not source for tensor, source in zip(held, given, strict=True))
-    return Work(table, tuple(kinds), block, tuple(held), copied, None if pages is None else pages.status, out_aligned)
+    copied = any(tensor is not source for tensor, source in zip(keep_alive, given, strict=True))
+    return Work(table, tuple(kinds), block, tuple(keep_alive), copied, None if pages is None else pages.status, out_aligned)
 
 
 def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
@@ -196,12 +196,12 @@ def _repeat_for_pages(
     return result.reshape(-1, integers + 2)
 
 
-def _place(tensor: torch.Tensor, held: list[torch.Tensor]) -> list[int]:
+def _place(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
     """Return the address, batch stride and head stride in bytes."""
     size = tensor.element_size()
-    if tensor.data_ptr() % size or not (tensor.is_contiguous() or dense_rows(tensor)):
+    if tensor.data_ptr() % size or not (tensor.is_contiguous() or has_dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    held.append(tensor)
+    keep_alive.append(tensor)
     batch, head = (stride * size if length > 1 else 0 for stride, length in zip(tensor.stride(), tensor.shape[:2], strict=False))
     return [tensor.data_ptr(), batch, head]
 
@@ -239,7 +239,7 @@ def prepared(
         if programs:
             launch((out, 0), *pointers)
 
-    return Prepared(run, lasting and not work.copied, work.held)
+    return Prepared(run, lasting and not work.copied, work.keep_alive)
 
 
 @lru_cache(maxsize=1024)

@@ -58,7 +58,7 @@ class Work(NamedTuple):
     """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, with ``blocks`` in total.
 
     ``firsts`` are each page's first block and first output token, ``end`` is the token after the last page, ``streams`` are the streams of
-    all pages, and ``held`` the tensors whose addresses are used; ``copied``: some are copies of streams. ``rows`` are the rows of
+    all pages, and ``keep_alive`` the tensors whose addresses are used; ``copied``: some are copies of streams. ``rows`` are the rows of
     ``table``, on the host.
     """
 
@@ -68,7 +68,7 @@ class Work(NamedTuple):
     firsts: tuple[tuple[int, int], ...]
     end: int
     streams: tuple[RowStream, ...]
-    held: tuple[torch.Tensor, ...]
+    keep_alive: tuple[torch.Tensor, ...]
     copied: bool
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
@@ -110,18 +110,20 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     span = warps * tile_tokens(tiles)
     spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
     block = span * max(1, min(MAX_TILES, spans // PROGRAMS))
-    held: list[torch.Tensor] = []
+    keep_alive: list[torch.Tensor] = []
     result, blocks = [], 0
     for part in packed:
-        result.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, held)])
+        result.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, keep_alive)])
         blocks += -(-part.tokens // block)
     rows = numpy.array(result, dtype=numpy.int64)
     table = torch.from_numpy(rows).to(device, non_blocking=True)
     firsts = tuple((row[0], row[2]) for row in result)
     end = packed[-1].first + packed[-1].tokens
     given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
-    copied = any(tensor is not source for tensor, source in zip(held, given, strict=True))
-    return Work(table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(held), copied, rows)
+    copied = any(tensor is not source for tensor, source in zip(keep_alive, given, strict=True))
+    return Work(
+        table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(keep_alive), copied, rows
+    )
 
 
 def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:

@@ -105,7 +105,7 @@ def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepar
         if work.blocks * batch * heads:
             launch((out, 0), *pointers)
 
-    return Prepared(run, not work.copied, work.held)
+    return Prepared(run, not work.copied, work.keep_alive)
 
 
 def _without_scales(codec: Codec) -> Codec:

@@ -17,11 +17,11 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, whole_planes, words_of_step
-from kvpack.kernels.bitpack.f16_tiles import affine_bits, binary16_bits, power_of_two, product
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_words
+from kvpack.kernels.bitpack.f16_tiles import affine_column, binary16_bits, exp2, multiply
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
-from kvpack.kernels.bitpack.tile_layout import of_tokens
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_layout import broadcast_tokens
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.tables.shared_table import look_up_bits
 
 from .tiles import Tiles, channels_of, step_symbols
@@ -51,7 +51,7 @@ class AngleConstants(NamedTuple):
 def tiles(codec: Angle) -> Tiles | None:
     """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
     packing = codec.packings()["symbol"]
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     symbols = step_symbols(packing)
     bin_bits = packing.bases[0].bit_length() - 1
@@ -60,7 +60,7 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     constants = AngleConstants(
         packing=tile_packing(0, packing),
-        fields_per_tile=tile_fields(packing),
+        fields_per_tile=tile_field_count(packing),
         bin_bits=bin_bits,
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
@@ -230,7 +230,7 @@ def decode(
     """Return the two channels of the pairs of ``STEP``, divided by the token's factor: two binary16 tiles laid out like the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
-    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
@@ -238,10 +238,8 @@ def decode(
     if FIELDS_PER_TILE == 1:
         found = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        norm = words_of_step(
-            planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
-        )
+        index = step_words(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        norm = step_words(planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         found = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
@@ -250,7 +248,7 @@ def decode(
 def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Compute ``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
     scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    return of_tokens(scale, TRANSPOSED), of_tokens(centre, TRANSPOSED)
+    return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(centre, TRANSPOSED)
 
 
 @triton.jit
@@ -266,7 +264,7 @@ def decode_pairs(
 ) -> tl.tuple:
     """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``."""
     found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
-    norm = affine_bits(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
+    norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:
-        norm = power_of_two(norm, FAST)
-    return (product(found[0], norm, FAST), product(found[1], norm, FAST))
+        norm = exp2(norm, FAST)
+    return (multiply(found[0], norm, FAST), multiply(found[1], norm, FAST))

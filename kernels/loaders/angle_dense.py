@@ -11,13 +11,13 @@ from triton import language as tl
 
 from kvpack.kernels.bitpack.replicated_columns import (
     ReplicatedPacking,
-    bit_of_step,
-    common_width,
+    common_tile_width,
     load_stream,
     replicated_packings,
+    step_bit,
+    step_symbols,
+    stream_step_words,
     stream_widths,
-    symbols_of_steps,
-    words_of_stream,
 )
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
 from kvpack.kernels.tables.shared_tables import SharedTable
@@ -48,7 +48,7 @@ def tiles(codec: Angle) -> Tiles | None:
     """Return the loader of ``codec``; None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
-    columns = common_width(every) if list(packings) == ["angle", "norm_codes"] else None
+    columns = common_tile_width(every) if list(packings) == ["angle", "norm_codes"] else None
     if columns is None:
         return None
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
@@ -65,7 +65,7 @@ def tiles(codec: Angle) -> Tiles | None:
         half_range=half,
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
-    steps = symbols_of_steps(every, columns)
+    steps = step_symbols(every, columns)
     channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
     widths = stream_widths(of_streams, columns)
     return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, stream_widths=widths)
@@ -108,11 +108,11 @@ def decode(
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already is at the bit of its byte offset needs no shift.
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
-    norms = words_of_stream(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
-    NORM: tl.constexpr = 16 * len(bins) + bit_of_step(NORMS, STEP, 0)
+    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
+    NORM: tl.constexpr = 16 * len(bins) + step_bit(NORMS, STEP, 0)
     return decode_pairs(
-        bins + norms, line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+        bins + norms, line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
     )
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.replicated_columns import ReplicatedPacking, bit_of_step, load_columns, words_of_plane, words_of_stream
+from kvpack.kernels.bitpack.replicated_columns import ReplicatedPacking, load_columns, plane_words, step_bit, stream_step_words
 from kvpack.kernels.bitpack.streams import WORD_BITS, Stream, plane_streams
-from kvpack.kernels.bitpack.tile_layout import copied, repeated, second_token_offset
-from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH, takes_whole_words
+from kvpack.kernels.bitpack.tile_layout import repeat_columns, second_token_offset, tile_copies
+from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH, has_whole_word_tiles
 
 from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
 from .angle_dense import bit_of_places
@@ -59,7 +59,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     """Return the loader of ``codec``; None if bins or norm codes are not bit fields or have rows of other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
-    if list(packings) != ["angle", "norm_codes"] or not all(map(takes_whole_words, every)):
+    if list(packings) != ["angle", "norm_codes"] or not all(map(has_whole_word_tiles, every)):
         return None
     bins, norms = every
     slices = norms.width // DUAL_WIDTH
@@ -98,7 +98,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
         streams,
         table(codec),
         packings=every,
-        stream_widths=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, SMALLEST_WIDTH),
+        stream_widths=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, MIN_TILE_WIDTH),
         dual=dual,
         interleave=INTERLEAVE,
     )
@@ -132,9 +132,7 @@ def load(
     loaded = ()
     column = tl.arange(0, BINS.tile_width)[None, :]
     for plane in tl.static_range(PLANES):
-        words = _load_bins(
-            pointers[plane], first, token, valid, column, WIDTH, words_of_plane(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED
-        )
+        words = _load_bins(pointers[plane], first, token, valid, column, WIDTH, plane_words(BINS, plane), SECOND_OFFSET, MASKED, TRANSPOSED)
         loaded = loaded + (words,)
     column = tl.arange(0, BINS.tile_width * BINS.copies)[None, :]
     second = column // WIDTH % 2
@@ -190,13 +188,13 @@ def decode(
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
-    bins = words_of_stream(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
+    bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
     scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _spread_over_columns(scale, BINS, TRANSPOSED)
     centre = _spread_over_columns(centre, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
-    return decode_pairs(planes, (scale, centre), table, bit_of_step(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
+    return decode_pairs(planes, (scale, centre), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
@@ -204,7 +202,7 @@ def _spread_over_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.co
     """Spread ``value``, ``[warp, token, 2]`` of both tokens, over a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
-    return copied(repeated(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
+    return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
 
 
 @triton.jit

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.f16x2 import affine_f16x2, both_halves, joined, power_of_two_f16x2, product_f16x2
-from kvpack.kernels.bitpack.thread_digits import RowPacking, digit, row_packing, two_digits
-from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.bitpack.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, tiles_of
-from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
+from kvpack.kernels.bitpack.f16x2 import affine_f16x2, broadcast_f16x2, exp2_f16x2, join_halves, multiply_f16x2
+from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing, symbol_digit, symbol_pair_digits
+from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, stored_words_per_plane, word_stream, words_per_token
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, assign_tiles, decode_rows, pair_values
+from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
 from kvpack.kernels.tables.thread_lookups import look_up_words, unit
 
 from .angle import VALUES, factor, load_range, norm_line, table
@@ -42,25 +42,25 @@ class AngleThreadConstants(NamedTuple):
 
 def tiles(codec: Angle) -> Tiles | None:
     """Return the loader of ``codec``; None if there are too many bins or norms are not codes."""
-    if codec.norm == "fp32" or codec.bins > 1 << WIDEST_DIGIT:
+    if codec.norm == "fp32" or codec.bins > 1 << MAX_DIGIT_BITS:
         return None
     packings = codec.packings()
     every = tuple(packings.values())
     half_range = codec.range == "fp16"
-    rows = (*rows_constants(every), 2 if half_range else 4)
+    rows = (*stored_words_per_plane(every), 2 if half_range else 4)
     streams = (
         *(stream for name, packing in packings.items() for stream in row_streams(name, packing)),
-        stream_of_words("range", rows[-1]),
+        word_stream("range", rows[-1]),
     )
     low_bits = packings["angle_low"].bases[0].bit_length() - 1 if "angle_low" in packings else 0
-    registers, channels = tiles_of(f16x2_of_symbols(codec.dim // VALUES, VALUES, codec.dim), VALUES)
+    registers, channels = assign_tiles(pair_values(codec.dim // VALUES, VALUES, codec.dim), VALUES)
     constants = AngleThreadConstants(
         rows=rows,
         bins=row_packing(every, 0),
         high_bins=row_packing(every, len(every) - 2),
         norm_bits=codec.norm_bits,
         log=codec.norm == "log",
-        range_place=2 * words_of_row(rows),
+        range_place=2 * words_per_token(rows),
         half_range=half_range,
         norms=row_packing(every, len(every) - 1),
         low_bits=low_bits,
@@ -116,17 +116,21 @@ def coordinates(
     NORMS: tl.constexpr = CONSTANTS.norms
     UNIT: tl.constexpr = unit(2, SHARED, FAST)
     LAST: tl.constexpr = CONSTANTS.range_place // 2
-    place = digit(words, BINS, SYMBOL, FAST) * UNIT
+    place = symbol_digit(words, BINS, SYMBOL, FAST) * UNIT
     if CONSTANTS.low_bits:
-        place = place + digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)
+        place = place + symbol_digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)
     if CONSTANTS.half_range:
         line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
     else:
         line = norm_line((words[LAST - 2], words[LAST - 1]), CONSTANTS)
     norms = affine_f16x2(
-        two_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST), both_halves(line[0]), both_halves(line[1]), CONSTANTS.norm_bits, FAST
+        symbol_pair_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST),
+        broadcast_f16x2(line[0]),
+        broadcast_f16x2(line[1]),
+        CONSTANTS.norm_bits,
+        FAST,
     )
     if CONSTANTS.log:
-        norms = power_of_two_f16x2(norms, FAST)
-    norm = joined(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
-    return (product_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)
+        norms = exp2_f16x2(norms, FAST)
+    norm = join_halves(norms, norms, SYMBOL % 2, SYMBOL % 2, FAST)
+    return (multiply_f16x2(look_up_words(place, table, 1, 2, 0, SHARED, FAST)[0], norm, FAST),)

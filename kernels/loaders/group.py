@@ -17,19 +17,19 @@ from triton import language as tl
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.columns import is_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES
-from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.bitpack.f16_tiles import affine, affine_bits, middle_code, scale_and_centre
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_position, step_words
+from kvpack.kernels.bitpack.f16_tiles import affine, affine_column, middle_code, split_scales
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
 from kvpack.kernels.bitpack.tile_layout import (
-    of_columns,
-    of_tokens,
-    parts_of,
-    repeated,
+    broadcast_columns,
+    broadcast_tokens,
+    column_tokens,
+    repeat_columns,
     second_token_offset,
-    token_of_columns,
+    split_last_axis,
     valid_columns,
 )
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import load_factors, read_factors
 
 from .tiles import Tiles, step_symbols, tile_field_stride
@@ -76,7 +76,7 @@ class GroupConstants(NamedTuple):
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     """Return the loader of ``codec``; None if its fields are not bit fields in at most two words. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     planes = plane_streams("codes", packing)
     along_tokens = codec.axis == "token"
@@ -84,7 +84,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     # Neighboring fields may share a scale.
     field_stride = tile_field_stride(packing, codec.bits, packing.fields, dual) if along_tokens or scales_per_row == 1 else 1
     symbols = step_symbols(packing, field_stride, dual=dual)
-    span = packing.width * tile_fields(packing, dual)
+    span = packing.width * tile_field_count(packing, dual)
     one_a_token = not along_tokens and (codec.size % span == 0 or scales_per_row == 1)
     if along_tokens:
         kind = ALONG_TOKENS.value
@@ -107,7 +107,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     constants = GroupConstants(
         packing=tile_packing(0, packing, dual),
         bits=codec.bits,
-        fields_per_tile=tile_fields(packing, dual),
+        fields_per_tile=tile_field_count(packing, dual),
         dim=codec.dim,
         size=codec.size,
         kind=kind,
@@ -193,7 +193,7 @@ def load(
             loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
-            address = scales + first * SCALES + (token_of_columns(token, both, SECOND_OFFSET, TRANSPOSED) * SCALES + step * SPAN // SIZE)
+            address = scales + first * SCALES + (column_tokens(token, both, SECOND_OFFSET, TRANSPOSED) * SCALES + step * SPAN // SIZE)
             if MASKED:
                 loaded = loaded + (tl.load(address, valid_columns(valid, both, SECOND_OFFSET, TRANSPOSED), 0),)
             else:
@@ -201,13 +201,13 @@ def load(
         elif KIND == ALONG_CHANNELS:
             loaded = loaded + (load_per_token(scales, first, token, valid, SCALES, step * SPAN // SIZE, MASKED),)
         else:
-            row = first + token_of_columns(token, second, SECOND_OFFSET, TRANSPOSED)
-            at = of_columns(channel[None, :], TRANSPOSED)
+            row = first + column_tokens(token, second, SECOND_OFFSET, TRANSPOSED)
+            at = broadcast_columns(channel[None, :], TRANSPOSED)
             if KIND == ALONG_TOKENS:
                 row = row // SIZE
             else:
                 at = at // SIZE
-            mask = of_columns((channel < DIM)[None, :], TRANSPOSED)
+            mask = broadcast_columns((channel < DIM)[None, :], TRANSPOSED)
             if MASKED:
                 mask = mask & valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED)
             loaded = loaded + (tl.load(scales + row * SCALES + at, mask, 0),)
@@ -251,7 +251,7 @@ def _load_scale_rows(
             row = tl.load(address, _any_valid(valid), 0)
         else:
             row = tl.load(address)
-        found = parts_of(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
+        found = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
         # The scales of one step: one for all columns that share it.
         EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
@@ -269,7 +269,7 @@ def _load_scale_rows(
                     row = tl.trans(row, 0, 3, 1, 2)
                 else:
                     row = tl.trans(row, 0, 1, 3, 2)
-            parts = parts + parts_of(row)
+            parts = parts + split_last_axis(row)
         for step in tl.static_range(STEPS):
             found = found + (parts[step if CONSTANTS.kind == WITHIN_FIELDS else step * CONSTANTS.span // SIZE],)
     return found
@@ -308,25 +308,25 @@ def decode(
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
-    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     scale_centre = loaded[PLANES + STEP]
-    scale, centre = scale_and_centre(scale_centre, FAST)
+    scale, centre = split_scales(scale_centre, FAST)
     if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
-        scale = repeated(scale, COPIES, TRANSPOSED)
-        centre = repeated(centre, COPIES, TRANSPOSED)
+        scale = repeat_columns(scale, COPIES, TRANSPOSED)
+        centre = repeat_columns(centre, COPIES, TRANSPOSED)
     elif KIND == ALONG_CHANNELS:
-        scale = of_tokens(scale, TRANSPOSED)
-        centre = of_tokens(centre, TRANSPOSED)
+        scale = broadcast_tokens(scale, TRANSPOSED)
+        centre = broadcast_tokens(centre, TRANSPOSED)
     elif len(scale_centre.shape) == 2:
-        scale = of_columns(scale, TRANSPOSED)
-        centre = of_columns(centre, TRANSPOSED)
+        scale = broadcast_columns(scale, TRANSPOSED)
+        centre = broadcast_columns(centre, TRANSPOSED)
     if FIELDS_PER_TILE == 1:
-        value = affine_bits(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
+        value = affine_column(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
         STRIDE: tl.constexpr = CONSTANTS.field_stride
-        words = words_of_step(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
-        value = affine(words, scale, centre, position_of_step(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
+        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
+        value = affine(words, scale, centre, step_position(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
     return (value,)
 
 

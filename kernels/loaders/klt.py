@@ -23,15 +23,15 @@ from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_by_width
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.bitpack.row_registers import (
     Register,
-    Row,
     RowLoad,
+    RowPlan,
     load_parities,
     load_registers,
-    permuted,
+    permute_bytes,
     read_register,
 )
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
 
@@ -90,7 +90,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
     """Return the loader of keys or values with ``tables`` ``[head, code]`` by run."""
-    row = Row()
+    row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
         plan.add(row.add(name, packing), columns)
@@ -202,7 +202,7 @@ def _register(
 ) -> tl.tensor:
     """Return register number ``AT`` of a tile, uint32 that broadcasts to it."""
     REGISTER: tl.constexpr = _as_loaded(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
-    return of_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
+    return broadcast_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
 
 @triton.constexpr_function
@@ -354,7 +354,7 @@ def _code(
         if ODD_SELECTORS[number] != SELECTORS[number]:
             odd_selector = _constant(constants, ODD_SELECTORS[number], COUNT, TRANSPOSED)
             selector = _select_half(selector, odd_selector, loaded, constants, TILE)
-        word = permuted(word, _register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
+        word = permute_bytes(word, _register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
     first = tl.full((1, 1, 1), TILE.first_entry, tl.int32)
     if TILE.own_entry >= 0:
         first = _constant(constants, TILE.own_entry, COUNT, TRANSPOSED)
@@ -368,7 +368,7 @@ def _code(
 @triton.jit
 def _constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Return a constant of ``COUNT`` columns, int32 that broadcasts to a tile."""
-    return of_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
+    return broadcast_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from triton import language as tl
 
 from kvpack.formats.klt import CODES, HEAD_RUN_COLUMNS
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles
@@ -146,9 +146,9 @@ def decode(
     """Return the entries for the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
-    begin = of_columns(column_fields[STEP], TRANSPOSED)
-    mask = of_columns(column_fields[STEPS + STEP], TRANSPOSED)
-    row = of_tokens(loaded[0], TRANSPOSED)
+    begin = broadcast_columns(column_fields[STEP], TRANSPOSED)
+    mask = broadcast_columns(column_fields[STEPS + STEP], TRANSPOSED)
+    row = broadcast_tokens(loaded[0], TRANSPOSED)
     byte = begin // 8
     # The next byte may be that of another token, or of none; a code in one byte does not need it.
     low = tl.load(row + byte).to(tl.int32) & 0xFF

@@ -8,7 +8,7 @@ import torch
 from triton import language as tl
 
 from kvpack.formats.basis import RUN_COLUMNS
-from kvpack.kernels.bitpack.row_registers import Place, Register, Words, of_upper_half, selectors
+from kvpack.kernels.bitpack.row_registers import CodeRegisters, Register, RegisterByte, byte_selectors, select_upper_half
 
 COLUMNS = tl.constexpr(16)
 """Columns of a tile: the step of the matrix units."""
@@ -29,8 +29,8 @@ WIDEST_PAIR = 3
 class Tile(NamedTuple):
     """One tile: its ``kind``, the numbers of the ``registers`` with its codes of ``bits``, and those of its column constants.
 
-    The code of a column begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte. The
-    table of a column begins at ``first_entry``, or at the constant ``own_entry`` if that is not -1. For codes that select one of two
+    The code of a column begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte.
+    The table of a column begins at ``first_entry``, or at the constant ``own_entry`` if that is not -1. For codes that select one of two
     entries, ``entries`` are the constants of entry 0 and of the change that turns it into entry 1. If two columns are decoded at once,
     constants cover every second column.
 
@@ -68,7 +68,7 @@ class Plan:
         self._runs: list[tuple[int, ...]] = []
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def add(self, words: Words, columns: list[int]) -> None:
+    def add(self, words: CodeRegisters, columns: list[int]) -> None:
         """Add the tiles of a code stream whose symbols are codes of ``columns`` of the coded frame."""
         packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
         symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
@@ -81,7 +81,7 @@ class Plan:
             own += own[:1] * spare
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
-    def _add_tile(self, words: Words, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
+    def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
         """Add the tile of ``symbols``, (word, field) each, for columns of ``runs``."""
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
@@ -91,7 +91,7 @@ class Plan:
             symbols, runs = firsts, runs[::2]
         places = [_places(words, word, field * bits, length) for word, field in symbols]
         registers = tuple(sorted({place.register for own in places for place in own}))
-        steps = selectors(places, registers)
+        steps = byte_selectors(places, registers)
         at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
         numbers = tuple(self._number(_row(step)) for step in steps)
         position = self._number(_row(at))
@@ -99,7 +99,7 @@ class Plan:
         halves = [number for number, register in enumerate(registers) if self._registers[register].parity >= 0]
         if not self._keys and len(halves) == 1:
             parity = self._registers[registers[halves[0]]].parity
-            odd = tuple(self._number(_row(of_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
+            odd = tuple(self._number(_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
             kind = SELECTED.value
@@ -145,7 +145,7 @@ class Plan:
         return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
 
 
-def _places(words: Words, word: int, first: int, bits: int) -> list[Place]:
+def _places(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
     """Return the bytes of ``bits`` bits of a column from bit ``first`` up."""
     return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 

@@ -19,8 +19,8 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.minifloat import ELEMENTS
-from kvpack.kernels.bitpack.bitfields import load_per_token, load_planes, position_of_step, whole_planes, words_of_step
-from kvpack.kernels.bitpack.f16_tiles import product
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_position, step_words
+from kvpack.kernels.bitpack.f16_tiles import multiply
 from kvpack.kernels.bitpack.minifloats import (
     E2M1_EXPONENT,
     e4m3_as_f16,
@@ -31,8 +31,8 @@ from kvpack.kernels.bitpack.minifloats import (
     power_as_f32,
 )
 from kvpack.kernels.bitpack.streams import RUN_TOKENS, Stream, plane_streams
-from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens, parts_of, repeated
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens, repeat_columns, split_last_axis
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import finite_factor, load_factors, read_factors
 
 from .tiles import Tiles, step_symbols
@@ -78,14 +78,14 @@ class MinifloatConstants(NamedTuple):
 def tiles(codec: Minifloat) -> Tiles | None:
     """Return the loader of ``codec``; None if a field spans more than one word."""
     packing = codec.packings()["codes"]
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     planes = plane_streams("codes", packing)
     symbols = step_symbols(packing)
     in_blocks = codec.granularity == "block"
     size, blocks = (codec.block, codec.blocks) if in_blocks else (0, 0)
     words = blocks // 4 if blocks % 4 == 0 else 0
-    fields_per_tile = tile_fields(packing)
+    fields_per_tile = tile_field_count(packing)
     whole = fields_per_tile == 1 and packing.width == len(symbols[0]) and len(symbols) * packing.width == codec.dim
     in_order = bool(size) and whole and packing.column_bytes % 2 == 0 and (packing.width % size == 0 or size % packing.width == 0)
     parts = max(1, packing.width // size) if in_order else 1
@@ -198,7 +198,7 @@ def _load_block_scales(
             row = tl.load(address, valid[:, :, None], 0)
         else:
             row = tl.load(address)
-        loaded = parts_of(row)
+        loaded = split_last_axis(row)
     elif WORDS > 0:
         for word in tl.static_range(WORDS):
             loaded = loaded + (load_per_token(scales, first, token, valid, WORDS, word, MASKED),)
@@ -226,10 +226,14 @@ def _load_own_scales(
     column = tl.arange(0, PACKING.tile_width)
     channel = ((STEP * CONSTANTS.fields_per_tile + column // PACKING.width) * PACKING.width + column % PACKING.width)[None, :]
     bytes_of = scales.to(tl.pointer_type(tl.int8))
-    address = bytes_of + first * BLOCKS + (of_tokens(token, TRANSPOSED) * BLOCKS + of_columns(channel, TRANSPOSED) // CONSTANTS.size)
-    mask = of_columns(channel < CONSTANTS.dim, TRANSPOSED)
+    address = (
+        bytes_of
+        + first * BLOCKS
+        + (broadcast_tokens(token, TRANSPOSED) * BLOCKS + broadcast_columns(channel, TRANSPOSED) // CONSTANTS.size)
+    )
+    mask = broadcast_columns(channel < CONSTANTS.dim, TRANSPOSED)
     if MASKED:
-        mask = mask & of_tokens(valid, TRANSPOSED)
+        mask = mask & broadcast_tokens(valid, TRANSPOSED)
     return tl.load(address, mask, 0).to(tl.int32) & 0xFF
 
 
@@ -288,9 +292,9 @@ def _factors_of_tile(
         if CONSTANTS.global_scale:
             found = e4m3_as_f16(scales)
         else:
-            found = power_as_f16(scales - of_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _lowered(ELEMENT))
+            found = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _lowered(ELEMENT))
     elif PARTS == 1:
-        found = of_tokens(_factor_of_block(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
+        found = broadcast_tokens(_factor_of_block(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
     else:
         # Rows are loaded whole, and a tile takes the factors of several blocks. They are chosen along the middle axis for keys, too:
         # Triton then has them where the matrix units take the tile, and words go there from shared memory without a detour.
@@ -300,7 +304,7 @@ def _factors_of_tile(
             found = tl.where(part == number, _factor_of_block(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], found)
         if not TRANSPOSED:
             found = tl.trans(found, 0, 2, 1)
-        found = repeated(found, CONSTANTS.size, TRANSPOSED)
+        found = repeat_columns(found, CONSTANTS.size, TRANSPOSED)
     return found
 
 
@@ -330,14 +334,14 @@ def decode(
     ELEMENT: tl.constexpr = CONSTANTS.element
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     if FIELDS_PER_TILE == 1:
-        planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+        planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
         value = elements_as_f16(planes[STEP * BITS // 16], STEP * BITS % 16, ELEMENT, FAST)
     else:
-        planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
-        words = words_of_step(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        value = elements_as_f16(words, position_of_step(STEP, BITS, 1), ELEMENT, FAST)
+        planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+        words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        value = elements_as_f16(words, step_position(STEP, BITS, 1), ELEMENT, FAST)
     if CONSTANTS.kind == PER_BLOCK:
-        value = product(value, _factors_of_tile(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
+        value = multiply(value, _factors_of_tile(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
     return (value,)
 
 

@@ -15,10 +15,10 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.octahedral_search import codebook_directions
-from kvpack.kernels.bitpack.bitfields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.bitpack.f16_tiles import negated, product
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
+from kvpack.kernels.bitpack.f16_tiles import multiply, negate_by_bit
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
 
@@ -55,7 +55,7 @@ class OctahedralConstants(NamedTuple):
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
     """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["symbol"]
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     symbols = step_symbols(packing, dual=dual)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
@@ -64,7 +64,7 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
     norm_bits = FACTOR_BITS[codec.norm]
     constants = OctahedralConstants(
         packing=tile_packing(0, packing, dual),
-        fields_per_tile=tile_fields(packing, dual),
+        fields_per_tile=tile_field_count(packing, dual),
         index_bits=index_bits,
         sign_bits=more[0] if more else 0,
         norm_index_bits=codec.b_norm if more and more[0] > SIGN_BITS else 0,
@@ -132,14 +132,14 @@ def decode(
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     SIGN_BITS: tl.constexpr = CONSTANTS.sign_bits
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
-    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        index = step_words(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
         if SIGN_BITS:
-            sign = words_of_step(
+            sign = step_words(
                 planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
             )
         found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
@@ -162,11 +162,11 @@ def _triplet(
     found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
     x, y, z = found[0], found[1], found[2]
     if CONSTANTS.sign_bits:
-        x = negated(x, planes[SIGNS // 16], SIGNS % 16, FAST)
-        y = negated(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
+        x = negate_by_bit(x, planes[SIGNS // 16], SIGNS % 16, FAST)
+        y = negate_by_bit(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)
         if NORM_BITS:
             norm = look_up_repeated(planes, table, SIGNS + 2, NORM_BITS, 1 << INDEX_BITS, SHARED, FAST)
-            x, y, z = product(x, norm, FAST), product(y, norm, FAST), product(z, norm, FAST)
+            x, y, z = multiply(x, norm, FAST), multiply(y, norm, FAST), multiply(z, norm, FAST)
     return (x, y, z)
 
 

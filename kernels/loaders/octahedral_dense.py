@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.f16x2 import negated_f16x2, product_f16x2
+from kvpack.kernels.bitpack.f16x2 import multiply_f16x2, negate_f16x2
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.thread_digits import RowPacking, bits_of_column, digit, row_packing
-from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
-from kvpack.kernels.bitpack.thread_tiles import TOKENS, decode_rows, f16x2_of_symbols, factor_beside_rows, load_rows_and_factor, tiles_of
-from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
+from kvpack.kernels.bitpack.thread_digits import RowPacking, column_bits, row_packing, symbol_digit
+from kvpack.kernels.bitpack.thread_rows import row_streams, stored_words_per_plane
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, assign_tiles, decode_rows, load_rows_and_factor, pair_values, read_row_factor
+from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
 from kvpack.kernels.tables.register_table import MAX_BITS, select_of_four, table_of_bytes
 from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
@@ -35,7 +35,7 @@ class OctahedralDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
     ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by a code
-    of ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.tiles_of``).
+    of ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.assign_tiles``).
     """
 
     rows: tuple[int, ...]
@@ -55,14 +55,14 @@ def tiles(codec: Octahedral) -> Tiles | None:
     if "index" not in packings:
         return None
     index_bits, sign_bits = (packings[name].bases[0].bit_length() - 1 for name in ("index", "sign"))
-    if index_bits > WIDEST_DIGIT:
+    if index_bits > MAX_DIGIT_BITS:
         return None
     whole = index_bits + sign_bits <= MAX_BITS_OF_ONE_INDEX
     both = tuple(packings.values())
-    rows = rows_constants(both)
+    rows = stored_words_per_plane(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
-    registers, channels = tiles_of(f16x2_of_symbols(codec.triplets, VALUES, codec.dim), VALUES)
+    registers, channels = assign_tiles(pair_values(codec.triplets, VALUES, codec.dim), VALUES)
     result = table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
     norms = table_of_bytes(result[1 << index_bits :, 0]) if few_norms else None
@@ -80,7 +80,7 @@ def tiles(codec: Octahedral) -> Tiles | None:
     return Tiles(
         load_rows_and_factor,
         decode,
-        factor_beside_rows,
+        read_row_factor,
         constants,
         len(channels),
         channels,
@@ -120,21 +120,21 @@ def coordinates(
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     NORMS: tl.constexpr = CONSTANTS.norms
     UNIT: tl.constexpr = unit(4, SHARED, FAST)
-    index = digit(words, INDICES, TRIPLET, FAST) * UNIT
+    index = symbol_digit(words, INDICES, TRIPLET, FAST) * UNIT
     if WHOLE:
-        index = index | (digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
+        index = index | (symbol_digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
     found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
     xy, z = found[0], found[1]
     if not WHOLE:
         COLUMN: tl.constexpr = TRIPLET % SIGNS.width
         POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)
-        xy = negated_f16x2(xy, words, SIGNS, COLUMN, POSITION, FAST)
+        xy = negate_f16x2(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
             if FAST and NORMS is not None:
                 norm = select_of_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
             else:
-                level = bits_of_column(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
+                level = column_bits(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
                 norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)
-            xy = product_f16x2(xy, norm, FAST)
-            z = product_f16x2(z, norm, FAST)
+            xy = multiply_f16x2(xy, norm, FAST)
+            z = multiply_f16x2(z, norm, FAST)
     return xy, z

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 
 if TYPE_CHECKING:
     from .tiles import Outliers
@@ -61,9 +61,9 @@ def patch_places(
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
     if TRANSPOSED:
-        place = of_tokens(row * 2, TRANSPOSED) ^ of_columns(_exchanged(column * (2 * TOKENS)), TRANSPOSED)
+        place = broadcast_tokens(row * 2, TRANSPOSED) ^ broadcast_columns(_exchanged(column * (2 * TOKENS)), TRANSPOSED)
     else:
-        place = of_tokens(_exchanged(row * (2 * WIDTH)), TRANSPOSED) ^ of_columns(_exchanged(column * 2), TRANSPOSED)
+        place = broadcast_tokens(_exchanged(row * (2 * WIDTH)), TRANSPOSED) ^ broadcast_columns(_exchanged(column * 2), TRANSPOSED)
     if WARPS > 1:
         place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
     return place

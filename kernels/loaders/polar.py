@@ -19,11 +19,11 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.bitfields import load_per_token
-from kvpack.kernels.bitpack.f16x2 import product_f16x2, scaled_f16x2
+from kvpack.kernels.bitpack.f16x2 import multiply_f16x2, scale_f16x2
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing
-from kvpack.kernels.bitpack.thread_rows import load_row, load_rows, row_streams, rows_constants, stream_of_words, words_of_row
-from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE, TOKENS, tile_of_f16x2
+from kvpack.kernels.bitpack.thread_rows import load_row, load_rows, row_streams, stored_words_per_plane, word_stream, words_per_token
+from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE, TOKENS, assemble_tile
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.field_lookups import look_up_field
 
@@ -75,11 +75,11 @@ def tiles(codec: Polar) -> Tiles | None:
     packings = codec.packings()
     every = tuple(packings.values())
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
-    rows = rows_constants(every)
+    rows = stored_words_per_plane(every)
     radius_bits = 16 if codec.norm == "fp16" else 32
     if codec.radii > 1:
         rows = (*rows, codec.radii)
-        streams = (*streams, stream_of_words("radius", codec.radii))
+        streams = (*streams, word_stream("radius", codec.radii))
     else:
         streams = (*streams, Stream("radius", radius_bits, 1))
     tree = (levels[0].angles, blocks_of_step(levels[0].angles, every[0].width))
@@ -97,7 +97,7 @@ def tiles(codec: Polar) -> Tiles | None:
         radii=codec.radii,
         radius_bits=radius_bits,
         radius_stream=len(streams) - 1,
-        first_radius=words_of_row(rows_constants(every)),
+        first_radius=words_per_token(stored_words_per_plane(every)),
         tree=tree,
         unit=1 / product,
         levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
@@ -158,7 +158,7 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the radius, or the power of two that divides several radii, divided by the tables' scales: float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
-    ROW: tl.constexpr = words_of_row(ROWS)
+    ROW: tl.constexpr = words_per_token(ROWS)
     if CONSTANTS.radii > 1:
         value = ((_exponent(loaded[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
     else:
@@ -179,11 +179,11 @@ def decode(
 ) -> tl.tuple:
     """Return the channels of ``STEP`` divided by the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
-    ROW: tl.constexpr = words_of_row(ROWS)
+    ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
     first = _pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
     second = _pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    return (tile_of_f16x2(first, second, WARPS, TRANSPOSED, FAST),)
+    return (assemble_tile(first, second, WARPS, TRANSPOSED, FAST),)
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: t
     inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
-        radii = radii + (product_f16x2(words[AT + PLACES[number]], inverse, FAST),)
+        radii = radii + (multiply_f16x2(words[AT + PLACES[number]], inverse, FAST),)
     return radii
 
 
@@ -241,7 +241,7 @@ def _below(
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
             radius = radii[place_in(ABOVE, ANGLES[number] // 2)]
-            below = below + (scaled_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+            below = below + (scale_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
         else:
             below = below + (found[PLACES[number]],)
     return below

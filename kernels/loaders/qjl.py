@@ -20,9 +20,9 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.qjl import NORM, SIGNS
-from kvpack.kernels.bitpack.bitfields import load_planes, whole_planes, words_of_step
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing, tile_width
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing, tile_width
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 
 from .tiles import Tiles, step_symbols, tile_field_stride
@@ -58,7 +58,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     Returns None if their packing has no tiles.
     """
     packing = qjl.packing
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     planes = plane_streams(SIGNS, packing)
     field_stride = tile_field_stride(packing, 1, packing.fields)
@@ -68,7 +68,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
         number=len(tiles.widths_of_streams) // 2,
-        fields_per_tile=tile_fields(packing),
+        fields_per_tile=tile_field_count(packing),
         field_stride=field_stride,
         steps=len(symbols),
         norm_stream=len(planes),
@@ -146,11 +146,11 @@ def _words(
     NUMBER: tl.constexpr = CONSTANTS.number
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
-    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
-        word = words_of_step(
+        word = step_words(
             planes, column_fields, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
         )
     return word

@@ -10,10 +10,10 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.bitfields import load_planes, whole_planes, words_of_step
-from kvpack.kernels.bitpack.f16_tiles import code_bits, product
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_words
+from kvpack.kernels.bitpack.f16_tiles import column_code_as_f16, multiply
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
-from kvpack.kernels.bitpack.tile_packing import TilePacking, takes_whole_words, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.shared_table import look_up_bits
 
@@ -40,7 +40,7 @@ class QuaternionConstants(NamedTuple):
 def tiles(codec: Quaternion) -> Tiles | None:
     """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
     packing = codec.packings()["symbol"]
-    if not takes_whole_words(packing):
+    if not has_whole_word_tiles(packing):
         return None
     symbols = step_symbols(packing)
     table = torch.zeros(packing.bases[0], VALUES, dtype=torch.float32, device="cpu")
@@ -49,7 +49,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     scale_bits = 16 if codec.norm == "fp16" else 32
     constants = QuaternionConstants(
         packing=tile_packing(0, packing),
-        fields_per_tile=tile_fields(packing),
+        fields_per_tile=tile_field_count(packing),
         code_bits=packing.bases[0].bit_length() - 1,
         radius_bits=codec.radius_bits,
         scale_stream=len(streams),
@@ -106,12 +106,12 @@ def decode(
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
     RADIUS_BITS: tl.constexpr = CONSTANTS.radius_bits
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
-    planes = whole_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
-        index = words_of_step(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        radius = words_of_step(
+        index = step_words(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
+        radius = step_words(
             planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
         )
         found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
@@ -130,12 +130,12 @@ def _chunk(
 ) -> tl.tuple:
     """Return the chunks whose codeword begins at bit ``CODE`` of each column, with their radius at bit ``RADIUS``."""
     found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
-    radius = code_bits(planes, RADIUS, CONSTANTS.radius_bits, FAST)
+    radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, FAST)
     return (
-        product(found[0], radius, FAST),
-        product(found[1], radius, FAST),
-        product(found[2], radius, FAST),
-        product(found[3], radius, FAST),
+        multiply(found[0], radius, FAST),
+        multiply(found[1], radius, FAST),
+        multiply(found[2], radius, FAST),
+        multiply(found[3], radius, FAST),
     )
 
 

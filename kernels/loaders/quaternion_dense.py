@@ -11,13 +11,13 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.f16_tiles import code_as_f16, product
+from kvpack.kernels.bitpack.f16_tiles import code_as_f16, multiply
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, steps_of, symbol_tile
-from kvpack.kernels.bitpack.thread_digits import RowPacking, above, row_packing, two_digits
-from kvpack.kernels.bitpack.thread_rows import row_streams, rows_constants
-from kvpack.kernels.bitpack.thread_tiles import TOKENS, factor_beside_rows, load_rows_and_factor
-from kvpack.kernels.bitpack.tile_packing import WIDEST_DIGIT
+from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, load_symbol_tile, symbol_steps
+from kvpack.kernels.bitpack.thread_digits import RowPacking, insert_above, row_packing, symbol_pair_digits
+from kvpack.kernels.bitpack.thread_rows import row_streams, stored_words_per_plane
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, load_rows_and_factor, read_row_factor
+from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
 from kvpack.kernels.tables.shared_table import look_up
 
 from .quaternion import VALUES
@@ -54,7 +54,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
     """Return the loader of ``codec``; None if there are too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
-    if codeword_bits > WIDEST_DIGIT:
+    if codeword_bits > MAX_DIGIT_BITS:
         return None
     packings = codec.packings()
     every = tuple(packings.values())
@@ -62,9 +62,9 @@ def tiles(codec: Quaternion) -> Tiles | None:
     scale_bits = 16 if codec.norm == "fp16" else 32
     low_bits = packings["codeword_low"].bases[0].bit_length() - 1 if "codeword_low" in packings else 0
     chunks = -(-codec.dim // VALUES)
-    rows = rows_constants(every)
+    rows = stored_words_per_plane(every)
     few_words = sum(-(-halves // 2) for halves in rows) <= MAX_WORDS
-    symbols = steps_of(chunks)
+    symbols = symbol_steps(chunks)
     constants = QuaternionDenseConstants(
         rows=rows,
         codewords=row_packing(every, 0),
@@ -111,18 +111,18 @@ def decode(
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
     POSITION: tl.constexpr = MAX_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        symbols = load_symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_f16(symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
+        symbols = load_symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_f16(load_symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
     # Every codeword of so many bits has an entry, so that none needs to be limited.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
-        product(found[0], radius, FAST),
-        product(found[1], radius, FAST),
-        product(found[2], radius, FAST),
-        product(found[3], radius, FAST),
+        multiply(found[0], radius, FAST),
+        multiply(found[1], radius, FAST),
+        multiply(found[2], radius, FAST),
+        multiply(found[3], radius, FAST),
     )
 
 
@@ -143,9 +143,11 @@ def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr
     """Return ``two_codewords``, each shifted to bit ``POSITION`` of its 16 bits."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
-    both = two_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
+    both = symbol_pair_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
     if CONSTANTS.low_bits:
-        both = above(two_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), both, CONSTANTS.low_bits + POSITION, FAST)
+        both = insert_above(
+            symbol_pair_digits(words, HIGH_CODEWORDS, CHUNK, CONSTANTS.chunks, FAST), both, CONSTANTS.low_bits + POSITION, FAST
+        )
     return both
 
 
@@ -153,10 +155,10 @@ def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr
 def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the radius codes of an even chunk and of the next one."""
     RADII: tl.constexpr = CONSTANTS.radii
-    return two_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
+    return symbol_pair_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the scale divided by the largest radius code, float32 ``[warp, token]``."""
-    return factor_beside_rows(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))
+    return read_row_factor(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

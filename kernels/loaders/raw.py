@@ -13,8 +13,8 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.tile_layout import of_columns, of_tokens
-from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
+from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH
 
 from .tiles import Tiles
 
@@ -37,7 +37,7 @@ class RawConstants(NamedTuple):
 
 def tiles(codec: Raw) -> Tiles:
     """Return the loader of ``codec``."""
-    width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % SMALLEST_WIDTH == 0 else MAX_WIDTH
+    width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % MIN_TILE_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
     stream = Stream("values", 32 if codec.dtype == "fp32" else 16, codec.dim)
@@ -77,12 +77,12 @@ def _columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    within = of_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
+    within = broadcast_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
     column = within + BEGIN
     # All steps add the same to a pointer of their own, and the compiler then keeps it once.
-    address = pointer + (first * DIM + BEGIN) + (of_tokens(token, TRANSPOSED) * DIM + within)
+    address = pointer + (first * DIM + BEGIN) + (broadcast_tokens(token, TRANSPOSED) * DIM + within)
     if MASKED:
-        bits = tl.load(address, of_tokens(valid, TRANSPOSED) & (column < DIM), 0)
+        bits = tl.load(address, broadcast_tokens(valid, TRANSPOSED) & (column < DIM), 0)
     elif BEGIN + WIDTH > DIM:
         bits = tl.load(address, column < DIM, 0)
     else:

@@ -10,9 +10,9 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.bitfields import load_planes, position_of_step, whole_planes, words_of_step
+from kvpack.kernels.bitpack.bitfields import expand_planes, load_planes, step_position, step_words
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
-from kvpack.kernels.bitpack.tile_packing import TilePacking, tile_fields, tile_packing
+from kvpack.kernels.bitpack.tile_packing import TilePacking, tile_field_count, tile_packing
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits
 
@@ -67,7 +67,7 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     for (name, packing), part, table in zip(codec.packings().items(), codec.channel_sets, stored, strict=False):
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
-        side_by_side = tile_fields(packing, dual)
+        side_by_side = tile_field_count(packing, dual)
         fields = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _share_an_index(packing, part.bits, n, side_by_side))
         field_stride = tile_field_stride(packing, fields * part.bits, packing.fields // fields, dual)
         symbols = step_symbols(packing, field_stride, fields, dual)
@@ -180,7 +180,7 @@ def _decode_part(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     FIELDS_PER_TILE: tl.constexpr = PART.fields_per_tile
-    planes = whole_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
     FIELDS: tl.constexpr = PART.fields_per_index
     INDEX_BITS: tl.constexpr = FIELDS * PART.bits
     VALUES: tl.constexpr = 4 if FIELDS == 4 else 2
@@ -189,10 +189,8 @@ def _decode_part(
     else:
         INDICES: tl.constexpr = PACKING.fields // FIELDS
         STRIDE: tl.constexpr = PART.field_stride
-        index = words_of_step(
-            planes, column_fields, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST
-        )
-        AT: tl.constexpr = position_of_step(STEP, INDEX_BITS, STRIDE)
+        index = step_words(planes, column_fields, NUMBER, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, STRIDE, INDICES, TRANSPOSED, FAST)
+        AT: tl.constexpr = step_position(STEP, INDEX_BITS, STRIDE)
         value = look_up_bits((index,), table, AT, INDEX_BITS, VALUES, PART.first_entry, SHARED, FAST)
     if FIELDS == 1:
         value = (value[0],)

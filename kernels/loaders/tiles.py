@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.formats.columns import Columns
 from kvpack.kernels.bitpack.streams import WORD_BITS, Stream
-from kvpack.kernels.bitpack.tile_packing import SMALLEST_WIDTH, tile_fields, tile_width
+from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH, tile_field_count, tile_width
 
 if TYPE_CHECKING:
     import torch
 
-DUAL_WIDTH = SMALLEST_WIDTH // 2
+DUAL_WIDTH = MIN_TILE_WIDTH // 2
 """Words per row, if a tile contains two rows side by side."""
 
 APART, NEIGHBOURS = 1, 2
@@ -126,18 +126,18 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
     It is the number of steps if all ``fields`` of ``bits`` are in one word, so that each word is shifted once for all steps; otherwise 1.
     """
-    side_by_side = tile_fields(packing, dual)
+    side_by_side = tile_field_count(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0
     return fields // side_by_side if whole and fields * bits <= WORD_BITS else 1
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the symbol of every column of every tile, -1 for none: ``tile_fields`` fields per tile, ``field_stride`` fields apart.
+    """Return the symbol of every column of every tile, -1 for none: ``fields_per_tile`` fields per tile, ``field_stride`` fields apart.
 
     A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts groups of that many fields. ``dual``: for one of two
     tokens.
     """
-    width, side_by_side = packing.width, tile_fields(packing, dual)
+    width, side_by_side = packing.width, tile_field_count(packing, dual)
     groups = -(-packing.fields // together)
     tiles = []
     for step in range(-(-groups // side_by_side)):

@@ -20,8 +20,8 @@ from triton import language as tl
 from kvpack.formats.trellis import WORD_BITS, window_values
 from kvpack.kernels.bitpack.replicated_columns import load_columns as load_words_of_columns
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.tile_layout import of_columns
-from kvpack.kernels.bitpack.tile_packing import tile_fields, tile_width
+from kvpack.kernels.bitpack.tile_layout import broadcast_columns
+from kvpack.kernels.bitpack.tile_packing import tile_field_count, tile_width
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits
 
@@ -51,7 +51,7 @@ def tiles(codec: Trellis) -> Tiles:
     """Return the loader of ``codec``."""
     (packing,) = codec.packings().values()
     width = tile_width(packing)
-    shifts, steps, used = _shifts(codec, packing.width, width, tile_fields(packing))
+    shifts, steps, used = _shifts(codec, packing.width, width, tile_field_count(packing))
     values = window_values(codec.table, "cpu").to(torch.float16)
     behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
     norm_bits = FACTOR_BITS[codec.norm]
@@ -132,7 +132,7 @@ def decode(
     """Return the value of window ``STEP`` of each column within a unit vector, one binary16 tile laid out like the words."""
     planes = (loaded[0], loaded[1])
     if CONSTANTS.shifted:
-        planes = _shifted_down(loaded[0], loaded[1], of_columns(column_fields[0], TRANSPOSED), FAST)
+        planes = _shifted_down(loaded[0], loaded[1], broadcast_columns(column_fields[0], TRANSPOSED), FAST)
     found = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
     return (found[0],)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.thread_digits import bits_of_column, pieces_of_bits
+from kvpack.kernels.bitpack.thread_digits import column_bits, column_pieces
 
 from .table_assembly import lookup_of_field, registers
 from .thread_lookups import look_up_words, unit
@@ -40,7 +40,7 @@ def look_up_field(
     ``SHARED`` is the table's ``SharedTable``.
     """
     UNIT: tl.constexpr = unit(VALUES, SHARED, FAST)
-    PIECES: tl.constexpr = pieces_of_bits(PACKING, COLUMN, POSITION, BITS)
+    PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, POSITION, BITS)
     if FAST and SHARED.copies > 0 and len(PIECES) <= 2:
         ASSEMBLY: tl.constexpr = lookup_of_field(PIECES, WORDS, SHARED.offset + FIRST * UNIT, UNIT)
         inputs = [words[PIECES[0][0]]] if len(PIECES) == 1 else [words[PIECES[0][0]], words[PIECES[1][0]]]
@@ -50,6 +50,6 @@ def look_up_field(
         else:
             result = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
     else:
-        place = bits_of_column(words, PACKING, COLUMN, POSITION, BITS) * UNIT
+        place = column_bits(words, PACKING, COLUMN, POSITION, BITS) * UNIT
         result = look_up_words(place, table, WORDS, VALUES, FIRST, SHARED, FAST)
     return result

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.thread_digits import RowPacking, pieces_at
+from kvpack.kernels.bitpack.thread_digits import RowPacking, bit_pieces
 
 MAX_BITS = 3
 """Bits of an index into a table in registers, at most: a permutation selects one of 8 bytes."""
@@ -38,7 +38,7 @@ def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance:
     for number, target in enumerate((0, 16, 8, 24)):
         position = (symbol + number) // packing.width * distance + first
         if position + bits <= 8 * packing.column_bytes:
-            for word, at, count, before in pieces_at(*columns, (symbol + number) % packing.width, position, bits):
+            for word, at, count, before in bit_pieces(*columns, (symbol + number) % packing.width, position, bits):
                 place = (word, at - target - before)
                 masks[place] = masks.get(place, 0) | ((1 << count) - 1) << (target + before)
     return tuple(number for place, mask in masks.items() for number in (*place, mask))

@@ -18,7 +18,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels import triton_internals
-from kvpack.kernels.bitpack.bitfields import straddling
+from kvpack.kernels.bitpack.bitfields import extract_straddling
 
 from .shared_tables import SharedTable
 from .table_assembly import BANK_BYTES, LARGEST_BYTES, declaration, filling, lookup_of_tiles, registers
@@ -139,7 +139,9 @@ def look_up_bits(
     COPIES: tl.constexpr = SHARED.copies
     ENTRIES: tl.constexpr = SHARED.entries - FIRST
     if BIT % 16 + BITS > 16:
-        result = look_up(straddling(planes, BIT, BITS, FAST), table + FIRST * VALUES, 0, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
+        result = look_up(
+            extract_straddling(planes, BIT, BITS, FAST), table + FIRST * VALUES, 0, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST
+        )
     else:
         result = look_up(planes[BIT // 16], table + FIRST * VALUES, BIT % 16, BITS, VALUES, OFFSET, COPIES, ENTRIES, FAST)
     return result

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from kvpack.kernels.bitpack.streams import dense_rows
+from kvpack.kernels.bitpack.streams import has_dense_rows
 
 from .bound_loader import RowStream
 from .work import STREAM_INTEGERS
@@ -27,7 +27,7 @@ def uses_assembly(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
-def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], held: list[torch.Tensor]) -> list[int]:
+def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
     """Return the address, batch stride and head stride in bytes of each stream ``wanted``.
 
     A stream whose rows are not contiguous and aligned is copied.
@@ -36,10 +36,10 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
     for stream in wanted:
         tensor = streams[stream.name]
         size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
-        if not dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
+        if not has_dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             batch, head = tensor.stride()[:2]
-        held.append(tensor)
+        keep_alive.append(tensor)
         result += [tensor.data_ptr(), size * batch if tensor.shape[0] > 1 else 0, size * head if tensor.shape[1] > 1 else 0]
     return result
 

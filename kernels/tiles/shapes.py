@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.kernels.bitpack.tile_packing import tile_fields
+from kvpack.kernels.bitpack.tile_packing import tile_field_count
 from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LaunchShape(NamedTuple):
     tokens: int
     stages: int
     programs: int
-    fills: bool = False
+    balanced: bool = False
     """True if the registers of ``programs`` are all that a multiprocessor has."""
 
 
@@ -85,7 +85,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
         shape = LaunchShape(2, 1, 32, 2, 4)
     elif table_bytes > LARGE_TABLES:
-        narrow = any(tile_fields(packing) > 1 for packing in (*k.packings, *v.packings))
+        narrow = any(tile_field_count(packing) > 1 for packing in (*k.packings, *v.packings))
         shape = LaunchShape(2, 1, 32, 4 - together, 4) if narrow else LaunchShape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
         # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
@@ -96,7 +96,7 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
         shape = small._replace(tokens=most_tokens)
     elif table_bytes == 0 and many and few_bytes and plain:
-        shape = small._replace(tiles=2, programs=12, fills=True)
+        shape = small._replace(tiles=2, programs=12, balanced=True)
     else:
         shape = small
     tile_bytes = shape.warps * shape.tiles * shape.tokens * token_bytes

@@ -156,7 +156,7 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[d
         for _ in range(2)
     ]
     q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
-    rows = _peers(q, kv)
+    rows = _libraries(q, kv)
     for recipe in (kernels_picture.OWN_BF16, *recipes):
         rows.append(_row(q, kv, recipe))
         torch.cuda.empty_cache()
@@ -170,7 +170,7 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[d
     return rows
 
 
-def _peers(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
+def _libraries(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

@@ -49,7 +49,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
     k, v = normal(shape.heads, shape.tokens), normal(shape.heads, shape.tokens)
     tensors = {count: normal(shape.q_heads, count) for count in queries if count <= shape.tokens}
-    peers = {count: _peers(q, k, v) for count, q in tensors.items()}
+    peers = {count: _libraries(q, k, v) for count, q in tensors.items()}
     rows = []
     for recipe in recipes:
         layer = synthetic_basis.pack(k, v, recipe)
@@ -76,7 +76,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
     return {**shape._asdict(), "peers": [{"queries": count, **row} for count, row in peers.items()], "rows": rows}
 
 
-def _peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+def _libraries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
     """Return the seconds of each SDPA backend that supports the shape, without a mask; only FlashAttention aligns queries without one."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

@@ -110,7 +110,7 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
         if codec.sketches:
             return False
         codec = codec.codec
-    return codecs.of_codec(codec).has_rules(codec) and rules.rules_of(codec) is not None
+    return codecs.of_codec(codec).has_rules(codec) and rules.stream_rules(codec) is not None
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
@@ -124,7 +124,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
         return lambda: None
     from kvpack.kernels.bitpack import rules
 
-    wrong_sides = rules.wrong_sides(
+    wrong_sides = rules.find_invalid_sides(
         [(codec.codec if isinstance(codec, WithSideCars) else codec, streams) for codec, streams, _, _ in sides]
     )
     side_car_streams = [
@@ -224,7 +224,7 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        if c_encode.measures(x):
+        if c_encode.supports_norms(x):
             return c_encode.norms(x)
     return norms_per_head(x)
 
@@ -285,7 +285,7 @@ def _add_words(data: memoryview, sum_: int) -> int | None:
         return None
     from kvpack.kernels.cpu import checksum
 
-    return checksum.added(data, sum_)
+    return checksum.add_words(data, sum_)
 
 
 row.compiled = _add_words

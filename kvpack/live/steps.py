@@ -11,7 +11,7 @@ from kvpack.formats.errors import OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
-    from kvpack.kernels.attend.growing import Append, GrowingCall
+    from kvpack.kernels.attend.growing import AppendCall, GrowingCall
 
     from .layer import LiveLayer
 
@@ -25,7 +25,7 @@ class Steps:
     def __init__(self, layer: LiveLayer) -> None:
         self._layer = layer
         self._calls: dict[Any, GrowingCall | None] = {}
-        self._appends: dict[int, Append] = {}
+        self._appends: dict[int, AppendCall] = {}
         self.captured = False
         """True if replays of a graph may add tokens, of which ``settle`` learns."""
         device, batch = layer.device, layer.batch
@@ -58,9 +58,9 @@ class Steps:
             return False
         append = self._appends.get(tokens)
         if append is None:
-            from kvpack.kernels.attend.growing import Append
+            from kvpack.kernels.attend.growing import AppendCall
 
-            append = self._appends[tokens] = Append(layer.sides["k"].tail, layer.sides["v"].tail, tokens)
+            append = self._appends[tokens] = AppendCall(layer.sides["k"].tail, layer.sides["v"].tail, tokens)
         if not append.supports(k, v):
             return False
         append(k, v, self._lengths, self._packed, self.not_finite if self._checks else self._unchecked)
@@ -104,13 +104,13 @@ class Steps:
         if self._version != self._layer.version:
             view = self._layer.whole()
             for request, call in list(self._calls.items()):
-                if call is None or not call.takes_layer(view):
+                if call is None or not call.supports_layer(view):
                     del self._calls[request]
                     changed = True
                 else:
                     with float32_no_grad(self._layer.device):
                         changed |= call.refresh(view)
-            if not all(append.is_of(*(side.tail for side in self._layer.sides.values())) for append in self._appends.values()):
+            if not all(append.appends_to(*(side.tail for side in self._layer.sides.values())) for append in self._appends.values()):
                 self._appends.clear()
                 changed = True
             self._version = self._layer.version

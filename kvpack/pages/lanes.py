@@ -115,7 +115,7 @@ class Lane:
 
         geometry, codec = self.geometry, self.plain
         dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
-        streams = pages.places(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
+        streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
         counts = {1, self.count}
         arguments = {count: (codec, count, heads, tokens, dtype, streams, self.stride) for count in counts}
         encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype, codec.dim) else None
@@ -133,10 +133,10 @@ class Lane:
         shared = self.shared
         # C measures keys as they are, and what else shares scales has norms of its own.
         needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
-        if self.watched is None or not encode.chooses(geometry.computed_dtype) or not _direct(keys) or needs_norms:
+        if self.watched is None or not encode.supports_raw_choice(geometry.computed_dtype) or not _direct(keys) or needs_norms:
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
-        return {n: pages.Chooser(self.watched, n, *shape, shared) for n in {1, self.count}}
+        return {n: pages.RawTokenChooser(self.watched, n, *shape, shared) for n in {1, self.count}}
 
 
 Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -394,10 +394,10 @@ class _Ready:
         return result
 
     def _values(self, stretch: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
-        from kvpack.kernels.cpu.pages import Values
+        from kvpack.kernels.cpu.pages import PageValues
 
         _, _, address, per_slot, strides = stretch
-        return Values(address + slot * per_slot, *strides)
+        return PageValues(address + slot * per_slot, *strides)
 
     def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int) -> bool:
         result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads)

@@ -424,7 +424,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     norms = tiles.table[-(1 << bits) :, 0].view(torch.uint16).tolist()
     assert [table[at // 4] >> 8 * (at % 4) & 0xFF | (table[2 + at // 4] >> 8 * (at % 4) & 0xFF) << 8 for at in range(8)] == norms
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(0, 1 << 32, (thread_rows.words_of_row(tiles.constants.rows),), generator=generator).tolist()
+    words = torch.randint(0, 1 << 32, (thread_rows.words_per_token(tiles.constants.rows),), generator=generator).tolist()
     for first in range(0, -(-dim // 3), 4):
         terms = plain(register_table._gathered)(packing, first, 2, bits, 2 + bits)
         found = 0
@@ -432,7 +432,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing.width * (2 + bits) + 2
-            pieces = plain(thread_digits.pieces_of_bits)(packing, (first + number) % packing.width, position, bits)
+            pieces = plain(thread_digits.column_pieces)(packing, (first + number) % packing.width, position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 

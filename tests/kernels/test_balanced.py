@@ -66,10 +66,10 @@ def test_many_queries() -> None:
 def test_c_attends_and_unpacks(words: str) -> None:
     k_codec, v_codec = keys_and_values(words)
     k, v = random_side(k_codec, 2, (64, 32, 32), 9, 1), random_side(v_codec, 2, (64, 32, 32), 9, 2)
-    prepared = attend.Prepared.of(k, v)
+    prepared = attend.PreparedAttention.of(k, v)
     if "qjl" not in words:
         # All pages are of one frame.
-        found = sides.parts_of(k)
+        found = sides.side_parts(k)
         assert found is not None
         assert len(found) == 2
         q = torch.randn(1, 6, 2, 64, generator=torch.Generator().manual_seed(0))

@@ -151,7 +151,7 @@ RECIPES = (
 def by_c(q: torch.Tensor, layer: Layer, *arguments: Any, **options: Any) -> torch.Tensor:
     assert layer.k is not None
     assert layer.v is not None
-    prepared = cpu_attend.Prepared.of(layer.k, layer.v)
+    prepared = cpu_attend.PreparedAttention.create(layer.k, layer.v)
     assert prepared is not None
     return prepared(q, *arguments, **options)
 
@@ -197,7 +197,7 @@ def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("text", ["0", "-1", "two", "10000", "\u0661"])
 def test_a_number_of_threads_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(THREADS, text)
-    with pytest.raises(InvalidParameter, match=r"KVPACK_THREADS is .*expected an integer from 1 to 9999"):
+    with pytest.raises(InvalidParameter, match=r"KVPACK_THREADS is .*; set it to an integer from 1 to 9999, or unset it"):
         kvpack.attend(torch.zeros(1, 2, 1, 64), kvpack.pack(random_pairs(1, 40), "kivi-2")[0])
 
 
@@ -380,7 +380,7 @@ def test_a_thousand_runs_agree_with_torch() -> None:
 def test_what_c_does_not_take_is_left_to_torch() -> None:
     pairs = random_pairs(1, 100)
     q = torch.randn(1, 2, 1, 64)
-    assert isinstance(attention.cpu_attention(q, kvpack.pack(pairs, "kivi-2")[0]), cpu_attend.Prepared)
+    assert isinstance(attention.cpu_attention(q, kvpack.pack(pairs, "kivi-2")[0]), cpu_attend.PreparedAttention)
     assert attention.cpu_attention(q.requires_grad_(), kvpack.pack(pairs, "kivi-2")[0]) is None
     transposed = kvpack.pack([(k, v) for k, v in pairs], "bf16")[0]
     assert transposed.k is not None

@@ -232,7 +232,7 @@ def test_a_line_tells_between_which_levels_the_nearest_direction_is(levels: int)
     That is enough: the directions nearest to a codeword are connected, and it lies in its own steps.
     """
     table = direction_table(levels)
-    slope, offset = cpu_encode.line(torch.frombuffer(bytearray(table), dtype=torch.float32))
+    slope, offset = cpu_encode.fit_line(torch.frombuffer(bytearray(table), dtype=torch.float32))
     eta = torch.linspace(0, 1, 1025, dtype=torch.float64)
     directions = codebook_directions(table).double()
     # What the estimate of a reciprocal and the coordinate's own rounding move.

@@ -12,7 +12,7 @@ from kvpack.file import row as rows_of
 from kvpack.formats.head_norms import HEADS, TOKENS, misfit_scores, norms_per_head
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens
 from kvpack.kernels.cpu import checksum, library
-from kvpack.kernels.cpu.pages import Chooser
+from kvpack.kernels.cpu.pages import RawTokenChooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the C kernels were not built")
@@ -62,7 +62,7 @@ def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
         expected = start
         for at in range(0, len(data), 4):
             expected = (expected * rows_of.MULTIPLIER + int.from_bytes(data[at : at + 4], "little")) % 2**64
-        assert checksum.added(data, start) == expected
+        assert checksum.add_words(data, start) == expected
 
 
 @pytest.mark.parametrize("shared", [(), (HEADS,), (TOKENS,), (HEADS, TOKENS)])
@@ -77,7 +77,7 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
     x[::2, :, tokens // 2] *= 0.3
     for high in (4.0, 0.0):
         raw = RawPositions(32, "bf16", low_norm=0.6, high_norm=high)
-        chooser = Chooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
+        chooser = RawTokenChooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
         chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
         norms = norms_per_head(x)
         expected, more = choose_slot_tokens(raw, norms, group, 3, misfit_scores(norms, shared))

@@ -113,7 +113,7 @@ def test_raw_tokens(tail: int) -> None:
     check(Layer(*layer), 2, q_len=3)
     from kvpack.kernels.attend import segments
 
-    found = segments.of_side(layer[0]).segments
+    found = segments.side_segments(layer[0]).segments
     assert {segment.codec.id for segment in found} == {"klt", "raw"}
     assert [segment.tokens for segment in found if segment.codec.id == "raw" and segment.page is not None] == [64, 64, 64, 19]
 
@@ -239,11 +239,11 @@ def test_halves_have_selectors_of_their_own(half: int) -> None:
     # The register of halves has two bytes, the others four.
     last = [1 if register == half else 3 for register in range(3)]
     both = [(a, b) for a in range(3) for b in range(3) if a != b]
-    places = [[row_registers.Place(a, last[a]), row_registers.Place(b, last[b] - 1)] for a, b in both]
+    places = [[row_registers.RegisterByte(a, last[a]), row_registers.RegisterByte(b, last[b] - 1)] for a, b in both]
     words = [[16 * register + byte for byte in range(4)] for register in range(3)]
     upper = [[*word[2:], *word[:2]] if register == half else word for register, word in enumerate(words)]
-    steps = row_registers.selectors(places, range(3))
-    odd_steps = [row_registers.of_upper_half(step, number, half) for number, step in enumerate(steps, 1)]
+    steps = row_registers.byte_selectors(places, range(3))
+    odd_steps = [row_registers.select_upper_half(step, number, half) for number, step in enumerate(steps, 1)]
     for column, own in enumerate(places):
         expected = [words[place.register][place.byte] for place in own]
         assert joined(words, [step[column] for step in steps])[:2] == expected

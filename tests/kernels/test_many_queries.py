@@ -155,8 +155,8 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import many_queries
 
     cpu = torch.device("cpu")
-    assert [many_queries._splits(programs, 8192, cpu) for programs in (1, 2, 3, 8)] == [4, 2, 1, 1]
-    assert [many_queries._splits(1, tokens, cpu) for tokens in (1, 2047, 2048, 5000)] == [1, 1, 2, 4]
+    assert [many_queries._split_count(programs, 8192, cpu) for programs in (1, 2, 3, 8)] == [4, 2, 1, 1]
+    assert [many_queries._split_count(1, tokens, cpu) for tokens in (1, 2047, 2048, 5000)] == [1, 1, 2, 4]
 
 
 @pytest.mark.kernels
@@ -198,7 +198,7 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
     torch.use_deterministic_algorithms(False)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, heads, 192, 64, device="cuda", generator=generator).to(torch.float16) for heads in (8, 2, 2))
-    monkeypatch.setattr(many_queries, "_peer", lambda *_: peer)
+    monkeypatch.setattr(many_queries, "_library_name", lambda *_: peer)
     found, lse = many_queries.dense(q, k, v, 0.125, causal)
     scores = q.double() @ k.double().repeat_interleave(4, 1).transpose(-1, -2) * 0.125
     if causal:
@@ -236,18 +236,18 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
         return cache.to(DEVICE)[0]
 
     made: list[Layer] = []
-    call = many_queries.Call.__init__
+    call = many_queries.ManyQueriesCall.__init__
     monkeypatch.setattr(
-        many_queries.Call, "__init__", lambda self, q, layer, options: (made.append(layer), call(self, q, layer, options))[1]
+        many_queries.ManyQueriesCall, "__init__", lambda self, q, layer, options: (made.append(layer), call(self, q, layer, options))[1]
     )
-    monkeypatch.setattr(many_queries, "_alike", {})
+    monkeypatch.setattr(many_queries, "_templates", {})
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     layers = [layer(1, 64, 32), layer(2, 64, 32), layer(3, 96), layer(4, 64, 32, tail=6), layer(5, 64, 32)]
     found = [many_queries.attend(q, each, 0.125) for each in layers]
     assert len(made) == (3 if shared else 5)
     monkeypatch.setattr(many_queries, "_calls", {})
     for each, out in zip(layers, found, strict=True):
-        many_queries._alike.clear()
+        many_queries._templates.clear()
         assert torch.equal(many_queries.attend(q, each, 0.125), out)
 
 
@@ -268,12 +268,12 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
         return of.k.runs, of.v.runs
 
     tables: list[tuple[torch.Tensor, int]] = []
-    of = layer_sharing.Tables.of
-    monkeypatch.setattr(layer_sharing.Tables, "of", lambda self, *given: (tables.append(of(self, *given)), tables[-1])[1])
-    monkeypatch.setattr(many_queries, "_alike", {})
+    bind = layer_sharing.WorkTables.bind
+    monkeypatch.setattr(layer_sharing.WorkTables, "bind", lambda self, *given: (tables.append(bind(self, *given)), tables[-1])[1])
+    monkeypatch.setattr(many_queries, "_templates", {})
     layers = [layer(1, 96), layer(2, 96), layer(3, 80), layer(4, 96), layer(5, 96), layer(6, 96)]
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
-    expected = [many_queries.Call(q, each, many_queries.Options(0.125))(q) for each in layers]
+    expected = [many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q) for each in layers]
     # The last is not known with the others, and the fifth is gone before there are tables.
     layer_sharing.warm_up(map(pages, layers[:5]))
     gone = [weakref.ref(found) for found in pages(layers[4])]
@@ -287,7 +287,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     assert tables[0][1] != tables[1][1]
     # Keys of one layer, and values of another.
     mixed = Layer(layers[3].k, layers[1].v)
-    assert torch.equal(many_queries.attend(q, mixed, 0.125), many_queries.Call(q, mixed, many_queries.Options(0.125))(q))
+    assert torch.equal(many_queries.attend(q, mixed, 0.125), many_queries.ManyQueriesCall(q, mixed, many_queries.Options(0.125))(q))
 
 
 @pytest.mark.scenario
@@ -309,7 +309,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     for each in map(layer, (1, 2, 3)):
-        assert torch.equal(many_queries.attend(q, each, 0.125), many_queries.Call(q, each, many_queries.Options(0.125))(q))
+        assert torch.equal(many_queries.attend(q, each, 0.125), many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q))
 
 
 @pytest.mark.scenario
@@ -320,10 +320,10 @@ def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytes
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    monkeypatch.setattr(many_queries, "_alike", {})
+    monkeypatch.setattr(many_queries, "_templates", {})
     tables: list[torch.Tensor] = []
-    of = layer_sharing.Tables.of
-    monkeypatch.setattr(layer_sharing.Tables, "of", lambda self, *given: (tables.append((found := of(self, *given))[0]), found)[1])
+    bind = layer_sharing.WorkTables.bind
+    monkeypatch.setattr(layer_sharing.WorkTables, "bind", lambda self, *given: (tables.append((found := bind(self, *given))[0]), found)[1])
     generator = torch.Generator().manual_seed(1)
 
     def values(heads: int, count: int) -> torch.Tensor:
@@ -368,8 +368,8 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
     found = [kvpack.attend(q, layer) for layer in layers]
     assert len(checked) == 1
     for layer, out in zip(layers, found, strict=True):
-        many_queries._alike.clear()
-        assert torch.equal(many_queries.Call(q, layer, many_queries.Options(64**-0.5))(q), out)
+        many_queries._templates.clear()
+        assert torch.equal(many_queries.ManyQueriesCall(q, layer, many_queries.Options(64**-0.5))(q), out)
     with pytest.raises(kvpack.InvalidParameter):
         kvpack.attend(q[:, :3], layers[1])
     with pytest.raises(kvpack.InvalidParameter, match="the layer holds only tokens"):
@@ -398,22 +398,22 @@ def test_one_call_attends_all_where_it_gives_the_result(
     from kvpack.kernels.attend import many_queries
 
     counted = []
-    attend = many_queries.lower_right
+    attend = many_queries.attend_lower_right
 
-    def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         counted.append(k.shape[2])
         if not INTERPRETED:
             return attend(q, k, v, scale)
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
-    monkeypatch.setattr(many_queries, "lower_right", lower_right)
+    monkeypatch.setattr(many_queries, "attend_lower_right", attend_lower_right)
     if INTERPRETED:
-        monkeypatch.setattr(many_queries, "takes_lower_right", lambda *_: True)
+        monkeypatch.setattr(many_queries, "supports_lower_right", lambda *_: True)
     check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
     assert counted == [79] * calls
-    monkeypatch.setattr(many_queries, "MAX_TOKENS_AT_ONCE", 78)
-    monkeypatch.setattr(many_queries, "_alike", {})
+    monkeypatch.setattr(many_queries, "MAX_SINGLE_CALL_TOKENS", 78)
+    monkeypatch.setattr(many_queries, "_templates", {})
     check(layer_of(k, v, (40, 30), 9, batch), 4, 17, torch.bfloat16, **mode)
     assert len(counted) == calls
 
@@ -472,7 +472,7 @@ def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeyp
         return attention.attend(q.to(own["dtype"]).to(DEVICE), Layer(*sides, skipped=own["skipped"]), **options)
 
     def forget() -> None:
-        for kept in (attention._kinds, attention._launched, many_queries._alike, many_queries._calls):
+        for kept in (attention._kinds, attention._launched, many_queries._templates, many_queries._calls):
             kept.clear()  # type: ignore[attr-defined]
 
     found = []

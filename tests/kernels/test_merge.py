@@ -20,7 +20,7 @@ def test_parts_are_weighted_and_rotated(
 ) -> None:
     from kvpack.formats.columns import next_power_of_two
     from kvpack.kernels.attend import merge
-    from kvpack.kernels.attend.softmax import UNSEEN
+    from kvpack.kernels.attend.softmax import NO_SCORE
 
     channels = 32
     generator = torch.Generator().manual_seed(parts)
@@ -33,7 +33,7 @@ def test_parts_are_weighted_and_rotated(
     # A part that saw no token, and a row of such parts alone.
     unseen = torch.zeros(HEADS, PADDED, parts, dtype=torch.bool)
     unseen[0, :, -1] = unseen[1, 1] = True
-    largest[unseen], total[unseen], sums[unseen] = UNSEEN.value, 0, 0
+    largest[unseen], total[unseen], sums[unseen] = NO_SCORE.value, 0, 0
     places = [-(-width // block_columns) * block_columns for width in widths]
     matrix = torch.randn(HEADS, sum(places), dim, generator=generator) if rotated else torch.zeros(1, 1, dim)
     sink_logits = torch.randn(HEADS * ROWS, generator=generator)

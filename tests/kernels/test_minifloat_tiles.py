@@ -87,7 +87,7 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
     form = ELEMENTS[element]
     power = minifloats.E2M1_EXPONENT.value if element == "e2m1" else 0
     for position in range(0, 16, form.bits):
-        ptx = plain(minifloats._two_elements)(element, position, converts)
+        ptx = plain(minifloats._elements_ptx)(element, position, converts)
         for code in range(1 << form.bits):
             if code & (1 << form.bits - 1) - 1 >= form.finite:
                 continue
@@ -109,7 +109,7 @@ def test_powers_of_four_scales_are_exact(lowered: int) -> None:
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import plain
 
-    ptx = plain(minifloats._four_powers)(lowered)
+    ptx = plain(minifloats._four_powers_ptx)(lowered)
     most = 14 + lowered
     for largest in (0, 1, 13, most, most + 1, 127, 128, 254):
         lower = [max(0, largest - below) for below in (0, 1, lowered, most, most + 1, 255)]

@@ -78,7 +78,7 @@ def test_many_queries_cost_the_host_little(monkeypatch: pytest.MonkeyPatch) -> N
     launched: list[str] = []
     monkeypatch.setattr(CachedLaunch, "__call__", lambda self, *_: launched.append(self.function.fn.__name__))
     # Without cuDNN, the kernel for a query's own tokens takes all.
-    monkeypatch.setattr(many_queries, "_splits", lambda *_: 2)
+    monkeypatch.setattr(many_queries, "_split_count", lambda *_: 2)
     q = torch.randn(1, 32, 64, 128).to(torch.bfloat16)
     kvpack.attend(q, layer)
     launched.clear()

@@ -83,7 +83,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
                 cases.append({**own, name: changed.view(stream.dtype)})
         expected = [is_refused(codec, streams) for streams in cases]
         there = [(codec, {name: stream.to(DEVICE) for name, stream in streams.items()}) for streams in cases]
-        assert rules.wrong_sides(there)() == [number for number, wrong in enumerate(expected) if wrong]
+        assert rules.find_invalid_sides(there)() == [number for number, wrong in enumerate(expected) if wrong]
         assert not expected[0]
 
 
@@ -92,7 +92,7 @@ def test_some_of_each_kind_of_rule_are_broken() -> None:
     kinds = set()
     for recipe in RECIPES:
         for side in sides_of(recipe):
-            for rule in (rules.rules_of(side.codec) or {}).values():
+            for rule in (rules.stream_rules(side.codec) or {}).values():
                 kinds.add(rule if isinstance(rule, str) else ("spare" if any(rule.spare) else "limits"))
     assert kinds == {"F16", "F32", "spare", "limits"}
 

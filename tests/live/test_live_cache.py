@@ -708,8 +708,8 @@ def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) 
     """Until its pages change, or the tail's buffers: whatever else comes between gives what ``kvpack.attend`` gives."""
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     made = []
-    original = cpu_attend.Prepared.of
-    monkeypatch.setattr(cpu_attend.Prepared, "of", staticmethod(lambda k, v: made.append(k) or original(k, v)))
+    original = cpu_attend.PreparedAttention.create
+    monkeypatch.setattr(cpu_attend.PreparedAttention, "create", staticmethod(lambda k, v: made.append(k) or original(k, v)))
     generator = torch.Generator().manual_seed(0)
     live = LiveCache("octopus-3", layers=1)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.kernels.bitpack.symbol_tiles import WIDTH, symbol_tile
+from kvpack.kernels.bitpack.symbol_tiles import WIDTH, load_symbol_tile
 from kvpack.kernels.bitpack.thread_tiles import TOKENS
 
 PAIRS = tl.constexpr(WIDTH.value // 2)
@@ -20,7 +20,7 @@ HALF = tl.constexpr(TOKENS // 2)
 
 
 class Rows(NamedTuple):
-    """The loader's constants that ``symbol_tile`` uses."""
+    """The loader's constants that ``load_symbol_tile`` uses."""
 
     rows: tuple[int, ...]
 
@@ -50,7 +50,7 @@ def tile_of_words(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
+    tile = load_symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
     if TRANSPOSED:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]

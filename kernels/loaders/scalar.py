@@ -43,7 +43,7 @@ class LoadedPart(NamedTuple):
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles: each width of its channels has a packing and a part.
 
-    If there is only one of ``channel_sets``, ``high`` is ``low``.
+    If there is only one of the ``parts``, ``high`` is ``low``.
     """
 
     low: TilePacking
@@ -135,7 +135,7 @@ def load(
     LOW: tl.constexpr = CONSTANTS.low
     HIGH: tl.constexpr = CONSTANTS.high
     loaded = load_planes(pointers, first, token, valid, LOW, MASKED, TRANSPOSED)
-    if CONSTANTS.channel_sets == 2:
+    if CONSTANTS.parts == 2:
         loaded = loaded + load_planes(pointers, first, token, valid, HIGH, MASKED, TRANSPOSED)
     return loaded + load_factors(pointers[CONSTANTS.norm_stream], first, token, valid, CONSTANTS.norm_bits, LOW.dual, MASKED, FAST)
 

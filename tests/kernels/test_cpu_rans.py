@@ -77,7 +77,7 @@ def test_values_are_coded_to_the_streams_of_formats(half: int, chunk: int, token
     begun = codec.begin(run, before)
     expected = {**begun.encode(x, 0), **begun.streams}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_lossless, "VALUES_AT_ONCE", 4096)
+        patch.setattr(cpu_lossless, "MAX_VALUES_AT_ONCE", 4096)
         for level in range(len(library.levels())):
             found = cpu_lossless.encode(codec, x, before, threads=1 + seed % 3, level=level)
             assert list(found) == list(codec.layout(2, 3, tokens))
@@ -97,7 +97,7 @@ def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, 
     assert cpu_lossless.supports(side, torch.bfloat16)
     expected = torch.cat([x, x[:, :, :7]], 2)[:, :, : side.tokens]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_lossless, "VALUES_AT_ONCE", 1 << seed % 16)
+        patch.setattr(cpu_lossless, "MAX_VALUES_AT_ONCE", 1 << seed % 16)
         for level in range(len(library.levels())):
             found = torch.zeros_like(expected)
             cpu_lossless.unpack_into(side, found, threads=1 + seed % 3, level=level)

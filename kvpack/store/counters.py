@@ -207,6 +207,8 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
     for name in labels:
         if not _LABEL.fullmatch(name):
             raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, beginning with no digit")
+        if name in _OWN_LABELS or name.startswith("__"):
+            raise InvalidParameter(f"labels has the name {name!r:.80}, which a metric may have already: choose another")
     if not labels:
         return text
     own_labels, lines = labels_text(labels), []
@@ -220,6 +222,8 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_OWN_LABELS = {"le", "operation", "reason", "tier"}
+"""The labels of a store's metrics: Prometheus refuses all metrics of a process if one has a label twice."""
 
 
 def _warn(operation: str, error: BaseException) -> None:

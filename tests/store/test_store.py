@@ -442,6 +442,13 @@ def test_every_metric_has_the_model(tmp_path: Path) -> None:
         assert all(f"{{{given}" in line for line in samples)
 
 
+@pytest.mark.parametrize("name", ["le", "operation", "reason", "tier", "__name__"])
+def test_labels_that_metrics_have_are_refused(name: str, tmp_path: Path) -> None:
+    """One label twice makes the metrics of a whole process unreadable; some are there only after a fault."""
+    with pytest.raises(InvalidParameter, match=f"labels has the name '{name}', which a metric may have already: choose another"):
+        open_store(tmp_path).prometheus({name: "x"})
+
+
 def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:
     script = (
         f"import kvpack, sys\nstore = kvpack.Store({str(tmp_path)!r}, kvpack.Identity('m', 'kivi-2'))\n"

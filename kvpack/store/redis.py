@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import MAX_TTL
 from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
-from .redis_answers import byte_strings, bytes_up_to, has_score, integer, put_results, scan_page, was_set
+from .redis_answers import byte_strings, bytes_up_to, has_score, integer, scan_page, was_set
 from .redis_client import Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, EntryCount
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS, USED
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
     from .entry_kind import Form
-    from .redis_client import Command
+    from .redis_client import Call, Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _FRONT_BYTES = 64 * 1024
@@ -54,6 +55,8 @@ _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""
 _NO_ANSWER = object()
+NOTED_SECONDS = 5.0
+"""Seconds for which a put does not note the use of a chain again that was noted up to the entry before it."""
 _MAX_TRIES = 8
 """Number of times that a put makes room again after others have used it."""
 _SPARE_BYTES = 2**20
@@ -84,6 +87,7 @@ class Redis(OneTier):
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
+        self._noted = b"", 0.0
 
     def present(self, keys: Sequence[bytes]) -> int:
         return next((index for index, is_present in enumerate(self.present_each(keys)) if not is_present), len(keys))
@@ -178,15 +182,14 @@ class Redis(OneTier):
         return [stored.get(position, False) for position in entries]
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        # By the server's clock: its users' clocks may differ. The end of a long chain first, for its beginning must not be older.
-        starts = range(0, len(chain), _KEYS_AT_ONCE)
-        calls = [(b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
-        self._client.call_all("touch", "touch", calls)
+        answers = self._client.call_each("touch", self._touches(chain))
+        if answers and None not in answers:
+            self._noted = chain[-1], time.monotonic()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # The end of a chain first: a descendant is not found without its ancestors.
-        calls = [(b"".join(part),) for part in reversed([*_split(keys, NAMES_AT_ONCE)])]
-        return {key for removed in self._client.call_all("delete", "delete", calls) for key in removed or ()}
+        calls = [("delete", b"".join(part)) for part in reversed([*_split(keys, NAMES_AT_ONCE)])]
+        return {key for removed in self._client.call_each("delete", calls) for key in removed or ()}
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
         self.delete([key])
@@ -271,6 +274,7 @@ class Redis(OneTier):
                     results_by_position[position] = outcome
                 refused += [position] if outcome is False else []
                 if result == _STORED:
+                    self._noted = chain[position], time.monotonic()
                     self._counters.add("saved_chunks")
                     self._counters.add("saved_bytes", len(entries[position]))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
@@ -314,21 +318,33 @@ class Redis(OneTier):
             for _, same in groupby(batch, lambda position: position in replaced)
         ]
 
+    def _touches(self, chain: Sequence[bytes]) -> Sequence[Call]:
+        """Return the calls of a script that note the use of a chain, each of which takes the server a short time."""
+        # By the server's clock: its users' clocks may differ. The end of a long chain first, for its beginning must not be older.
+        starts = range(0, len(chain), _KEYS_AT_ONCE)
+        return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
+
     def _send(
         self, chain: Sequence[bytes], groups: Sequence[Sequence[int]], entries: Mapping[int, bytes], replaced: set[int]
     ) -> Sequence[Any]:
-        calls = []
-        for group in groups:
-            settings = (self._max_bytes_argument(), self._ttl_argument(), int(group[0] in replaced), FRONT_BYTES)
-            pairs = [argument for position in group for argument in (position + 1, entries[position])]
-            calls.append((b"".join(chain[: group[-1] + 1]), *settings, *pairs))
-        answers = self._client.call_all("put", "put", calls, put_results(FRONT_BYTES))
+        # The script gives an entry a use no later than that of the one before it, so that is noted first.
+        before = groups[0][0]
+        key, noted = self._noted
+        is_recent = before and chain[before - 1] == key and time.monotonic() - noted < NOTED_SECONDS
+        touches = [] if is_recent else self._touches(chain[:before])
+        puts = [self._put_call(chain, group, entries, group[0] in replaced) for group in groups]
+        answers = self._client.call_each("put", [*touches, *puts])[len(touches) :]
         for answer in answers:
             if answer is not None and answer != [-1]:
                 self._count_evictions(answer[0], answer[1])
                 if answer[2]:
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
         return answers
+
+    def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, bytes], replaces: bool) -> Call:
+        pairs = [argument for position in group for argument in (position + 1, entries[position])]
+        settings = (self._max_bytes_argument(), self._ttl_argument(), int(replaces), FRONT_BYTES)
+        return ("put", b"".join(chain[: group[-1] + 1]), *settings, *pairs)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
         """Evict page by page until as many entries of ``sizes`` fit as can; return True if they do."""

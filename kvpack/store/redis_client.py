@@ -16,8 +16,9 @@ from urllib.parse import parse_qs, urlsplit
 from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackage
 
 from .breaker import CircuitBreaker, RequestGuard
+from .entry_kind import FRONT_BYTES
 from .options import check_seconds
-from .redis_answers import count_page, integer, integers, member_list, sizes_and_uses, sum_progress, two_integers
+from .redis_answers import count_page, integer, integers, member_list, put_results, sizes_and_uses, sum_progress, two_integers
 from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PIN, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .counters import Counters
 
     Command = tuple[Callable[[Any], Any], *tuple[Any, ...]]
+    Call = Sequence[Any]
 
 
 _SCRIPTS = {
@@ -33,6 +35,7 @@ _SCRIPTS = {
     **{"size": SIZE, "count": RECOUNT, "sum": SUM, "pin": PIN, "release": RELEASE},
 }
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "put": put_results(FRONT_BYTES),
     "room": integers(4),
     "touch": integer,
     "delete": member_list,
@@ -44,7 +47,7 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "pin": integer,
     "release": integer,
 }
-"""Check of each script's reply; the check of "put" depends on what is put."""
+"""Check of each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
@@ -130,22 +133,25 @@ class Client:
         """
         return self._count_faults(operation, self._send_pipeline(operation, commands))
 
-    def call(self, script: str, *arguments: Any, check: Callable[[Any], Any] | None = None) -> Any:
+    def call(self, script: str, *arguments: Any) -> Any:
         """Return the checked reply of one script; None after a fault."""
-        return next(iter(self.call_all(script, script, [arguments], check)), None)
+        return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
-    def call_all(
-        self, operation: str, script: str, calls: Sequence[Sequence[Any]], check: Callable[[Any], Any] | None = None
-    ) -> Sequence[Any]:
-        """Run several calls of one script like ``ask_all``, in one request, or in two if the server does not have the script yet."""
-        checked = check or _ANSWERS[script]
-        commands: list[Command] = [(checked, "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for arguments in calls]
+    def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
+        """Run scripts like ``ask_all``, in one request, or in two if the server does not have one of them yet.
+
+        A call is a script's name and its arguments.
+        """
+        commands: list[Command] = [
+            (_ANSWERS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
+        ]
         answers = list(self._send_pipeline(operation, commands))
         unknown = [number for number, answer in enumerate(answers) if isinstance(answer, self._no_script)]
         if unknown:
-            load: Command = (lambda answer: answer, "SCRIPT LOAD", _SCRIPTS[script])
-            retried = self._send_pipeline(operation, [load, *(commands[number] for number in unknown)])
-            for number, answer in zip(unknown, retried[1:], strict=False):
+            scripts = sorted({calls[number][0] for number in unknown})
+            loads: list[Command] = [(lambda answer: answer, "SCRIPT LOAD", _SCRIPTS[script]) for script in scripts]
+            retried = self._send_pipeline(operation, [*loads, *(commands[number] for number in unknown)])
+            for number, answer in zip(unknown, retried[len(loads) :], strict=False):
                 answers[number] = answer
         return self._count_faults(operation, answers)
 

@@ -181,13 +181,12 @@ PUT = (
     BEGIN
     + SOUND
     + PINNED
-    + TOUCH
     + EVICT
     + """
 local chain, most, seconds, replaces = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
 if not sound() then return {-1} end
 local now = microseconds()
-local kept, noted, results, evicted, bytes, message, last, state = {}, 0, {}, 0, 0, '', 0, 1
+local kept, noted, results, evicted, bytes, message, state, last = {}, 0, {}, 0, 0, '', 1, nil
 
 local function put(place, entry_bytes)
     local key = string.sub(chain, 32 * place - 31, 32 * place)
@@ -216,8 +215,13 @@ local function put(place, entry_bytes)
         message = done.err
         return 0
     end
-    redis.call('ZADD', KEYS[1], string.format('%.0f', now - place), key)
-    last = place
+    -- No later than those that it continues, whose use its writer has noted.
+    local used = now - place
+    local parent = place > 1 and tonumber(redis.call('ZSCORE', KEYS[1], string.sub(chain, 32 * place - 63, 32 * place - 32)) or '')
+    used = math.min(used, (parent or used + 1) - 1, (last or used + 1) - 1)
+    last = used
+    redis.call('ZADD', KEYS[1], string.format('%.0f', used), key)
+    expire(key, seconds, now)
     return 1
 end
 
@@ -226,7 +230,6 @@ for number = 6, #ARGV, 2 do
     if result == 0 or result == 3 then state = result end
     table.insert(results, result)
 end
-touch(string.sub(chain, 1, 32 * last), seconds, 0, now)
 return {evicted, bytes, message, results}
 """
 )

@@ -159,6 +159,48 @@ def test_a_long_chain_is_noted_from_its_end(server: Server, monkeypatch: pytest.
         assert store.delete(ids) == 17
 
 
+def test_a_long_chain_is_noted_once_and_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that notes a whole chain blocks all other clients, and so does one that notes it again with every part of a put."""
+    monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 20)
+    monkeypatch.setattr("kvpack.store.page_store.BATCH_ENTRIES", 8)
+    given, _ = pages()
+
+    def calls(command: str) -> int:
+        return int(client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
+
+    with redis.Redis.from_url(server.url) as client, kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine:
+        first = PAGES // 2
+        engine.put(KEYS[:first], given, range(first))
+        client.config_resetstat()
+        count, results = trips(server, lambda: engine.put(KEYS[first:], given, range(first, PAGES), ancestors=KEYS[:first]))
+        assert results == [True] * (PAGES - first)
+        # Presence of 20 pages at a time, the ancestors' use, and the parts of the put.
+        assert count == -(-first // 20) + 1 + first // 8
+        assert calls("evalsha") == -(-first // 20) + first // 8
+        assert calls("zadd") <= first + 2 * (PAGES - first)
+        used = {entry.key: entry.used_ns for entry in engine._backend.list()}
+        times = [used[key] for key in engine._entry_keys(KEYS)]
+        assert times == sorted(times, reverse=True)
+
+
+def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not the use of a chain was noted a moment ago, by whichever process, and whatever is missing in it."""
+    given, _ = pages(12)
+    with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine, kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as other:
+        engine.put(KEYS[:4], given, range(4))
+        other.put(KEYS[4:6], given, range(4, 6), ancestors=KEYS[:4])
+        engine.delete(KEYS[5:6])
+        monkeypatch.setattr(redis_module, "NOTED_SECONDS", 0)
+        engine.put(KEYS[6:8], given, range(6, 8), ancestors=KEYS[:6])
+        monkeypatch.undo()
+        engine.touch(KEYS[:8])
+        other.put(KEYS[5:12], given, range(5, 12), ancestors=KEYS[:5])
+        used = {entry.key: entry.used_ns for entry in engine._backend.list()}
+        times = [used[key] for key in engine._entry_keys(KEYS[:12])]
+        assert len(times) == len(set(times)) == 12
+        assert times == sorted(times, reverse=True)
+
+
 def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many requests run at a time as may: each waits for the others, up to that number."""
     obstore = pytest.importorskip("obstore")
@@ -168,7 +210,7 @@ def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPat
         assert engine.put(KEYS[:32], given, range(32)) == [True] * 32
         backend: Any = engine._backend
         for name, call in (
-            ("look", lambda: engine.present(KEYS[:32])),
+            ("read_prefix", lambda: engine.present(KEYS[:32])),
             ("read_beginning", lambda: engine.get_into(KEYS[:32], given, range(32))),
             ("read", lambda: [error is None for _, error in verify(backend)]),
         ):

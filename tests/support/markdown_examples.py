@@ -55,7 +55,7 @@ class Block:
         return output.getvalue()
 
     def _run_in_bash(self) -> str:
-        path = f"{warm_python.commands(*warm_python.MODELS)}{os.pathsep}{os.environ['PATH']}"
+        path = f"{warm_python.commands(*warm_python.TRANSFORMERS)}{os.pathsep}{os.environ['PATH']}"
         command = ["bash", "-euo", "pipefail", "-c", self.text]
         done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{self.path}:{self.line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"

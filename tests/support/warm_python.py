@@ -33,8 +33,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MODELS = ("kvpack.integrations.transformers", "transformers.models.llama.modeling_llama", "transformers.generation.utils")
-"""What programs import that run a model."""
+TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
+"""What programs import that run a model, without kvpack's integration: a program has to import that by itself."""
+MODELS = ("kvpack.integrations.transformers", *TRANSFORMERS)
+"""What programs import that run a model with kvpack's integration."""
 
 CLIENT = """\
 #!{interpreter} -IS
@@ -61,11 +63,14 @@ os._exit(code)
 
 
 @functools.cache
-def _server() -> Path:
-    """Return the folder of a forking process, which ends with this one."""
+def _server(*, integrated: bool) -> Path:
+    """Return the folder of a forking process, which ends with this one.
+
+    One process may import kvpack's integrations. Another never does, so that its programs show which of them they import.
+    """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", __file__, str(folder / "socket")]
+    command = [sys.executable, "-P", __file__, str(folder / "socket"), *(["integrated"] if integrated else [])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, cwd="/")
 
     def end() -> None:
@@ -82,9 +87,10 @@ def _server() -> Path:
 @functools.cache
 def commands(*modules: str) -> Path:
     """Return a folder with the programs ``python`` and ``kvpack``, which have torch, kvpack and ``modules`` already imported."""
-    folder = Path(tempfile.mkdtemp(dir=_server()))
+    server = _server(integrated=modules != TRANSFORMERS)
+    folder = Path(tempfile.mkdtemp(dir=server))
     script = Path(sys.executable).with_name("kvpack")
-    path = str(_server() / "socket")
+    path = str(server / "socket")
     for name in ("python", "kvpack"):
         (folder / name).write_text(CLIENT.format(interpreter=sys.executable, script=str(script), modules=modules, path=path))
         (folder / name).chmod(0o700)
@@ -203,5 +209,6 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     for name in kvpack.__all__:
-        getattr(kvpack, name)
+        if name not in ("evaluate", "prefill") or "integrated" in sys.argv:
+            getattr(kvpack, name)
     end(functools.partial(become, serve(sys.argv[1])))

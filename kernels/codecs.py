@@ -60,7 +60,7 @@ from .loaders.tiles import DUAL_WIDTH, Tiles
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
-    from .decode.rows import Prepared
+    from .decode.rows import PreparedDecode
 
 
 def none(*_: Any) -> None:
@@ -86,7 +86,7 @@ class CodecKernels(NamedTuple):
     tiles: Callable[[Any], Tiles | None] = none
     dual_tiles: Callable[[Any, int], Tiles | None] = none
     encode: Callable[..., bool] | None = None
-    prepare: Callable[..., Prepared | None] = none
+    prepare: Callable[..., PreparedDecode | None] = none
     decode_into: Callable[..., bool] = undone
     check_chunks: Callable[..., None] | None = None
     has_rules: Callable[[Any], bool] = undone

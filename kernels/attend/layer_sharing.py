@@ -115,7 +115,7 @@ class WorkTables:
         assert layer.v is not None
         self._ends, self._streams, first = [], [], 0
         for side in (layer.k, layer.v):
-            loader, indices = tiles.loader_of(side.runs[0].codec), []
+            loader, indices = tiles.find_loader(side.runs[0].codec), []
             for page in side.runs:
                 # Each page may have its streams in a different order.
                 stream_indices = {name: first + index for index, name in enumerate(page.streams)}

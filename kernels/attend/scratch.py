@@ -14,7 +14,7 @@ import torch
 from kvpack.formats.products import product
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import sides, tiles
-from kvpack.kernels.decode.rows import Packed
+from kvpack.kernels.decode.rows import PackedPart
 from kvpack.kernels.tiles import frame_columns
 
 from . import layer_sharing, segments
@@ -161,7 +161,7 @@ def _is_in_order(codec: Codec) -> bool:
 def frame_of(side: Side) -> DecodedFrame:
     """Return the coded frame of ``side`` if all its packed tokens share it and a tile loader decodes them, else the original frame."""
     packed = [segment for segment in segments.side_segments(side).segments if segment.page is not None]
-    loader = tiles.loader_of(packed[0].codec) if packed else None
+    loader = tiles.find_loader(packed[0].codec) if packed else None
     # Offsets that all tokens share, such as a mean, are not in any column.
     if loader is None or loader.offset:
         return DecodedFrame()
@@ -248,14 +248,14 @@ class DecodedBlock:
         return scratch.as_strided(shape, strides, first).reshape(batch * splits, heads, count, width)
 
 
-def _tile_work(side: Side, codec: Codec, start: int, stop: int) -> tiles.Work:
+def _tile_work(side: Side, codec: Codec, start: int, stop: int) -> tiles.PageTable:
     parts = []
     for segment in segments.side_segments(side).segments:
         begin, end = max(start, segment.first), min(stop, segment.first + segment.tokens)
         if begin < end:
             sliced = segments.slice_segment(segment, begin - segment.first, end - segment.first)
-            parts.append(Packed(sliced.streams, end - begin, begin - start))
-    return tiles.work_of(codec, parts, side.batch, side.heads, side.device)
+            parts.append(PackedPart(sliced.streams, end - begin, begin - start))
+    return tiles.build_work(codec, parts, side.batch, side.heads, side.device)
 
 
 def _group_start(side: Side, token: int) -> int:

@@ -1,6 +1,6 @@
-"""Digits of packed rows in a tile ``[token, symbol]``, loaded in whole words wherever a row's words are adjacent.
+"""Loading of digits from packed rows into tiles ``[token, symbol]``.
 
-Symbols of one field are neighbors, and so are their words: a thread loads several at once. Offsets within a tile are 32-bit.
+Neighboring symbols are in neighboring words, so that a thread loads several words at once. Offsets within a tile are 32-bit.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class CodeStream(NamedTuple):
-    """A code stream's packing; its planes are the streams from ``first_plane`` on.
+    """The packing of one code stream; its planes are consecutive streams beginning with number ``first_plane``.
 
-    ``first_places`` and ``bases`` have one number per digit: the place value of its first field and its base, both as a number of bits if
-    ``binary``.
+    ``first_places`` and ``bases`` have one number per digit: the place value of its first field, and its base; with ``binary``, both are
+    numbers of bits instead.
     """
 
     first_plane: int
@@ -54,7 +54,7 @@ def code_streams(codec: Codec) -> tuple[CodeStream, ...]:
 def load_digit(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, CODE: tl.constexpr, DIGIT: tl.constexpr
 ) -> tl.tensor:
-    """Load digit ``DIGIT`` of each symbol of a code stream, int32 ``[token, symbol]``."""
+    """Load digit ``DIGIT`` of each symbol of code stream ``CODE`` as int32 ``[token, symbol]``."""
     first: tl.constexpr = CODE.first_places[DIGIT]
     base: tl.constexpr = CODE.bases[DIGIT]
     WIDTH: tl.constexpr = CODE.width
@@ -88,21 +88,21 @@ def _load_word(
     HALVES: tl.constexpr,
     BINARY: tl.constexpr,
 ) -> tl.tensor:
-    """Load the word of one plane that contains each symbol's column, int32, not negative.
+    """Load the word of one plane that contains each symbol's column, as nonnegative int32.
 
-    For a plane of bytes (``HALVES``), it is a byte; with ``BINARY`` there may be other bits above it, which no field reaches.
+    From a plane of bytes (``HALVES``), it is a byte; with ``BINARY``, unrelated bits may follow, which fields never include.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
     if HALVES and BINARY:
-        # The same column of words, and plainly a run of them where it is one.
+        # Both expressions are equal, but the first shows the compiler that words are adjacent.
         if WIDTH % 2 == 0:
-            at = symbol % HALF
+            word_column = symbol % HALF
         else:
-            at = column % HALF
-        bits = (tl.load(plane + (token * HALF + at), mask, 0).to(tl.int32) & 0xFFFF) >> column // HALF * 8
+            word_column = column % HALF
+        bits = (tl.load(plane + (token * HALF + word_column), mask, 0).to(tl.int32) & 0xFFFF) >> column // HALF * 8
     elif HALVES:
-        # Loaded as the byte that it is (``columns.load_word`` says why).
+        # Load a byte, not its word (``columns.load_word`` explains why).
         byte = (plane + (token * HALF + column % HALF)).to(tl.pointer_type(tl.uint8)) + column // HALF
         bits = tl.load(byte, mask, 0).to(tl.int32)
     else:
@@ -120,20 +120,20 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Load ``BITS`` bits of each symbol's field in columns of several words: those of the word where it begins, and of the next."""
+    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes: from the word where the field begins, and the next."""
     position = FIRST_BIT + symbol // CODE.width * BITS
-    value = _load_word_of(streams, token, symbol, mask, position // 16, CODE) >> position % 16
+    value = _load_symbol_word(streams, token, symbol, mask, position // 16, CODE) >> position % 16
     if 16 % BITS or FIRST_BIT % BITS:
-        goes_on = mask & (position % 16 + BITS > 16)
-        value |= _load_word_of(streams, token, symbol, goes_on, position // 16 + 1, CODE) << (16 - position % 16)
+        continues = mask & (position % 16 + BITS > 16)
+        value |= _load_symbol_word(streams, token, symbol, continues, position // 16 + 1, CODE) << (16 - position % 16)
     return value & ((1 << BITS) - 1)
 
 
 @triton.jit
-def _load_word_of(
+def _load_symbol_word(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Load word ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word``; the plane is chosen per symbol, not per value."""
+    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word`` does; the plane differs between symbols."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2
@@ -142,11 +142,11 @@ def _load_word_of(
     row = tl.full(symbol.shape, WIDTH, tl.int32)
     shift = tl.zeros(symbol.shape, tl.int32)
     for plane in tl.static_range(PLANES):
-        mine = word == plane
+        in_plane = word == plane
         if CODE.column_bytes // 2 == plane:
-            row = tl.where(mine, HALF, row)
-            shift = tl.where(mine, column // HALF * 8, shift)
-            column = tl.where(mine, column % HALF, column)
-        address = tl.where(mine, streams[CODE.first_plane + plane].to(tl.int64), address)
+            row = tl.where(in_plane, HALF, row)
+            shift = tl.where(in_plane, column // HALF * 8, shift)
+            column = tl.where(in_plane, column % HALF, column)
+        address = tl.where(in_plane, streams[CODE.first_plane + plane].to(tl.int64), address)
     pointer = (address + column * 2).to(tl.pointer_type(tl.int16))
     return (tl.load(pointer + token * row, mask & (word < PLANES), 0).to(tl.int32) & 0xFFFF) >> shift

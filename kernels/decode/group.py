@@ -1,4 +1,4 @@
-"""Decode packed rows of group to values in one pass (spec/codecs/group.md); ``formats/group.py`` is the oracle."""
+"""Decoder of codec group for ``kernel`` (spec/codecs/group.md), tested against ``formats/group.py``."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -11,7 +11,7 @@ import triton
 from triton import language as tl
 
 from .digits import CodeStream, code_streams, load_digit
-from .kernel import Decoder, prepare_rows
+from .kernel import TileDecoder, prepare_rows
 from .rows import as_float32, load_per_token
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from kvpack.formats.group import Group
 
-    from .rows import Packed, Pages, Prepared
+    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 class GroupConstants(NamedTuple):
-    """The packing of codes of ``bits``, groups of ``size`` tokens (``along_tokens``) or channels, and the numbers of the other streams.
+    """Compile-time constants of a codec: codes of ``bits`` bits, in groups of ``size`` tokens (``along_tokens``) or channels.
 
-    The number of a missing stream is -1.
+    ``scales``, ``ranged`` and ``token_scale`` are stream numbers; -1 for a missing stream.
     """
 
     code: CodeStream
@@ -37,11 +37,12 @@ class GroupConstants(NamedTuple):
     token_scale: int
 
 
-def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Run ``prepare_rows`` for group.
+def prepare(
+    codec: Group, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
+) -> PreparedDecode | None:
+    """Prepare the launch that decodes codec group, as ``decode.prepare`` does.
 
-    In float32 the values equal those of ``Group.decode_frame``, bit for bit. In narrower dtypes they may differ where they are about
-    halfway between two rounded values.
+    In float32, values equal those of ``Group.decode_frame`` bit for bit. In narrower dtypes, near-ties may be rounded differently.
     """
     names = list(codec.row_layouts)
     along_tokens = codec.axis == "token"
@@ -50,15 +51,15 @@ def prepare(codec: Group, packed: Sequence[Packed], out: torch.Tensor, rotated: 
         *(names.index(name) if name in names else -1 for name in ("scales", "scale_range", "token_scale")),
     )  # fmt: skip
     return prepare_rows(
-        codec, packed, out, rotated, pages, Decoder(_values, constants),
-        # A tile then is within one group of tokens and loads one row of scales.
-        most_tokens=codec.size if along_tokens and not rotated else None,
-        as_read=lambda name, stream: _as_pairs(stream) if name == "scales" else stream,
+        codec, packed, out, rotated, pages, TileDecoder(_decode_group, constants),
+        # A tile is then within one group of tokens and loads one row of scales.
+        max_tokens=codec.size if along_tokens and not rotated else None,
+        view_stream=lambda name, stream: _view_pairs(stream) if name == "scales" else stream,
     )  # fmt: skip
 
 
-def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """View ``[..., 2]`` of scale and center as integers ``[..., 1]``, so that one load reads both; copy only if not aligned."""
+def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
+    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both; copy them only if not aligned."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -66,31 +67,31 @@ def _as_pairs(scales: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _half(bits: tl.tensor) -> tl.tensor:
-    """Return the low 16 bits, a binary16, widened to float32."""
+def _half_as_float32(bits: tl.tensor) -> tl.tensor:
+    """Convert the low 16 bits of ``bits``, a binary16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _square(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """Return the binary16 number of an 8-bit code, widened to float32; its step is element ``AT`` of the range."""
+def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+    """Return the scale or center of an 8-bit code, rounded to binary16, as float32; element ``AT`` of the range is its step."""
     root = as_float32(tl.load(range_row + (AT + 1))) + as_float32(tl.load(range_row + AT)) * (code & 0xFF).to(tl.float32)
     return (root * tl.abs(root)).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
-def _scaled(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Return centered codes times scales plus centers."""
+def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
+    """Return ``code`` times the scale plus the center of ``pair``."""
     if RANGE >= 0:
-        value = code * _square(pair, streams[RANGE], 0) + _square(pair >> 8, streams[RANGE], 2)
+        value = code * _dequantize_scale(pair, streams[RANGE], 0) + _dequantize_scale(pair >> 8, streams[RANGE], 2)
     else:
-        value = code * _half(pair) + _half(pair >> 16)
+        value = code * _half_as_float32(pair) + _half_as_float32(pair >> 16)
     return value
 
 
 @triton.jit
-def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return codes times their scales, broadcast to them."""
+def _decode_group(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
+    """Return the values of a ``RowTile`` of codec group, float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     SIZE: tl.constexpr = CONSTANTS.size
     RANGE: tl.constexpr = CONSTANTS.ranged
@@ -103,10 +104,10 @@ def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
     scales = tile.streams[CONSTANTS.scales]
     if CONSTANTS.along_tokens and TOKENS <= SIZE:
         pair = tl.load(scales + tile.channel, tile.channel < tl.where(tile.count > 0, DIM, 0), 0)
-        value = _scaled(code, pair, tile.streams, RANGE)
+        value = _apply_scales(code, pair, tile.streams, RANGE)
     elif CONSTANTS.along_tokens:
         pair = tl.load(scales + (tile.token // SIZE * DIM + tile.channel), mask, 0)
-        value = _scaled(code, pair, tile.streams, RANGE)
+        value = _apply_scales(code, pair, tile.streams, RANGE)
     else:
         GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
         MEMBERS: tl.constexpr = SIZE if SIZE < CHANNELS else CHANNELS
@@ -114,7 +115,7 @@ def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
         group = tl.arange(0, PARTS)[None, :]
         pair = tl.load(scales + (tile.token * GROUPS + group), (tile.token < tile.count) & (group < GROUPS), 0)[:, :, None]
         grouped = tl.reshape(code, (TOKENS, PARTS, MEMBERS))
-        value = tl.reshape(_scaled(grouped, pair, tile.streams, RANGE), (TOKENS, CHANNELS))
+        value = tl.reshape(_apply_scales(grouped, pair, tile.streams, RANGE), (TOKENS, CHANNELS))
     if CONSTANTS.token_scale >= 0:
         value = value * load_per_token(tile.streams[CONSTANTS.token_scale], tile.count, TOKENS, 1, 0)
     return value

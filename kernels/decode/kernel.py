@@ -1,7 +1,7 @@
-"""The kernel that decodes packed rows in one pass: it locates the rows of a program, rotates values back, and stores them.
+"""The kernel that decodes packed rows in one pass, with a ``TileDecoder`` per codec.
 
-A codec contributes its ``Decoder``, a Triton function that computes the values of a tile of rows. In float32 they equal those of
-``formats/``.
+The kernel finds the rows of each program, decodes them tile by tile, applies the inverse rotation if requested, and stores the values. In
+float32 they equal those of ``formats/``.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -16,8 +16,8 @@ from triton import language as tl
 from kvpack.kernels.triton_internals import code_key
 
 from . import rows
-from .rows import load_block, rows_from
-from .stored import load_signs, original, signs_of, store_tile
+from .rows import advance_rows, load_block
+from .stored import load_signs, rotate_back, rotation_signs, store_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import Packed, Pages, Prepared
+    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
-class Decoder(NamedTuple):
-    """A codec's function, for which the kernel is compiled, and its ``constants``, a tuple of numbers.
+class TileDecoder(NamedTuple):
+    """A codec's Triton function ``values``, for which the kernel is compiled, and its compile-time ``constants``.
 
-    ``values(tile, constants, shape)`` returns the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
+    ``values(tile, constants, shape)`` must return the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
 
     values: Any
@@ -40,12 +40,12 @@ class Decoder(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key by which Triton names compiled code."""
+        """Key under which Triton caches compiled code."""
         return code_key(self)
 
 
 class TileShape(NamedTuple):
-    """Tiles of ``tokens`` tokens and ``channels`` channels, powers of two, of which ``dim`` channels are the codec's."""
+    """Shape of a tile: ``tokens`` tokens and ``channels`` channels, powers of two; only the first ``dim`` channels have values."""
 
     dim: int
     tokens: int
@@ -53,9 +53,10 @@ class TileShape(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Tokens, of which the first ``count`` are in the block: pointers to the row of token 0 in each of the ``streams``, and the tables.
+    """The tokens of a tile, and what a ``TileDecoder`` needs to load them.
 
-    ``token`` is ``[token, 1]``, and ``channel`` ``[1, channel]``.
+    ``streams`` are pointers to token 0's row in each stream, and ``count`` is the number of tokens in the block. ``token`` is ``[token,
+    1]`` and ``channel`` is ``[1, channel]``. ``table`` and ``norm_table`` are the codec's lookup tables, if any.
     """
 
     streams: Any
@@ -68,39 +69,39 @@ class RowTile(NamedTuple):
 
 def prepare_rows(
     codec: Codec,
-    packed: Sequence[Packed],
+    packed: Sequence[PackedPart],
     out: torch.Tensor,
     rotated: bool,
-    pages: Pages | None,
-    decoder: Decoder,
+    pages: EnginePages | None,
+    decoder: TileDecoder,
     *tables: torch.Tensor,
-    least_channels: int = 1,
-    most_tokens: int | None = None,
-    as_read: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, stream: stream,
+    min_channels: int = 1,
+    max_tokens: int | None = None,
+    view_stream: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, stream: stream,
     threads: int = 1,
-) -> Prepared:
-    """Return the launch that decodes ``packed``, with streams of any strides, into ``out`` with contiguous channels.
+) -> PreparedDecode:
+    """Prepare the launch that decodes ``packed``, with streams of any strides, using ``decoder``.
 
-    ``out`` is ``[batch, kv_head, token, dim]``. ``rotated``: into the original frame, otherwise in the coded one. Tiles have at least
-    ``least_channels`` and at most ``most_tokens``. ``as_read(name, stream)`` returns each stream as the decoder reads it; it uses at most
-    two ``tables``. Raises InvalidParameter if a stream does not match ``codec.layout``.
+    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. There are at most two lookup ``tables``. Tiles have at least
+    ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream as the decoder reads
+    it. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     batch, heads = out.shape[:2]
-    rows.check(codec, packed, batch, heads)
+    rows.check_layout(codec, packed, batch, heads)
     layouts = codec.row_layouts
-    channels = max(least_channels, rows.channels_of(codec.dim, rotated))
-    tile = min(rows.tile_tokens(channels, rotated), most_tokens or rows.TILE_VALUES)
+    channels = max(min_channels, rows.channels_per_tile(codec.dim, rotated))
+    tile = min(rows.tokens_per_tile(channels, rotated), max_tokens or rows.TILE_VALUES)
     per_row = [layout.tokens_per_row if layout.per == "token" else rows.ONE_ROW for layout in layouts.values()]
-    streams = [([as_read(name, part.streams[name]) for name in layouts], part.tokens, part.first) for part in packed]
-    # Blocks begin at a group of tokens.
-    work = rows.work_of(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
-    given = (part.streams[name] for part in packed for name in layouts)
+    streams = [([view_stream(name, part.streams[name]) for name in layouts], part.tokens, part.first) for part in packed]
+    # Blocks begin at the start of a token group.
+    work = rows.build_work(streams, per_row, batch * heads, max(tile, codec.token_group), out.device, pages)
+    stored = (part.streams[name] for part in packed for name in layouts)
     read = (stream for part, _, _ in streams for stream in part)
-    matrix = signs_of(codec.rotation, channels, out.device) if rotated else work.table
-    return rows.prepared(
+    matrix = rotation_signs(codec.rotation, channels, out.device) if rotated else work.table
+    return rows.prepare_launch(
         _decode, work, out, matrix, *tables, *[work.table] * (2 - len(tables)),
         DECODER=decoder, ROTATED=rotated, SHAPE=TileShape(codec.dim, tile, channels), threads=threads,
-        lasting=all(tensor.data_ptr() == source.data_ptr() for tensor, source in zip(given, read, strict=True)),
+        cacheable=all(tensor.data_ptr() == source.data_ptr() for tensor, source in zip(stored, read, strict=True)),
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def _decode(
     ROTATED: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Decode the block of one program, tile by tile."""
+    """Decode one program's block of tokens, tile by tile."""
     CONSTANTS: tl.constexpr = DECODER.constants
     DIM: tl.constexpr = SHAPE.dim
     TOKENS: tl.constexpr = SHAPE.tokens
@@ -138,8 +139,8 @@ def _decode(
     channel = tl.arange(0, CHANNELS)[None, :]
     for begin in range(0, block_tokens, TOKENS):
         count = block.count - begin
-        tile = RowTile(rows_from(block.streams, begin, STREAMS), count, token, channel, table, norm_table)
+        tile = RowTile(advance_rows(block.streams, begin, STREAMS), count, token, channel, table, norm_table)
         value = DECODER.values(tile, CONSTANTS, SHAPE)
         if ROTATED:
-            value = original(value, signs, DIM)
+            value = rotate_back(value, signs, DIM)
         store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)

@@ -1,4 +1,4 @@
-"""Unpack klt: tiles by attention's loader, then each head's matrix on the matrix units, some of the tokens at a time."""
+"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, some tokens at a time."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -24,42 +24,42 @@ if TYPE_CHECKING:
 
     from kvpack.formats.base import Codec
 
-    from .rows import Packed
+    from .rows import PackedPart
 
-PART_BYTES = 64 << 20
-"""Bytes of decoded tiles at once."""
+MAX_TILE_BYTES = 64 << 20
+"""Maximum bytes of decoded columns in memory at once."""
 
 ROWS, SPAN, CHANNELS, WARPS = 128, 512, 128, 8
-"""Tokens that are multiplied at once and by a program, channels of a program at most, and its warps."""
+"""For a program of ``_to_original``: tokens per product, tokens in total, maximum channels, and warps."""
 
-_PARTS = tl.constexpr(2)
-"""binary16 numbers whose sum is an entry of a matrix within 2^-22 of it, or 2^-25 of 1."""
+_MATRIX_PARTS = tl.constexpr(2)
+"""Number of binary16 parts into which matrix entries are split; their sum is exact to 2^-22 relative or 2^-25 absolute."""
 
 
 def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
-    """Return True if ``unpack`` can decode ``codec`` into ``out``; PyTorch decodes caches that store their own basis rows."""
+    """Return True if ``unpack`` can decode ``codec`` into ``out``; it cannot if caches store their own basis rows."""
     return (
         isinstance(codec, Klt)
         and codec.rows == "basis"
         and out.dtype in FUSED_DTYPES
         and supports_output(out)
-        and tiles.loader_of(codec) is not None
+        and tiles.find_loader(codec) is not None
     )
 
 
-def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
-    """Decode ``packed``, whose pages are consecutive, into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
+def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
+    """Decode the consecutive pages ``packed`` into ``out`` ``[batch, kv_head, token, dim]``, in the original frame.
 
-    Entries of tables are rounded to binary16, and sums to the output's dtype.
+    Table entries are rounded to binary16, and results to the output's dtype.
     """
     batch, heads, _, dim = out.shape
-    work = tiles.work_of(codec, packed, batch, heads, out.device)
+    work = tiles.build_work(codec, packed, batch, heads, out.device)
     if not work.blocks * batch * heads:
         return
-    matrix, means = _matrix(codec, str(out.device))
+    matrix, means = _column_matrix(codec, str(out.device))
     columns = matrix.shape[2]
-    at_once = PART_BYTES // (2 * columns * batch * heads)
-    for blocks, start, stop in work.parts(at_once):
+    tokens_at_once = MAX_TILE_BYTES // (2 * columns * batch * heads)
+    for blocks, start, stop in work.parts(tokens_at_once):
         tokens = stop - start
         values = torch.empty(batch, heads, tokens, columns, dtype=torch.float16, device=out.device)
         factors = None if codec.gain == "none" else torch.empty(batch, heads, tokens, dtype=torch.float32, device=out.device)
@@ -74,20 +74,21 @@ def unpack(codec: Klt, packed: Sequence[Packed], out: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=256)
-def _matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix from columns to channels, binary16 ``[matrix, part, column, padded dim]``, and the mean tokens.
+def _column_matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices from columns to channels, and the mean tokens that are added to the products.
 
-    The means are ``[matrix, padded dim]``.
+    The matrices are binary16 ``[matrix, part, column, padded dim]``, whose parts add up to the entries; the means are
+    ``[matrix, padded dim]``.
     """
-    every = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
+    matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
-        every = torch.nn.functional.pad(every, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))
+        matrix = torch.nn.functional.pad(matrix, (0, max(16, next_power_of_two(codec.dim)) - codec.dim))
         # The last row is the mean token.
-        rest, parts = every[:, :-1], []
-        for _ in range(_PARTS.value):
-            parts.append(rest.to(torch.float16))
-            rest = rest - parts[-1].to(torch.float32)
-        return torch.stack(parts, 1).contiguous().to(device), every[:, -1].contiguous().to(device)
+        remainder, parts = matrix[:, :-1], []
+        for _ in range(_MATRIX_PARTS.value):
+            parts.append(remainder.to(torch.float16))
+            remainder = remainder - parts[-1].to(torch.float32)
+        return torch.stack(parts, 1).contiguous().to(device), matrix[:, -1].contiguous().to(device)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "heads", "columns", "matrices"])
@@ -112,10 +113,10 @@ def _to_original(
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Multiply ``SPAN`` tokens of one head with ``CHANNELS`` channels of its matrix and with their factors, and add the mean token.
+    """Map ``SPAN`` tokens of one head from columns to ``CHANNELS`` channels, apply their factors, and add the mean token.
 
-    ``values`` is binary16 ``[batch, kv_head, token, column]``, ``factors`` float32 ``[batch, kv_head, token]`` or None; token 0 of both is
-    token ``start`` of ``out``.
+    ``values`` is binary16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. Token 0 of both
+    is token ``start`` of ``out``.
     """
     channel = tl.program_id(0) % (PADDED_DIM // CHANNELS) * CHANNELS + tl.arange(0, CHANNELS)
     program = tl.program_id(0) // (PADDED_DIM // CHANNELS)
@@ -123,17 +124,17 @@ def _to_original(
     sequence = (program // blocks).to(tl.int64)
     first = program % blocks * SPAN
     column = tl.arange(0, PADDED_COLUMNS)
-    number = sequence % matrices
-    place = matrix + number * _PARTS * columns * PADDED_DIM + column[:, None] * PADDED_DIM + channel[None, :]
-    upper = tl.load(place, column[:, None] < columns, 0.0)
-    lower = tl.load(place + columns * PADDED_DIM, column[:, None] < columns, 0.0)
-    mean = tl.load(means + number * PADDED_DIM + channel)[None, :]
+    matrix_index = sequence % matrices
+    address = matrix + matrix_index * _MATRIX_PARTS * columns * PADDED_DIM + column[:, None] * PADDED_DIM + channel[None, :]
+    upper = tl.load(address, column[:, None] < columns, 0.0)
+    lower = tl.load(address + columns * PADDED_DIM, column[:, None] < columns, 0.0)
+    mean = tl.load(means + matrix_index * PADDED_DIM + channel)[None, :]
     out += sequence // heads * batch_stride + sequence % heads * head_stride + channel[None, :]
     for offset in range(0, SPAN, ROWS):
         token = first + offset + tl.arange(0, ROWS)[:, None]
         row = sequence * tokens + token
         tile = tl.load(values + row * columns + column[None, :], (token < tokens) & (column[None, :] < columns), 0.0)
-        # The smaller products first.
+        # Add the smaller products first.
         value = tl.dot(tile, lower)
         value = tl.dot(tile, upper, value)
         if factors is not None:

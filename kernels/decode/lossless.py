@@ -1,6 +1,6 @@
-"""Decode packed rows of lossless to values, bit for bit (spec/codecs/lossless.md, spec/rans.md); ``formats/lossless.py`` is the oracle.
+"""Exact decoding of codec lossless (spec/codecs/lossless.md, spec/rans.md), tested against ``formats/lossless.py``.
 
-A program is one warp, which decodes one chunk.
+Each program is one warp, which decodes one chunk.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
     from kvpack.formats.lossless import Lossless
 
-    from .rows import Packed, Pages
+    from .rows import EnginePages, PackedPart
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _GROUP_INTEGERS = tl.constexpr(14)
-"""Integers of a token group in the work table: those that ``_load_group`` names."""
+"""Integers per token group in the work table (``_load_group``)."""
 
-_MAX_TABLES = 1 << 8
-"""Tables whose slots are searched at once; the search needs about 100 bytes per slot."""
+_TABLES_AT_ONCE = 1 << 8
+"""Maximum number of tables whose slots are computed at once, which takes about 100 bytes per slot."""
 
 
-def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
+def decode_into(codec: Lossless, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    The bits of the values are kept in the codec's dtype; in others the values are rounded. ``rotated`` is ignored, because there is no
-    rotation. Any words decode to some values. Raises InvalidParameter if a stream does not match ``codec.layout``.
+    Values are exact in the codec's dtype and rounded in others. ``rotated`` is ignored, because the codec has no rotation. Invalid words
+    decode to arbitrary values. Returns False for ``pages``. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     if pages is not None:
         return False
@@ -54,50 +54,56 @@ def decode_into(codec: Lossless, packed: Sequence[Packed], out: torch.Tensor, ro
             if name != "words":
                 columns.check_shape(name, part.streams[name], layout.shape)
     in_plane = codec.dtype == "bf16" and dict(codec.fields)["signed_fractions"] == 2 and codec.dim % 2 == 0
-    rows, keep_alive = _rows(codec, packed, in_plane)
+    rows, keep_alive = _work_rows(codec, packed, in_plane)
     counts = [part.streams["word_counts"].view(torch.int16).permute(2, 0, 1).flatten() for part in packed]
-    # Chunks are by token group, then sequence, then head; those of a page begin at its first word.
+    # Chunks are ordered by token group, then sequence, then head, and a page's first chunk begins at its first word.
     ends = torch.cat(counts).to(torch.int64).bitwise_and_(0xFFFF).cumsum(0)
     tables = torch.cat([part.streams["frequencies"].view(torch.int16).reshape(batch * heads, -1) for part in packed])
     fraction_bits, exponent_bits = FLOAT_FORMATS[codec.dtype]
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         _decode[(len(rows) * batch * heads,)](
-            out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slots(tables), heads, batch * heads,
-            DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=fraction_bits, EXPONENT=exponent_bits,
+            out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slot_tables(tables), heads,
+            batch * heads, DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=fraction_bits, EXPONENT=exponent_bits,
             BITS=PRECISION, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
         )  # fmt: skip
     del keep_alive
     return True
 
 
-def _rows(codec: Lossless, packed: Sequence[Packed], in_plane: bool) -> tuple[numpy.ndarray, list[torch.Tensor]]:
-    """Return the work table, int64 ``[token group, integer]``, and the tensors that its addresses refer to."""
+def _work_rows(codec: Lossless, packed: Sequence[PackedPart], in_plane: bool) -> tuple[numpy.ndarray, list[torch.Tensor]]:
+    """Return the work table, int64 ``[token group, integer]``, and the tensors whose addresses it contains."""
     keep_alive: list[torch.Tensor] = []
 
-    def place(tensor: torch.Tensor) -> list[int]:
-        """Return the address, and the batch, head and row strides in bytes."""
+    def address_and_strides(tensor: torch.Tensor) -> list[int]:
+        """Return the address of ``tensor``, and its batch, head and row strides in bytes."""
         tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         keep_alive.append(tensor)
         return [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:3])]
 
     rows = []
     first_chunk = 0
-    for number, part in enumerate(packed):
+    for page_index, part in enumerate(packed):
         batch, heads, groups = part.streams["word_counts"].shape
-        digits = place(_digits(codec, part.streams, in_plane))
-        states = place(part.streams["states"])
-        words = place(part.streams["words"])[0]
+        digits = address_and_strides(_digit_stream(codec, part.streams, in_plane))
+        states = address_and_strides(part.streams["states"])
+        words = address_and_strides(part.streams["words"])[0]
         for group in range(groups):
-            done = group * codec.chunk
-            row = [number, min(codec.chunk, part.tokens - done), part.first + done, first_chunk + group * batch * heads, first_chunk]
-            row += [digits[0] + done * digits[3], *digits[1:], states[0] + group * states[3], *states[1:3]]
+            group_start = group * codec.chunk
+            row = [
+                page_index,
+                min(codec.chunk, part.tokens - group_start),
+                part.first + group_start,
+                first_chunk + group * batch * heads,
+                first_chunk,
+            ]
+            row += [digits[0] + group_start * digits[3], *digits[1:], states[0] + group * states[3], *states[1:3]]
             rows.append([*row, words, part.streams["words"].numel()])
         first_chunk += groups * batch * heads
     return numpy.array(rows, dtype=numpy.int64), keep_alive
 
 
-def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Return signs and fractions as words of two channels each; for other packings, one digit per channel."""
+def _digit_stream(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
+    """Return the stream of signs and fractions: stored words of two channels each if ``in_plane``, else one int16 per channel."""
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]
@@ -105,40 +111,42 @@ def _digits(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool
     return columns.unpack(packing, planes)[0].to(torch.int16)
 
 
-def _slots(frequencies: torch.Tensor) -> torch.Tensor:
-    """Return all slots of all tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slot_table``).
+def _slot_tables(frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the slots of all frequency tables, int32 ``[table, slot]``: symbol, frequency - 1 and first slot (``rans.slot_table``).
 
-    Tables that do not sum to ``TOTAL``, which every reader refuses, have some symbol in every slot.
+    Tables that do not sum to ``TOTAL``, which readers reject, still have a symbol in every slot.
     """
-    return torch.cat([_slots_of(frequencies[first : first + _MAX_TABLES]) for first in range(0, len(frequencies), _MAX_TABLES)])
+    return torch.cat([_batch_slots(frequencies[first : first + _TABLES_AT_ONCE]) for first in range(0, len(frequencies), _TABLES_AT_ONCE)])
 
 
-def _slots_of(frequencies: torch.Tensor) -> torch.Tensor:
-    wide = frequencies.to(torch.int64).bitwise_and_(0xFFFF)
-    ends = wide.cumsum(1)
-    slot = torch.arange(TOTAL, device=wide.device).expand(len(wide), TOTAL).contiguous()
-    symbol = torch.searchsorted(ends, slot, right=True).clamp_max_(wide.shape[1] - 1)
-    frequency = wide.gather(1, symbol)
+def _batch_slots(frequencies: torch.Tensor) -> torch.Tensor:
+    counts = frequencies.to(torch.int64).bitwise_and_(0xFFFF)
+    ends = counts.cumsum(1)
+    slot = torch.arange(TOTAL, device=counts.device).expand(len(counts), TOTAL).contiguous()
+    symbol = torch.searchsorted(ends, slot, right=True).clamp_max_(counts.shape[1] - 1)
+    frequency = counts.gather(1, symbol)
     entries = symbol | (frequency - 1 & TOTAL - 1) << 8 | (ends.gather(1, symbol) - frequency & TOTAL - 1) << 20
-    # The low 32 bits, as a signed number.
+    # Keep the low 32 bits, as a signed number.
     return torch.where(entries >= 1 << 31, entries - (1 << 32), entries).to(torch.int32)
 
 
 @triton.jit
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
-    """Load the row of a token group and sequence.
+    """Load the work of one chunk.
 
-    It contains the table number, tokens, first output token, the addresses of digits and states, and the words of the page: a pointer, the
-    offset of the chunk's first word, and their number.
+    Returns the page index, number of tokens, first output token, pointer to digits, digit stride per token, pointer to states, pointer to
+    the page's words, index of the chunk's first word, and the page's word count.
     """
     chunk = tl.load(row + 3) + sequence
-    of_page = tl.load(row + 4)
-    before = tl.load(ends + (chunk - 1), chunk > of_page, 0) - tl.load(ends + (of_page - 1), (chunk > of_page) & (of_page > 0), 0)
+    first_chunk = tl.load(row + 4)
+    word_offset = tl.load(ends + (chunk - 1), chunk > first_chunk, 0) - tl.load(
+        ends + (first_chunk - 1), (chunk > first_chunk) & (first_chunk > 0), 0
+    )
     digits = (tl.load(row + 5) + batch * tl.load(row + 6) + head * tl.load(row + 7)).to(tl.pointer_type(tl.int16))
     states = (tl.load(row + 9) + batch * tl.load(row + 10) + head * tl.load(row + 11)).to(tl.pointer_type(tl.int16))
     words = tl.load(row + 12).to(tl.pointer_type(tl.int16))
     return (
-        tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2), digits, tl.load(row + 8) // 2, states, words, before,
+        tl.load(row), tl.load(row + 1).to(tl.int32), tl.load(row + 2), digits, tl.load(row + 8) // 2, states, words, word_offset,
         tl.load(row + 13),
     )  # fmt: skip
 
@@ -162,28 +170,28 @@ def _decode(
     IN_PLANE: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
-    """Decode one chunk, one ``[lane]`` of symbols at a time.
+    """Decode one chunk, one symbol per lane at a time.
 
-    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` the cumulative word counts of all chunks, and
-    ``slots`` int32 ``[table, slot]``.
+    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` contains the cumulative word counts of all chunks, and
+    ``slots`` is int32 ``[table, slot]``.
     """
     sequence = (tl.program_id(0) % sequences).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
     row = table + (tl.program_id(0) // sequences).to(tl.int64) * _GROUP_INTEGERS
-    number, tokens, first, digits, digit_stride, states, words, at, word_count = _load_group(row, batch, head, sequence, ends)
-    slots += (number * sequences + sequence) << BITS
+    page_index, tokens, first, digits, digit_stride, states, words, next_word, word_count = _load_group(row, batch, head, sequence, ends)
+    slots += (page_index * sequences + sequence) << BITS
     target = out + batch * batch_stride + head * head_stride + first * token_stride
-    lane = tl.arange(0, CHUNK_LANES)  # [lane], as all tensors below
-    state = rans.first_states(states, lane)
+    lane = tl.arange(0, CHUNK_LANES)  # [lane], like all tensors below
+    state = rans.load_states(states, lane)
     count = tokens * DIM
     for begin in range(0, count, CHUNK_LANES):
-        place = begin + lane
-        active = place < count
-        entry = rans.entry_of(slots, state)
-        state, at = rans.advance(state, entry, active, lane, words, at, word_count)
-        token = place // DIM
-        channel = place % DIM
+        position = begin + lane
+        active = position < count
+        entry = rans.load_entries(slots, state)
+        state, next_word = rans.advance(state, entry, active, lane, words, next_word, word_count)
+        token = position // DIM
+        channel = position % DIM
         exponent = (entry & 0xFF).to(tl.int32)
         if IN_PLANE:
             digit = tl.load(digits + token * digit_stride + channel % (DIM // 2), active, 0).to(tl.int32)

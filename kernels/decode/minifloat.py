@@ -1,4 +1,4 @@
-"""Decode packed rows of minifloat to values in one pass (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle."""
+"""Decoder of codec minifloat for ``kernel`` (spec/codecs/minifloat.md), tested against ``formats/minifloat.py``."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -13,7 +13,7 @@ from triton import language as tl
 from kvpack.kernels.bitpack.minifloats import E2M1_EXPONENT, e4m3_as_f16, elements_as_f16
 
 from .digits import CodeStream, code_streams, load_digit
-from .kernel import Decoder, prepare_rows
+from .kernel import TileDecoder, prepare_rows
 from .rows import as_float32, load_per_token
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
     from kvpack.formats.minifloat import Minifloat
 
-    from .rows import Packed, Pages, Prepared
+    from .rows import EnginePages, PackedPart, PreparedDecode
 
 
 class MinifloatConstants(NamedTuple):
-    """The packing of codes, their ``element``, and the stream numbers of the scales and of the run scale, -1 for none.
+    """Compile-time constants of a codec: the packing of codes, and their ``element`` format.
 
-    ``size`` is the number of channels of a block, or 0 if scales belong to a token (``per_token``) or a run.
+    ``scale`` and ``global_scale`` are stream numbers; -1 for a missing stream. ``size`` is the number of channels per scale; if it is 0,
+    scales are per token (``per_token``) or for all tokens.
     """
 
     code: CodeStream
@@ -38,10 +39,12 @@ class MinifloatConstants(NamedTuple):
     per_token: bool
 
 
-def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> Prepared | None:
-    """Run ``prepare_rows`` for minifloat, whose values are not rotated.
+def prepare(
+    codec: Minifloat, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
+) -> PreparedDecode | None:
+    """Prepare the launch that decodes codec minifloat, as ``decode.prepare`` does; the codec has no rotation.
 
-    In float32 the values equal those of ``Minifloat.decode_frame``, bit for bit.
+    In float32, values equal those of ``Minifloat.decode_frame`` bit for bit.
     """
     names = list(codec.row_layouts)
     in_blocks = codec.granularity == "block"
@@ -49,18 +52,18 @@ def prepare(codec: Minifloat, packed: Sequence[Packed], out: torch.Tensor, rotat
         code_streams(codec)[0], codec.element, names.index("block_scales" if in_blocks else "scale"),
         len(names) - 1 if codec.run_scale == "global_scale" else -1, codec.block if in_blocks else 0, codec.granularity == "token",
     )  # fmt: skip
-    return prepare_rows(codec, packed, out, False, pages, Decoder(_values, constants))
+    return prepare_rows(codec, packed, out, False, pages, TileDecoder(_decode_minifloat, constants))
 
 
 @triton.jit
-def _power(exponent: tl.tensor) -> tl.tensor:
-    """Return 2 to the power of ``exponent``, int32 from -126 to 127, as float32."""
+def _exp2(exponent: tl.tensor) -> tl.tensor:
+    """Return 2^``exponent`` as float32, for int32 exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return elements times their scales."""
+def _decode_minifloat(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
+    """Return the values of a ``RowTile`` of codec minifloat, float32 ``[token, channel]``."""
     CODE: tl.constexpr = CONSTANTS.code
     ELEMENT: tl.constexpr = CONSTANTS.element
     SIZE: tl.constexpr = CONSTANTS.size
@@ -79,10 +82,10 @@ def _values(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
         BLOCKS: tl.constexpr = (DIM + SIZE - 1) // SIZE
         scales = tl.load(tile.streams[CONSTANTS.scale] + (tile.token * BLOCKS + tile.channel // SIZE), mask, 0).to(tl.int32) & 0xFF
         if CONSTANTS.global_scale >= 0:
-            # The product of both has at most six significant bits.
+            # The element times its block scale is exact: it has at most six significant bits.
             value = value * e4m3_as_f16(scales).to(tl.float32) * as_float32(tl.load(tile.streams[CONSTANTS.global_scale]))
         else:
-            # Two normal numbers: the smallest of their products is subnormal, and would be none as a factor.
-            half = scales >> 1
-            value = value * _power(half - 63) * _power(scales - half - 64)
+            # Multiply by two normal powers of two, because the smallest scale is subnormal and might be flushed to zero.
+            half_exponent = scales >> 1
+            value = value * _exp2(half_exponent - 63) * _exp2(scales - half_exponent - 64)
     return value

@@ -1,7 +1,7 @@
-"""Steps of rANS (spec/rans.md) for programs of one warp, whose threads are the lanes of a chunk; ``formats/rans.py`` is the oracle.
+"""rANS decoding steps (spec/rans.md) for programs of one warp, whose threads are the lanes of a chunk; tested against ``formats/rans.py``.
 
-A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Lanes whose states run low then read the next
-words of the chunk, in lane order.
+A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Then lanes whose states are too small read the
+chunk's next words, in lane order.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -20,49 +20,49 @@ _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)
 
 
 @triton.jit
-def lanes_of(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return a bit mask of the lanes whose ``flags`` are set."""
-    # A sum over a warp is one instruction, and the bits are distinct.
+def lane_mask(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Return a bit mask of the lanes with set ``flags``."""
+    # The bits are distinct, so a sum is their union, and a warp sums in one instruction.
     return tl.sum(tl.where(flags, 1 << lane, 0), 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def count_of(lanes: tl.tensor) -> tl.tensor:
-    """Count the lanes in a bit mask of ``lanes_of``. The compiler turns these sums into a population count."""
-    pairs = lanes - (lanes >> 1 & 0x55555555)
-    fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
-    eights = fours + (fours >> 4) & 0x0F0F0F0F
-    return (eights * 0x01010101 >> 24).to(tl.int32)
+def count_lanes(lanes: tl.tensor) -> tl.tensor:
+    """Return the number of lanes in a ``lane_mask``; the compiler turns this into one population-count instruction."""
+    pair_counts = lanes - (lanes >> 1 & 0x55555555)
+    nibble_counts = (pair_counts & 0x33333333) + (pair_counts >> 2 & 0x33333333)
+    byte_counts = nibble_counts + (nibble_counts >> 4) & 0x0F0F0F0F
+    return (byte_counts * 0x01010101 >> 24).to(tl.int32)
 
 
 @triton.jit
-def before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Return the number of lanes in a bit mask of ``lanes_of`` that come before each ``lane``."""
-    return count_of(lanes & (1 << lane.to(tl.uint32)) - 1)
+def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Return the number of lanes in a ``lane_mask`` that come before each ``lane``."""
+    return count_lanes(lanes & (1 << lane.to(tl.uint32)) - 1)
 
 
 @triton.jit
-def first_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Load the first state of every lane, uint32, from ``states``, int16: low halves before high ones."""
+def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Load every lane's initial state as uint32 from int16 ``states``, which store low halves before high ones."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 
 
 @triton.jit
-def entry_of(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
-    """Return the table entries for the slots of the states, uint32; ``slots`` are the tables, and the lowest byte is the symbol."""
+def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
+    """Load the entries of each lane's slot from the table ``slots``, as uint32; the lowest byte of an entry is the symbol."""
     return tl.load(slots + (state & _LAST_SLOT).to(tl.int32)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def advance(
-    state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, at: tl.tensor, end: tl.tensor
+    state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, next_word: tl.tensor, word_count: tl.tensor
 ) -> tl.tuple:
-    """Return the states after the symbols of ``entry``, and the number of the next word. Words from number ``end`` on count as 0."""
-    after = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
-    low = active & (after < _MIN_STATE)
-    taking = lanes_of(low, lane)
-    source = at + before(taking, lane)
-    word = tl.load(words + source, low & (source < end), 0).to(tl.uint32) & 0xFFFF
-    after = tl.where(low, after << 16 | word, after)
-    return tl.where(active, after, state), at + count_of(taking)
+    """Return each lane's state after the symbol of ``entry``, and the index of the next word; words at ``word_count`` or later are 0."""
+    next_state = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
+    needs_word = active & (next_state < _MIN_STATE)
+    readers = lane_mask(needs_word, lane)
+    word_index = next_word + count_lanes_before(readers, lane)
+    word = tl.load(words + word_index, needs_word & (word_index < word_count), 0).to(tl.uint32) & 0xFFFF
+    next_state = tl.where(needs_word, next_state << 16 | word, next_state)
+    return tl.where(active, next_state, state), next_word + count_lanes(readers)

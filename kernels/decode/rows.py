@@ -1,4 +1,4 @@
-"""The work table of one decoding launch over any number of pages: each program's packed rows, and the destination of their values."""
+"""Work tables of decoding launches over any number of pages: each program's packed rows, and the destination of their values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005, SIM108
@@ -26,65 +26,66 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 TILE_VALUES = 1 << 12
-"""Values of a tile: 32 per thread, which hide the latency of loads."""
+"""Number of values per tile: 32 per thread, enough to hide the latency of loads."""
 
-ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MANY_CHANNELS = 64, 16, 256
-"""Tokens of a rotated tile, the rows that the matrix units of an H100 process at once; and tokens of a tile with more channels."""
+ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
+"""Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of other tiles."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Warps per program; a program that rotates keeps its tile in twice as many registers."""
+"""Warps per program, and warps per program that rotates, whose tile takes twice as many registers."""
 
 MAX_REGISTERS = 128
-"""Registers per thread at most: a multiprocessor then runs sixteen warps."""
+"""Maximum registers per thread, so that a multiprocessor runs sixteen warps."""
 
-MAX_STAGED = 1 << 14
-"""Bytes of ordinary memory that the driver of a device copies aside, and later to the device: more than these wait for the device."""
+MAX_STAGED_BYTES = 1 << 14
+"""Maximum size of a table that the CUDA driver copies from pageable memory without waiting for the device."""
 
 PROGRAMS, MAX_TILES = 1 << 11, 8
-"""Programs that fill a device, and tiles per program at most: with more tiles than programs, each takes several."""
+"""Number of programs that fill a device, and maximum tiles per program, used if there are more tiles than that."""
 
 ONE_ROW = 0
-"""Tokens per row of a stream of which a page has one row."""
+"""Tokens per row for a stream with a single row per page."""
 
-_HEAD = tl.constexpr(3)
+_HEAD_INTEGERS = tl.constexpr(3)
 _STREAM_INTEGERS = tl.constexpr(3)
-"""Integers of a work row before its streams, and for each stream: its address, and its batch and head strides in bytes."""
+"""Integers per table row before the streams, and per stream: an address, and the batch and head strides in bytes."""
 
 
-class Packed(NamedTuple):
-    """``tokens`` packed tokens, and the output token at which the first of them is stored."""
+class PackedPart(NamedTuple):
+    """A part to decode: the ``streams`` of ``tokens`` packed tokens, of which the first goes to output token ``first``."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int
     first: int
 
 
-class Prepared(NamedTuple):
-    """A prepared decoding launch: ``run`` fills an output like the one for which it was prepared.
+class PreparedDecode(NamedTuple):
+    """A prepared decoding launch: ``run`` decodes into an output like the one for which it was prepared.
 
-    ``lasting``: it takes little memory besides the rows, and may be cached as long as they exist. ``keep_alive`` are tensors that it reads.
+    ``cacheable`` is True if it takes little memory besides the packed rows, so that it can be cached with them. ``keep_alive`` are tensors
+    that it reads.
     """
 
     run: Callable[[torch.Tensor], None]
-    lasting: bool = False
+    cacheable: bool = False
     keep_alive: tuple[torch.Tensor, ...] = ()
 
 
-class Pages(NamedTuple):
-    """Pages of an engine, anywhere in memory, that all have the layout of one page.
+class EnginePages(NamedTuple):
+    """Pages of an inference engine, anywhere in memory, that share the layout of one reference page.
 
-    ``moves`` is int64 ``[page, 3]``: byte offset from that page's streams, element offset from its values in the output, and the index in
-    ``status``, int32, which is nonzero for a page to skip.
+    ``moves`` is int64 ``[page, 3]``: a byte offset from the reference page's streams, an element offset from its values in the output, and
+    an index in ``status``, int32, which is nonzero for pages to skip.
     """
 
     moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
     status: torch.Tensor
 
 
-class Stream(NamedTuple):
-    """A stream as kernels read it: elements of ``bits``, with ``row`` elements per row of ``tokens`` tokens (``ONE_ROW``: of all).
+class RowLayout(NamedTuple):
+    """The layout of a stream: ``row`` elements of ``bits`` bits for every ``tokens`` tokens (``ONE_ROW``: for all tokens).
 
-    ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
+    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
     """
 
     bits: int
@@ -93,23 +94,23 @@ class Stream(NamedTuple):
     aligned: int
 
 
-class Work(NamedTuple):
-    """The work of one launch: int64 ``[block, integers]`` on the device, and its streams."""
+class BlockTable(NamedTuple):
+    """The work table of one launch, int64 ``[block, integer]`` on the device, and the layouts of its streams."""
 
     table: torch.Tensor
-    streams: tuple[Stream, ...]
+    streams: tuple[RowLayout, ...]
     block_tokens: int
     keep_alive: tuple[torch.Tensor, ...]
-    """The tensors that the addresses refer to."""
+    """The tensors whose addresses are in the table."""
     copied: bool
-    """True if some of them are copies of streams."""
+    """True if some of these tensors are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
-    """Alignment of the pages' places in the output, in values."""
+    """Alignment of the pages' output offsets, in values."""
 
 
-def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> None:
-    """Raise InvalidParameter unless all streams have the layout of ``codec``."""
+def check_layout(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: int) -> None:
+    """Raise InvalidParameter unless all streams of ``packed`` have the layout of ``codec``."""
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for part in packed:
         if part.tokens not in expected:
@@ -118,68 +119,66 @@ def check(codec: Codec, packed: Sequence[Packed], batch: int, heads: int) -> Non
             check_shape(name, part.streams[name], shape)
 
 
-def tile_tokens(channels: int, rotated: bool) -> int:
-    """Return the number of tokens of a tile with ``channels`` channels, a power of two."""
+def tokens_per_tile(channels: int, rotated: bool) -> int:
+    """Return the number of tokens per tile, a power of two, for tiles of ``channels`` channels."""
     if rotated:
-        return ROTATED_TOKENS if channels <= MANY_CHANNELS else WIDE_ROTATED_TOKENS
+        return ROTATED_TOKENS if channels <= MAX_NARROW_CHANNELS else WIDE_ROTATED_TOKENS
     return max(1, TILE_VALUES // channels)
 
 
-def work_of(
+def build_work(
     packed: Sequence[tuple[Sequence[torch.Tensor], int, int]],
     tokens_per_row: Sequence[int],
     sequences: int,
     tile: int,
     device: torch.device,
-    pages: Pages | None = None,
-) -> Work:
-    """Build the work of decoding ``packed``, each (streams, tokens, first token of the output), in tiles of ``tile`` tokens.
+    pages: EnginePages | None = None,
+) -> BlockTable:
+    """Build the work table for decoding ``packed``, tuples (streams, tokens, first output token), in tiles of ``tile`` tokens.
 
-    With ``pages``, ``packed`` is the one page whose layout all others share.
-
-    A stream is ``[batch, kv_head, row, ...]`` of elements of 8, 16 or 32 bits. A stream whose rows are not contiguous and aligned is
-    copied; the first axes may be 1 for any number.
+    With ``pages``, ``packed`` is the reference page. A stream is ``[batch, kv_head, row, ...]`` with elements of 8, 16 or 32 bits; its
+    first two axes may be 1 to be shared by all sequences or heads. Streams whose rows are not contiguous and aligned are copied.
     """
     tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
-    block = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
+    block_tokens = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
     keep_alive: list[torch.Tensor] = []
-    places, blocks = [], []
+    page_rows, blocks = [], []
     for streams, tokens, first in packed:
         row = [0, tokens, first]
         for stream in streams:
-            row += _place(stream, keep_alive)
-        places.append(row)
-        blocks.append(-(-tokens // block))
-    rows = numpy.repeat(numpy.array(places, dtype=numpy.int64), blocks, 0)
-    # Of each block: its first token, its tokens, and its first token of the output.
-    starts = numpy.concatenate([numpy.arange(count, dtype=numpy.int64) for count in blocks]) * block
+            row += _address_and_strides(stream, keep_alive)
+        page_rows.append(row)
+        blocks.append(-(-tokens // block_tokens))
+    rows = numpy.repeat(numpy.array(page_rows, dtype=numpy.int64), blocks, 0)
+    # For each block: its first token, its number of tokens, and its first output token.
+    starts = numpy.concatenate([numpy.arange(count, dtype=numpy.int64) for count in blocks]) * block_tokens
     rows[:, 0] = starts
-    rows[:, 1] = numpy.minimum(rows[:, 1] - starts, block)
+    rows[:, 1] = numpy.minimum(rows[:, 1] - starts, block_tokens)
     rows[:, 2] += starts
     out_aligned = 1
     if pages is not None:
         rows = _repeat_for_pages(rows, pages.moves)
-        out_aligned = divides_all(pages.moves[:, 1])
-    kinds = []
-    for number, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
-        at = _HEAD.value + _STREAM_INTEGERS.value * number
-        aligned = divides_all(rows[:, at : at + _STREAM_INTEGERS.value])
-        kinds.append(Stream(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, aligned))
-    table = to_device(rows, device)
-    given = [stream for streams, _, _ in packed for stream in streams]
-    copied = any(tensor is not source for tensor, source in zip(keep_alive, given, strict=True))
-    return Work(table, tuple(kinds), block, tuple(keep_alive), copied, None if pages is None else pages.status, out_aligned)
+        out_aligned = common_alignment(pages.moves[:, 1])
+    layouts = []
+    for index, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
+        column = _HEAD_INTEGERS.value + _STREAM_INTEGERS.value * index
+        alignment = common_alignment(rows[:, column : column + _STREAM_INTEGERS.value])
+        layouts.append(RowLayout(8 * stream.element_size(), math.prod(stream.shape[3:]), tokens, alignment))
+    table = copy_to_device(rows, device)
+    sources = [stream for streams, _, _ in packed for stream in streams]
+    copied = any(tensor is not source for tensor, source in zip(keep_alive, sources, strict=True))
+    return BlockTable(table, tuple(layouts), block_tokens, tuple(keep_alive), copied, None if pages is None else pages.status, out_aligned)
 
 
-def divides_all(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
-    """Return the largest power of two, at most 16, that divides all of ``values``."""
+def common_alignment(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> int:
+    """Return the largest power of two, at most 16, that divides all ``values``."""
     return math.gcd(16, int(numpy.bitwise_or.reduce(values, axis=None)))
 
 
-def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """Copy a host table to ``device`` without blocking the host; the driver would block for large tables in pageable memory."""
+def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
+    """Copy a table to ``device`` without blocking the host; large tables are pinned first, because the driver would block for them."""
     tensor = torch.from_numpy(table)
-    if device.type == "cuda" and table.nbytes > MAX_STAGED:
+    if device.type == "cuda" and table.nbytes > MAX_STAGED_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -187,17 +186,17 @@ def to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch
 def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Repeat ``rows`` of a work table for every page, and append two integers to each: the page's output offset and its status index."""
+    """Repeat the rows of a work table for every page, with its addresses; append the page's output offset and status index to each row."""
     blocks, integers = rows.shape
     result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
-    result[:, :, _HEAD.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
+    result[:, :, _HEAD_INTEGERS.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
     result[:, :, integers:] = moves[:, None, 1:]
     return result.reshape(-1, integers + 2)
 
 
-def _place(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address, batch stride and head stride in bytes."""
+def _address_and_strides(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
+    """Return the address of ``tensor``, or of a contiguous copy, and its batch and head strides in bytes."""
     size = tensor.element_size()
     if tensor.data_ptr() % size or not (tensor.is_contiguous() or has_dense_rows(tensor)):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -206,15 +205,14 @@ def _place(tensor: torch.Tensor, keep_alive: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr(), batch, head]
 
 
-def prepared(
-    kernel: Any, work: Work, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, lasting: bool = True, **constants: Any
-) -> Prepared:
-    """Prepare ``kernel`` over all blocks, sequences and heads of outputs like ``out``, whose channels are contiguous.
+def prepare_launch(
+    kernel: Any, work: BlockTable, out: torch.Tensor, *tables: torch.Tensor, threads: int = 1, cacheable: bool = True, **constants: Any
+) -> PreparedDecode:
+    """Prepare a launch of ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``.
 
-    ``out`` is ``[batch, kv_head, token, dim]``. ``tables`` follow the work table and the status. ``threads`` multiplies the usual number of
-    threads; each then uses at most ``MAX_REGISTERS`` registers. ``lasting``: the streams are views of the rows, not copies.
-
-    Products and sums are rounded separately, as in torch, if the output is wide enough to show it.
+    ``tables`` are arguments after the work table and the status. ``threads`` multiplies the usual number of threads; if it is above 1, each
+    uses at most ``MAX_REGISTERS`` registers. ``cacheable`` is True if streams are views of packed rows, not copies. For float32 outputs,
+    products and sums are rounded separately, as in PyTorch.
     """
     batch, heads = out.shape[:2]
     blocks = work.table.shape[0]
@@ -231,7 +229,7 @@ def prepared(
         out.dtype,
         str(out.device),
     )
-    # Without pages, no program reads a status.
+    # Without pages, programs do not read the status.
     status = work.table if work.status is None else work.status
     pointers = tuple((table, 0) for table in (work.table, status, *tables))
 
@@ -239,7 +237,7 @@ def prepared(
         if programs:
             launch((out, 0), *pointers)
 
-    return Prepared(run, lasting and not work.copied, work.keep_alive)
+    return PreparedDecode(run, cacheable and not work.copied, work.keep_alive)
 
 
 @lru_cache(maxsize=1024)
@@ -252,24 +250,24 @@ def _launch(
     dtype: torch.dtype,
     device: str,
 ) -> CachedLaunch:
-    """Return the launch for outputs of ``dtype`` on ``device``, shared by all layers of a model."""
-    given = dict(constants)
+    """Return the compiled launch for outputs of ``dtype`` on ``device``; all layers of a model share it."""
+    constant_values = dict(constants)
     options = {
-        "num_warps": threads * (ROTATED_WARPS if given["ROTATED"] else WARPS),
+        "num_warps": threads * (ROTATED_WARPS if constant_values["ROTATED"] else WARPS),
         "num_stages": 1,
         "maxnreg": MAX_REGISTERS if threads > 1 else None,
         "enable_fp_fusion": dtype != torch.float32,
     }
-    return CachedLaunch(kernel, (programs, 1, 1), arguments, given, options)
+    return CachedLaunch(kernel, (programs, 1, 1), arguments, constant_values, options)
 
 
-def channels_of(dim: int, rotated: bool) -> int:
-    """Return the channels of a tile, a power of two; a matrix product needs at least 16."""
+def channels_per_tile(dim: int, rotated: bool) -> int:
+    """Return the number of channels per tile, a power of two; matrix products need at least 16."""
     return max(16 if rotated else 1, next_power_of_two(dim))
 
 
 class RowBlock(NamedTuple):
-    """The tokens of a program: their ``count``, pointers to the row of the first one in each stream, and to its values in the output."""
+    """The tokens of one program: their ``count``, and pointers to the first token's row in each stream and to its values in the output."""
 
     count: Any
     streams: Any
@@ -291,7 +289,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``RowBlock`` of this program. Blocks begin at a row of every stream; blocks of skipped pages have no tokens."""
+    """Return this program's ``RowBlock``; it begins at the start of a row in every stream, and has no tokens if its page is skipped."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -303,35 +301,37 @@ def load_block(
         target += tl.multiple_of(tl.load(row + INTEGERS - 2), OUT_ALIGNED)
         count = tl.where(tl.load(status + tl.load(row + INTEGERS - 1)) == 0, count, 0)
     pointers = ()
-    for number in tl.static_range(len(STREAMS)):
-        pointers = pointers + (_first_row(row + _HEAD + _STREAM_INTEGERS * number, batch, head, begin, constant_at(STREAMS, number)),)
+    for index in tl.static_range(len(STREAMS)):
+        pointers = pointers + (
+            _block_row_pointer(row + _HEAD_INTEGERS + _STREAM_INTEGERS * index, batch, head, begin, constant_at(STREAMS, index)),
+        )
     return RowBlock(count, pointers, target)
 
 
 @triton.jit
-def _first_row(at: tl.tensor, batch: tl.tensor, head: tl.tensor, begin: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
-    address = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2)
+def _block_row_pointer(entry: tl.tensor, batch: tl.tensor, head: tl.tensor, begin: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
+    address = tl.load(entry) + batch * tl.load(entry + 1) + head * tl.load(entry + 2)
     if STREAM.bits == 8:
         pointer = address.to(tl.pointer_type(tl.int8))
     elif STREAM.bits == 16:
         pointer = address.to(tl.pointer_type(tl.int16))
     else:
         pointer = address.to(tl.pointer_type(tl.int32))
-    ALIGNED: tl.constexpr = STREAM.aligned
-    return _row_of(tl.multiple_of(pointer, ALIGNED), begin, STREAM)
+    ALIGNMENT: tl.constexpr = STREAM.aligned
+    return _row_pointer(tl.multiple_of(pointer, ALIGNMENT), begin, STREAM)
 
 
 @triton.jit
-def rows_from(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Return pointers to the rows of token ``begin`` of a block, which is the first token of a row in every stream."""
+def advance_rows(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
+    """Return pointers to the rows of a block's token ``begin``, which must be the first token of a row in every stream."""
     pointers = ()
-    for number in tl.static_range(len(STREAMS)):
-        pointers = pointers + (_row_of(streams[number], begin, constant_at(STREAMS, number)),)
+    for index in tl.static_range(len(STREAMS)):
+        pointers = pointers + (_row_pointer(streams[index], begin, constant_at(STREAMS, index)),)
     return pointers
 
 
 @triton.jit
-def _row_of(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
+def _row_pointer(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
     ROW: tl.constexpr = STREAM.row
     if STREAM.tokens > 0:
         pointer = pointer + token // STREAM.tokens * ROW
@@ -340,14 +340,14 @@ def _row_of(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> tl.te
 
 @triton.jit
 def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Load element ``AT`` of rows of ``ROW``, float32 ``[token, 1]``."""
+    """Load element ``AT`` of each token's row of ``ROW`` elements, as float32 ``[token, 1]``; ``count`` tokens exist."""
     token = tl.arange(0, TILE)
     return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
 
 
 @triton.jit
 def as_float32(bits: tl.tensor) -> tl.tensor:
-    """Convert 16-bit elements as binary16, and 32-bit elements as float32, to float32."""
+    """Return the float32 values of stored bits: binary16 in int16, or float32 in int32."""
     if bits.dtype == tl.int16:
         value = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:

@@ -1,7 +1,7 @@
-"""Decode packed rows by attention's tile loaders, in the coded frame and in the order of their columns, to 16-bit values.
+"""Decoding of packed rows with attention's tile loaders, to 16-bit values in the coded frame and the loaders' column order.
 
-Attention of many queries uses these: its scratch needs neither channel order nor the original frame, because queries and sums of values are
-rotated once. Values are as exact as the binary16 tiles, and rounded to the output dtype.
+Attention of many queries uses it: its scratch buffer needs neither channel order nor the original frame, because queries and sums of values
+are rotated instead. Values are as accurate as binary16 tiles, rounded to the output dtype.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -28,7 +28,7 @@ from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
 from kvpack.kernels.triton_internals import CachedLaunch
 
-from .rows import check
+from .rows import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,30 +36,30 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
 
-    from .rows import Packed
+    from .rows import PackedPart
 
 WARPS = 4
-"""Warps of a program: with one to eight, and loads of one to three tiles ahead, an H200 took as long."""
+"""Warps per program; on an H200, one to eight warps, and loads one to three tiles ahead, took equally long."""
 
 TOKENS = 32
-"""Tokens of a warp's tile, except for loaders of which a thread contains rows."""
+"""Minimum number of tokens in a warp's tile; loaders with one row per thread need more."""
 
 PROGRAMS = 1 << 10
-"""Programs that fill a device: with fewer tokens, each takes fewer."""
+"""Number of programs that fill a device; programs get more tiles only if there are more tiles than that."""
 
 MAX_TILES = 4
-"""Tiles per warp of a program, at most."""
+"""Maximum number of tiles per warp."""
 
 FIRST_ADDRESS = tl.constexpr(3)
-"""Integers of a work row before the addresses: the first block of a page, its tokens, and the token of the output they begin at."""
+"""Integers per table row before the addresses: a page's first block, its number of tokens, and its first output token."""
 
 
-class Work(NamedTuple):
-    """The pages of a launch: int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device, with ``blocks`` in total.
+class PageTable(NamedTuple):
+    """The work table of a launch, int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device.
 
-    ``firsts`` are each page's first block and first output token, ``end`` is the token after the last page, ``streams`` are the streams of
-    all pages, and ``keep_alive`` the tensors whose addresses are used; ``copied``: some are copies of streams. ``rows`` are the rows of
-    ``table``, on the host.
+    The pages have ``blocks`` blocks of ``block_tokens`` tokens in total. ``firsts`` contains each page's first block and first output
+    token; ``end`` is the token after the last page. ``keep_alive`` contains the tensors whose addresses are used, and ``copied`` is True if
+    some of them are copies of streams. ``rows`` is a copy of ``table`` on the host.
     """
 
     table: torch.Tensor
@@ -73,43 +73,40 @@ class Work(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``, or ``end`` after the last block."""
+        """Return the first token of ``block``; for the block number after the last one, return ``end``."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield the blocks of about ``tokens`` tokens at a time (at least one), with their first token and the one after them."""
-        at_once = max(1, tokens // self.block_tokens)
-        for first in range(0, self.blocks, at_once):
-            blocks = range(first, min(first + at_once, self.blocks))
+        """Yield ranges of blocks with about ``tokens`` tokens each (at least one block), and their tokens' start and stop."""
+        blocks_per_part = max(1, tokens // self.block_tokens)
+        for first in range(0, self.blocks, blocks_per_part):
+            blocks = range(first, min(first + blocks_per_part, self.blocks))
             yield blocks, self.token_of(blocks.start), self.token_of(blocks.stop)
 
 
 @lru_cache(maxsize=256)
-def loader_of(codec: Codec) -> Tiles | None:
-    """Return the loader that decodes rows of ``codec`` here, or None.
-
-    It is None for raw values, if there is no loader, and for a loader that adds side-cars.
-    """
+def find_loader(codec: Codec) -> Tiles | None:
+    """Return the tile loader for ``codec``, or None if it has none, is the raw codec, or has side-cars that loaders add to tiles."""
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
     return tiles
 
 
-def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> Work:
-    """Build the work of decoding ``packed``, consecutive pages of a codec with a loader.
+def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: int, device: torch.device, warps: int = WARPS) -> PageTable:
+    """Build the work table for decoding ``packed``, consecutive pages of a codec with a loader, with ``warps`` warps per program.
 
-    Programs have ``warps`` warps. Raises InvalidParameter unless all streams have the codec's layout.
+    Raises InvalidParameter unless all streams have the codec's layout.
     """
-    tiles = loader_of(codec)
+    tiles = find_loader(codec)
     assert tiles is not None
-    check(codec, packed, batch, heads)
-    span = warps * tile_tokens(tiles)
-    spans = sum(-(-part.tokens // span) for part in packed) * batch * heads
-    block = span * max(1, min(MAX_TILES, spans // PROGRAMS))
+    check_layout(codec, packed, batch, heads)
+    span_tokens = warps * tokens_per_tile(tiles)
+    spans = sum(-(-part.tokens // span_tokens) for part in packed) * batch * heads
+    block = span_tokens * max(1, min(MAX_TILES, spans // PROGRAMS))
     keep_alive: list[torch.Tensor] = []
     result, blocks = [], 0
     for part in packed:
@@ -119,37 +116,37 @@ def work_of(codec: Codec, packed: Sequence[Packed], batch: int, heads: int, devi
     table = torch.from_numpy(rows).to(device, non_blocking=True)
     firsts = tuple((row[0], row[2]) for row in result)
     end = packed[-1].first + packed[-1].tokens
-    given = [part.streams[stream.name] for part in packed for stream in tiles.streams]
-    copied = any(tensor is not source for tensor, source in zip(keep_alive, given, strict=True))
-    return Work(
+    sources = [part.streams[stream.name] for part in packed for stream in tiles.streams]
+    copied = any(tensor is not source for tensor, source in zip(keep_alive, sources, strict=True))
+    return PageTable(
         table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(keep_alive), copied, rows
     )
 
 
-def decode(codec: Codec, work: Work, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
-    """Decode ``work``, or these ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
+def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
+    """Decode ``work``, or some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
-    Columns are those of ``frame_columns.columns``; token 0 of the output is the first token of the first block. With ``factors``, float32
-    ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of multiplied into values.
+    Columns are those of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is given,
+    float32 ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of being multiplied into values.
     """
     factor_stride = None if factors is None else factors.stride(1)
     prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
 
 
-class Decoding(NamedTuple):
-    """A launch that decodes ``work``; None for no tokens."""
+class TileDecodeLaunch(NamedTuple):
+    """A prepared launch that decodes ``work``, and its constant arguments; ``launch`` is None if there are no tokens."""
 
     launch: CachedLaunch | None
-    work: Work
+    work: PageTable
     numbers: torch.Tensor
     table: torch.Tensor
 
     def __call__(
         self, out: torch.Tensor, first: int, factors: torch.Tensor | None = None, table: tuple[torch.Tensor, int] | None = None
     ) -> None:
-        """Decode to memory from element ``first`` of ``out`` on.
+        """Decode to ``out``, beginning at its element ``first``.
 
-        ``table`` replaces the work table by one with other addresses: a tensor, and the offset in it.
+        If given, ``table`` is a work table with other addresses, as a tensor and the offset of the table in it.
         """
         if self.launch is not None:
             work = (self.work.table, 0) if table is None else table
@@ -158,16 +155,16 @@ class Decoding(NamedTuple):
 
 def prepare(
     codec: Codec,
-    work: Work,
+    work: PageTable,
     shape: Sequence[int],
     strides: Sequence[int],
     dtype: torch.dtype,
     blocks: range | None = None,
     factor_stride: int | None = None,
-) -> Decoding:
-    """Return the launch that decodes ``work``, or these ``blocks``, to an output of ``shape`` and ``strides``; see ``decode``.
+) -> TileDecodeLaunch:
+    """Prepare the launch of ``decode`` for an output of ``shape`` and ``strides``.
 
-    With ``factor_stride``, calls pass the factors, whose sequences are this many values apart.
+    With ``factor_stride``, calls must pass ``factors``, whose sequences are this many values apart.
     """
     batch, heads = shape[:2]
     blocks = range(work.blocks) if blocks is None else blocks
@@ -182,11 +179,11 @@ def prepare(
         device,
         addresses.uses_assembly(work.table.device),
     )
-    return Decoding(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
+    return TileDecodeLaunch(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
 
 
-def tile_tokens(tiles: Tiles) -> int:
-    """Return the number of tokens in a warp's tile."""
+def tokens_per_tile(tiles: Tiles) -> int:
+    """Return the number of tokens in a warp's tile for the loader ``tiles``."""
     return max(TOKENS, tiles.tokens)
 
 
@@ -201,20 +198,20 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the launch for an output of ``dtype``, shared by all layers of a model, and the loader's table."""
-    tiles = loader_of(codec)
+    """Return the compiled launch for outputs of ``dtype``, which all layers of a model share, and the loader's lookup table."""
+    tiles = find_loader(codec)
     assert tiles is not None
-    tokens = tile_tokens(tiles)
+    tokens = tokens_per_tile(tiles)
     blocks, heads = arguments[5], arguments[7]
-    shared, tables, places = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
-    # Blocks begin at whole tiles, and pages at a group of tokens.
-    whole = tiles.whole_groups % tokens == 0
+    shared, tables, table_offsets = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
+    # Blocks begin at whole tiles, and pages at the start of a token group.
+    whole_tiles = tiles.whole_groups % tokens == 0
     launch = CachedLaunch(
         decode_tiles,
         (blocks * batch * heads, 1, 1),
         arguments,
         {
-            "SIDE": bind(tiles, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": WARPS, "TOKENS": tokens,
+            "SIDE": bind(tiles, table_offsets[0], None, streams, whole_tiles, fast), "TABLES": shared, "WARPS": WARPS, "TOKENS": tokens,
             "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
         },
         {"num_warps": WARPS},
@@ -248,10 +245,11 @@ def decode_tiles(
     FACTORS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of ``block_tokens`` tokens of one page, sequence and head, out of the ``blocks`` from ``first_block`` on.
+    """Decode one block of ``block_tokens`` tokens of one page, sequence and head.
 
-    The first of them begins at token ``first_token``, which is token 0 of the output. ``FACTORS``: token factors are stored next to the
-    values, float32 ``[sequence, token]``, and not multiplied.
+    The launch covers ``blocks`` blocks, beginning with number ``first_block``, whose first token, ``first_token``, is token 0 of the
+    output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being multiplied into
+    values.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -261,10 +259,10 @@ def decode_tiles(
     sequence = tl.program_id(0) // blocks
     table += sequence % SIDE.tables * SIDE.table_values
     entries = begin_tables(table, table, TABLES, WARPS)
-    block = block_of(work_table, first_block + tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
+    block = load_page_block(work_table, first_block + tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
     begin, count, streams = block.begin, block.count, block.streams
-    place = block.place - first_token
-    target = out + block.batch * batch_stride + block.head * head_stride + place * token_stride
+    output_token = block.place - first_token
+    target = out + block.batch * batch_stride + block.head * head_stride + output_token * token_stride
     if SIDE.load_columns is None:
         fields = load_column_fields(numbers, FIELDS)
     else:
@@ -280,16 +278,19 @@ def decode_tiles(
         if SIDE.factor is not None:
             factor = SIDE.factor(loaded[0][0], CONSTANTS, FAST)
             if FACTORS:
-                tl.store(factors + sequence.to(tl.int64) * factor_stride + place + offset + token, factor, token < count - offset)
+                tl.store(factors + sequence.to(tl.int64) * factor_stride + output_token + offset + token, factor, token < count - offset)
         rows = target + (offset + token) * token_stride
         for step in tl.static_range(STEPS):
             tiles = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
-            for number in tl.static_range(len(tiles)):
-                _store(tiles[number], factor, streams, rows, token < count - offset, step * len(tiles) + number, SIDE, FACTORS)
+            for index in tl.static_range(len(tiles)):
+                _store_tile(tiles[index], factor, streams, rows, token < count - offset, step * len(tiles) + index, SIDE, FACTORS)
 
 
 class PageBlock(NamedTuple):
-    """``count`` tokens from token ``begin`` of ``page`` on, of one sequence and head; the first is token ``place`` of the output."""
+    """A block of ``count`` tokens of one page, sequence and head, beginning at token ``begin`` of ``page``.
+
+    ``place`` is the block's first output token, and ``streams`` are pointers to the page's streams.
+    """
 
     page: Any
     batch: Any
@@ -301,9 +302,9 @@ class PageBlock(NamedTuple):
 
 
 @triton.jit
-def block_of(
+def load_page_block(
     work_table: tl.tensor,
-    number: tl.tensor,
+    block: tl.tensor,
     pages: tl.tensor,
     sequence: tl.tensor,
     heads: tl.tensor,
@@ -311,43 +312,43 @@ def block_of(
     SIDE: tl.constexpr,
     WORK_ROW: tl.constexpr,
 ) -> tl.tuple:
-    """Return the ``PageBlock`` of this ``number`` of ``sequence``."""
+    """Load the ``PageBlock`` of block number ``block`` of ``sequence``."""
     batch = (sequence // heads).to(tl.int64)
     head = (sequence % heads).to(tl.int64)
-    page = _page_of(number, work_table, pages, WORK_ROW)
+    page = _find_page(block, work_table, pages, WORK_ROW)
     row = work_table + page * WORK_ROW
-    begin = (number - tl.load(row).to(tl.int32)) * block_tokens
+    begin = (block - tl.load(row).to(tl.int32)) * block_tokens
     count = tl.minimum(tl.load(row + 1).to(tl.int32) - begin, block_tokens)
     return PageBlock(page, batch, head, begin, count, tl.load(row + 2) + begin, stream_pointers(row + FIRST_ADDRESS, batch, head, SIDE))
 
 
 @triton.jit
-def _page_of(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
-    """Return the page that contains ``block``: the last one that starts at or before it."""
+def _find_page(block: tl.tensor, work_table: tl.tensor, pages: tl.tensor, WORK_ROW: tl.constexpr) -> tl.tensor:
+    """Return the index of the page that contains ``block``, by binary search."""
     page = block * 0
     end = page + pages
     while end - page > 1:
         middle = (page + end) // 2
-        behind = tl.load(work_table + middle * WORK_ROW) > block
-        page = tl.where(behind, page, middle)
-        end = tl.where(behind, middle, end)
+        is_later = tl.load(work_table + middle * WORK_ROW) > block
+        page = tl.where(is_later, page, middle)
+        end = tl.where(is_later, middle, end)
     return page
 
 
 @triton.jit
-def _store(
+def _store_tile(
     value: tl.tensor,
     factor: tl.tensor,
     streams: tl.tuple,
     rows: tl.tensor,
-    real: tl.tensor,
+    valid: tl.tensor,
     NUMBER: tl.constexpr,
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of a token, ``[warp, token, column]``, times the run's factor.
+    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, times the run's factor if there is one.
 
-    Without one, it is multiplied by ``factor`` ``[warp, token]`` unless factors are stored separately.
+    Otherwise, it is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
     CONSTANTS: tl.constexpr = SIDE.constants
@@ -355,5 +356,5 @@ def _store(
         value = SIDE.run_product(value.to(tl.float32), streams, CONSTANTS)
     elif SIDE.factor is not None and not FACTORS:
         value = value.to(tl.float32) * factor[:, :, None]
-    place = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
-    tl.store(place, value.to(rows.dtype.element_ty), real[:, :, None])
+    address = rows[:, :, None] + (NUMBER * WIDTH + tl.arange(0, WIDTH)[None, None, :])
+    tl.store(address, value.to(rows.dtype.element_ty), valid[:, :, None])

@@ -1,8 +1,8 @@
-"""Decode packed rows of transform (spec/codecs/transform.md): symbols to column factors, then their products with the frames.
+"""Decoding of codec transform (spec/codecs/transform.md): symbols become column factors, which are multiplied with the frames.
 
-Symbols and factors equal those of ``formats/transform.py`` bit for bit. Products of binary16 are exact if it can represent the frames and
-the table values, as it can for calibrated ones. Otherwise products use three parts of 11 bits in tf32. Neither depends on the process's
-precision settings for torch.
+Symbols and factors equal those of ``formats/transform.py`` bit for bit. If binary16 can represent the frames and table values, as it can
+for calibrated ones, binary16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's
+precision settings.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -21,35 +21,36 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.rans import LANES, MIN_STATE, Decoded
 from kvpack.kernels.bitpack.columns import check_shape
 
-from .transform_chunks import chunks_of, decode_symbols, factors_for, joined, on_device, tile_of
+from .transform_chunks import allocate_factors, channels_per_tile, decode_symbols, frames_on_device, gather_chunks, join_halves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.formats.transform import Transform
 
-    from .rows import Packed, Pages
+    from .rows import EnginePages, PackedPart
 
-PART_BYTES = 1 << 27
-"""Bytes of factors at once, if a token group of all heads has no more; factors of columns without symbols are never touched."""
+MAX_FACTOR_BYTES = 1 << 27
+"""Maximum bytes of factors in memory at once, unless one token group of all heads needs more."""
 
 MAX_TOKENS, COLUMNS = 64, 64
-"""Maximum number of tokens of a program that multiplies, and the columns that it processes at once."""
+"""For a program of ``_multiply_factors``: maximum number of tokens, and columns per matrix product."""
 
 WARPS, STAGES = 4, 3
 
 
-def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, rotated: bool, pages: Pages | None = None) -> bool:
+def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``rotated`` is ignored, because there is no rotation. Any words decode to some values. Raises InvalidParameter if a stream does not
-    match ``codec.layout``, and the errors of ``Transform.source_for``.
+    ``rotated`` is ignored, because the codec has no rotation. Invalid words decode to arbitrary values. Returns False for ``pages``, and
+    for tables with a wrong total. Raises InvalidParameter if a stream does not match ``codec.layout``, and the errors of
+    ``Transform.source_for``.
     """
     if pages is not None:
         return False
     batch, heads = out.shape[:2]
     source = codec.source_for(heads)
-    if (tables := on_device(codec, source, heads, out.device)) is None:
+    if (tables := frames_on_device(codec, source, heads, out.device)) is None:
         return False
     packed = [part for part in packed if part.tokens]
     if not packed or not out.numel():
@@ -58,25 +59,25 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
         for name, layout in codec.layout(batch, heads, part.tokens).items():
             if name != "words":
                 check_shape(name, part.streams[name], layout.shape)
-    groups = torch.from_numpy(_groups(codec.chunk, packed)).to(out.device, non_blocking=True)
-    chunks = chunks_of(codec, [part.streams for part in packed])
+    groups = torch.from_numpy(_token_groups(codec.chunk, packed)).to(out.device, non_blocking=True)
+    chunks = gather_chunks(codec, [part.streams for part in packed])
     shift_cos, shift_sin = tables.cos, tables.sin
     pairs = tables.frequencies.numel()
     if pairs:
-        positions = torch.cat([joined(part.streams["positions"])[:, 0].T.reshape(-1) for part in packed])
-        # Angles of far positions need binary64.
+        positions = torch.cat([join_halves(part.streams["positions"])[:, 0].T.reshape(-1) for part in packed])
+        # Angles at large positions need binary64.
         angles = positions.to(torch.float64)[:, None] * tables.frequencies
         shift_cos, shift_sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
-    tokens, channels = min(MAX_TOKENS, codec.chunk), tile_of(codec.dim)
-    of_group = codec.dim * codec.chunk * batch * heads
-    at_once = max(1, PART_BYTES // (tables.values.element_size() * of_group))
-    factors = factors_for(chunks, tables, min(at_once, len(groups)) * of_group)
+    tokens, channels = min(MAX_TOKENS, codec.chunk), channels_per_tile(codec.dim)
+    group_values = codec.dim * codec.chunk * batch * heads
+    groups_per_part = max(1, MAX_FACTOR_BYTES // (tables.values.element_size() * group_values))
+    factors = allocate_factors(chunks, tables, min(groups_per_part, len(groups)) * group_values)
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-        for first in range(0, len(groups), at_once):
-            count = min(at_once, len(groups) - first)
+        for first in range(0, len(groups), groups_per_part):
+            count = min(groups_per_part, len(groups) - first)
             decode_symbols(codec, chunks, tables, first * batch * heads, count * batch * heads, heads, factors, None)
             tiles = triton.cdiv(codec.dim, channels)
-            _multiply[count * batch * (codec.chunk // tokens) * heads, tiles](
+            _multiply_factors[count * batch * (codec.chunk // tokens) * heads, tiles](
                 out, *out.stride()[:3], *factors, chunks.begins, groups, chunks.used, tables.means, tables.rows, shift_cos,
                 shift_sin, tables.cos, tables.sin, codec.step_size, first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk,
                 TOKENS=tokens, CHANNELS=channels, TILES=tiles, COLUMNS=COLUMNS, TURNED=pairs,
@@ -88,15 +89,15 @@ def decode_into(codec: Transform, packed: Sequence[Packed], out: torch.Tensor, r
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Run ``Transform.check_chunks`` on the device of ``streams``. Raises InvalidPayload for the first chunk that no encoder produces."""
+    """Check all chunks like ``Transform.check_chunks``, on the device of ``streams``; raise InvalidPayload for the first invalid one."""
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device
     if codec.source is None or not rows:
         return
-    if (tables := on_device(codec, codec.source_for(heads), heads, device)) is None:
+    if (tables := frames_on_device(codec, codec.source_for(heads), heads, device)) is None:
         codec.check_chunks({name: stream.cpu().numpy() for name, stream in streams.items()}, where)
         return
-    chunks = chunks_of(codec, [streams])
+    chunks = gather_chunks(codec, [streams])
     read = torch.empty(rows * batch * heads, dtype=torch.int32, device=device)
     states = torch.empty(rows * batch * heads, LANES, dtype=torch.int32, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -106,17 +107,17 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
         codec.check_ends(decoded, chunks.counts.cpu().numpy(), (batch, heads), where)
 
 
-def _groups(chunk: int, packed: Sequence[Packed]) -> numpy.ndarray:
-    """Return the first output token of each token group and its number of tokens there, int64 ``[row, 2]``."""
+def _token_groups(chunk: int, packed: Sequence[PackedPart]) -> numpy.ndarray:
+    """Return the first output token and the number of tokens of each token group, int64 ``[token group, 2]``."""
     result = []
     for part in packed:
-        done = numpy.arange(0, part.tokens, chunk, dtype=numpy.int64)
-        result.append(numpy.stack([part.first + done, numpy.minimum(part.tokens - done, chunk)], 1))
+        starts = numpy.arange(0, part.tokens, chunk, dtype=numpy.int64)
+        result.append(numpy.stack([part.first + starts, numpy.minimum(part.tokens - starts, chunk)], 1))
     return numpy.concatenate(result)
 
 
 @triton.jit(do_not_specialize=["first", "batch", "size"])
-def _multiply(
+def _multiply_factors(
     out: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
@@ -150,11 +151,11 @@ def _multiply(
     PADDED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Decode ``TOKENS`` tokens of one head of a token group: means plus products of factors with rows, rotated to their positions.
+    """Decode ``TOKENS`` tokens of one head of a token group: means plus products of factors and rows, rotated to their positions.
 
-    ``factors``, ``places``, ``levels`` and ``rest`` are those of ``Factors``, in steps of ``size``; the factors begin with those of token
-    group ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are those of ``OnDevice``,
-    with ``TILES`` tiles of ``CHANNELS`` channels for each head, of which the first ``TURNED`` pairs are rotated.
+    ``factors``, ``places``, ``levels`` and ``rest`` are the fields of ``Factors``, in steps of ``size``, beginning with token group
+    ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are those of ``DeviceFrames``,
+    with ``TILES`` tiles of ``CHANNELS`` channels per head. The first ``TURNED`` channel pairs are rotated.
     """
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS
@@ -187,7 +188,7 @@ def _multiply(
         there = (column < count)[:, None]
         factor = tl.load(factors + (column[:, None] * CHUNK + token[None, :]), there, 0.0)
         row = tl.load(rows + (column.to(tl.int64)[:, None] * WIDTH + channel[None, :]), there, 0.0)
-        # The matrix units cut sums off, which over all columns would be more than the page allows; these sums are rounded.
+        # Matrix instructions truncate their sums, and over all columns that error would exceed the spec's limit; sums here are rounded.
         values += tl.dot(tl.trans(factor), row, input_precision=PRECISION) * size
     every_head = tl.arange(0, PADDED_HEADS)
     if tl.sum(tl.load(rest + of_all * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
@@ -220,7 +221,7 @@ def _multiply(
         one = pair
         other = pair + TURNED
         if 2 * TURNED < DIM:
-            # Channels that do not turn are in pairs of neighbors.
+            # Channels that are not rotated are paired with their neighbors.
             one = tl.where(pair < TURNED, pair, 2 * pair)
             other = tl.where(pair < TURNED, other, 2 * pair + 1)
         tl.store(place + one[None, :], ones.to(out.dtype.element_ty), stored & (2 * pair < DIM)[None, :])

@@ -1,6 +1,6 @@
-"""Chunks of transform on a device: decode their symbols to column factors, or check how they end (spec/codecs/transform.md).
+"""Chunks of codec transform on a device: decoding of symbols to column factors, and checks of final states (spec/codecs/transform.md).
 
-Everything here is exact: ``formats/transform_chunks.py`` and the values of ``formats/transform.py`` are the oracle.
+Results are exact, as in ``formats/transform_chunks.py`` and ``formats/transform.py``.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -28,20 +28,26 @@ if TYPE_CHECKING:
     from kvpack.formats.transform import Transform
 
 _SLOTS = tl.constexpr(TOTAL)
-_LARGEST = tl.constexpr(65504)
-"""The largest level that binary16 holds."""
+_MAX_HALF = tl.constexpr(65504)
+"""Largest integer that binary16 can represent."""
 
 MAX_CHANNELS = 128
-"""Channels of a tile of a product, at most."""
+"""Maximum number of channels in a tile of a matrix product."""
 
 
-class OnDevice(NamedTuple):
-    """The frames of a side in device memory, in the form that the kernels read.
+class DeviceFrames(NamedTuple):
+    """A device copy of a side's frames, in the layout that kernels read.
 
-    ``numbers``, uint8 ``[kv_head, column]``, are the table numbers of the columns; ``values`` ``[table, symbol]`` are in steps. ``means``,
-    float32 ``[kv_head, channel]``, and ``rows`` ``[frame, column, channel]`` have the two channels of each RoPE pair next to each other,
-    and zeros after the channels of every head. ``values`` and ``rows`` are float16 if that represents them exactly, otherwise float32.
-    ``cos`` and ``sin``, float32 ``[token of a group, pair]``, are for the angles from a group's position on.
+    - ``slots``: int32 ``[table, slot]``, the slots of all frequency tables;
+    - ``values``: ``[table, symbol]``, symbol values in quantization steps;
+    - ``numbers``: uint8 ``[kv_head, column]``, the table index of each column;
+    - ``means``: float32 ``[kv_head, channel]``;
+    - ``rows``: ``[frame, column, channel]``;
+    - ``frequencies``: float64 ``[pair]``, RoPE frequencies;
+    - ``cos`` and ``sin``: float32 ``[token of a group, pair]``, for angles relative to a group's position.
+
+    Channels are ordered so that RoPE pairs are neighbors, and padded with zeros per head. ``values`` and ``rows`` are float16 if that is
+    exact, otherwise float32.
     """
 
     slots: torch.Tensor
@@ -54,11 +60,12 @@ class OnDevice(NamedTuple):
     sin: torch.Tensor
 
 
-class Chunks(NamedTuple):
-    """Chunks in the order of token groups, sequences and heads: where the words of each one begin, their ``counts``, and first ``states``.
+class ChunkTables(NamedTuple):
+    """Entropy-coded chunks, ordered by token group, sequence and head.
 
-    All are ``[chunk]``, except ``states``, int16 ``[chunk, 2 · LANES]``; ``words`` are those of all chunks. ``used`` is the number of frame
-    columns in a product: those of the chunk, or with frames of layers the largest number of any head in the token group.
+    ``words`` contains the words of all chunks. The other fields are ``[chunk]``: the index of the first word, the number of words
+    (``counts``), of columns and of tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames per
+    layer, the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
     """
 
     words: torch.Tensor
@@ -71,11 +78,11 @@ class Chunks(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Column factors in steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``OnDevice.values``.
+    """Column factors in quantization steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``DeviceFrames.values``.
 
-    Escaped levels that this dtype cannot represent are 0 in ``values``. ``counts``, int32 ``[chunk]``, is their number in each chunk.
-    ``places`` and ``levels``, int32, are their positions in the frame's values and their levels, stored from half the first word of each
-    chunk on, rounded up.
+    Escaped levels that this dtype cannot represent are 0 in ``values`` and are listed separately: ``counts``, int32 ``[chunk]``, is their
+    number per chunk; ``places`` and ``levels``, int32, are their positions in ``values`` and their levels. A chunk's list begins at half
+    the index of its first word, rounded up.
     """
 
     values: torch.Tensor
@@ -84,136 +91,140 @@ class Factors(NamedTuple):
     counts: torch.Tensor
 
 
-def factors_for(chunks: Chunks, there: OnDevice, count: int) -> Factors:
-    """Allocate ``count`` factors, with room for all escapes of ``chunks``: an escape takes two words."""
-    device = there.values.device
-    values = torch.empty(count, dtype=there.values.dtype, device=device)
-    places, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
-    return Factors(values, places, levels, torch.empty(chunks.counts.shape, dtype=torch.int32, device=device))
+def allocate_factors(chunks: ChunkTables, frames: DeviceFrames, count: int) -> Factors:
+    """Allocate ``Factors`` with ``count`` values, and room for all escapes in ``chunks``; an escape takes two words."""
+    device = frames.values.device
+    values = torch.empty(count, dtype=frames.values.dtype, device=device)
+    positions, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
+    return Factors(values, positions, levels, torch.empty(chunks.counts.shape, dtype=torch.int32, device=device))
 
 
-def chunks_of(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> Chunks:
-    """Return the chunks of ``parts``, each with its own words."""
-    counts = [_sort_rows(joined(streams["word_counts"])) for streams in parts]
+def gather_chunks(codec: Transform, parts: Sequence[Mapping[str, torch.Tensor]]) -> ChunkTables:
+    """Return the chunks of all ``parts``, whose words are concatenated."""
+    counts = [_rows_first(join_halves(streams["word_counts"])) for streams in parts]
     words = [streams["words"].reshape(-1).view(torch.int16) for streams in parts]
     firsts = numpy.cumsum([0, *(part.numel() for part in words)])
-    begins = [own.cumsum(0) - own + int(first) for own, first in zip(counts, firsts, strict=False)]
-    columns = _cat([_sort_rows(_wide(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
+    begins = [word_counts.cumsum(0) - word_counts + int(first) for word_counts, first in zip(counts, firsts, strict=False)]
+    columns = _concatenate([_rows_first(_as_int64(streams["columns"])) for streams in parts]).clamp_max(codec.dim).to(torch.int32)
     heads = parts[0]["columns"].shape[1]
     used = columns if codec.scope == "head" else columns.view(-1, heads).amax(1, True).repeat(1, heads).flatten()
-    tokens = [_sort_rows(_wide(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
-    result = Chunks(
-        words=_cat(words),
-        begins=_cat(begins),
-        counts=_cat(counts),
+    tokens = [_rows_first(_as_int64(streams["tokens"]).expand(streams["columns"].shape)) for streams in parts]
+    result = ChunkTables(
+        words=_concatenate(words),
+        begins=_concatenate(begins),
+        counts=_concatenate(counts),
         columns=columns,
         used=used,
-        tokens=_cat(tokens).clamp_max(codec.chunk).to(torch.int32),
-        states=_cat([_sort_rows(streams["states"].view(torch.int16)) for streams in parts]),
+        tokens=_concatenate(tokens).clamp_max(codec.chunk).to(torch.int32),
+        states=_concatenate([_rows_first(streams["states"].view(torch.int16)) for streams in parts]),
     )
-    # Some of them may still be views of the streams, and one row stands for many in an expanded one.
-    return Chunks(*(tensor.contiguous() for tensor in result))
+    # Some tensors may still be views or expanded views of streams.
+    return ChunkTables(*(tensor.contiguous() for tensor in result))
 
 
-def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _sort_rows(stream: torch.Tensor) -> torch.Tensor:
-    """Sort rows ``[batch, kv_head, row, ...]`` by row, then sequence, then head."""
+def _rows_first(stream: torch.Tensor) -> torch.Tensor:
+    """Flatten ``[batch, kv_head, row, ...]`` to one axis, ordered by row, then sequence, then head."""
     return stream.movedim(2, 0).flatten(0, 2)
 
 
-def _wide(stream: torch.Tensor) -> torch.Tensor:
-    """Convert 16-bit numbers to int64."""
+def _as_int64(stream: torch.Tensor) -> torch.Tensor:
+    """Convert unsigned 16-bit numbers to int64."""
     return stream.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
 
 
-def joined(stream: torch.Tensor) -> torch.Tensor:
-    """Join the low and high halves ``[..., 2]`` of 32-bit numbers, int64."""
-    halves = _wide(stream)
+def join_halves(stream: torch.Tensor) -> torch.Tensor:
+    """Join the low and high halves ``[..., 2]`` of unsigned 32-bit numbers to int64."""
+    halves = _as_int64(stream)
     return halves[..., 0] | halves[..., 1] << 16
 
 
-_of_tables: WeakKeyDictionary[SymbolTables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
-_of_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], OnDevice | None]] = WeakKeyDictionary()
-"""Device copies, which live as long as their tables and frames."""
+_device_slots: WeakKeyDictionary[SymbolTables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
+_device_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], DeviceFrames | None]] = WeakKeyDictionary()
+"""Cached device copies, which live as long as their tables and frames."""
 
 
-def on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
-    """Copy ``source`` to ``device``; None for tables that do not sum to the total, whose slots are incomplete."""
-    kept = _of_frames.setdefault(source, {})
+def frames_on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> DeviceFrames | None:
+    """Return a cached copy of ``source`` on ``device``; None if a frequency table has a wrong total, because its slots are incomplete."""
+    cached = _device_frames.setdefault(source, {})
     key = codec.step, codec.chunk, heads, str(device)
-    if key not in kept:
+    if key not in cached:
         with torch.inference_mode(False):
-            kept[key] = _copied(codec, source, heads, device)
-    return kept[key]
+            cached[key] = _copy_frames(codec, source, heads, device)
+    return cached[key]
 
 
-def _copied(codec: Transform, source: Frames, heads: int, device: torch.device) -> OnDevice | None:
-    if (slots := _slots(source.tables, device)) is None:
+def _copy_frames(codec: Transform, source: Frames, heads: int, device: torch.device) -> DeviceFrames | None:
+    if (slots := _slot_table(source.tables, device)) is None:
         return None
     rope = codec.side_rope(source)
-    rows = _in_pairs(source.rows, heads, codec.dim, rope)
+    rows = _pair_channels(source.rows, heads, codec.dim, rope)
     values = source.tables.symbol_values.view(-1, source.tables.alphabet)
-    halved = rows[:, 1:].to(torch.float16), values.to(torch.float16)
-    exact = torch.equal(halved[0].to(torch.float32), rows[:, 1:]) and torch.equal(halved[1].to(torch.float32), values)
+    binary16 = rows[:, 1:].to(torch.float16), values.to(torch.float16)
+    exact = torch.equal(binary16[0].to(torch.float32), rows[:, 1:]) and torch.equal(binary16[1].to(torch.float32), values)
     frequencies = torch.tensor([] if rope is None else rope.frequencies, dtype=torch.float64, device="cpu")
     cos, sin = first_cos_sin(() if rope is None else rope.frequencies)
-    return OnDevice(
+    return DeviceFrames(
         slots,
-        (halved[1] if exact else values).to(device),
+        (binary16[1] if exact else values).to(device),
         torch.from_numpy(numpy.ascontiguousarray(codec.column_tables(source, heads))).to(device),
         rows[:, 0].reshape(heads, -1).contiguous().to(device),
-        (halved[0] if exact else rows[:, 1:]).contiguous().to(device),
+        (binary16[0] if exact else rows[:, 1:]).contiguous().to(device),
         frequencies.to(device),
         cos[: codec.chunk].to(device),
         sin[: codec.chunk].to(device),
     )
 
 
-def tile_of(dim: int) -> int:
-    """Return the channels per tile; heads have whole tiles."""
+def channels_per_tile(dim: int) -> int:
+    """Return the number of channels per tile; heads are padded to whole tiles."""
     return min(MAX_CHANNELS, max(16, next_power_of_two(dim)))
 
 
-def _in_pairs(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
-    """Return ``rows`` ``[frame, row, channel]`` with the channels in the order of ``OnDevice``."""
+def _pair_channels(rows: torch.Tensor, heads: int, dim: int, rope: Rope | None) -> torch.Tensor:
+    """Return ``rows`` ``[frame, row, channel]`` with channels in the order of ``DeviceFrames``: RoPE pairs are neighbors."""
     order = torch.arange(dim, device=rows.device)
     if rope is not None and rope.pairing == "halves":
         pairs = len(rope.frequencies)
         order[: 2 * pairs] = order[: 2 * pairs].view(2, pairs).T.reshape(-1)
-    apart = rows.to("cpu").reshape(*rows.shape[:2], -1, dim)[..., order]
-    return torch.nn.functional.pad(apart, (0, -dim % tile_of(dim))).flatten(2)
+    by_head = rows.to("cpu").reshape(*rows.shape[:2], -1, dim)[..., order]
+    return torch.nn.functional.pad(by_head, (0, -dim % channels_per_tile(dim))).flatten(2)
 
 
-def _slots(tables: SymbolTables, device: torch.device) -> torch.Tensor | None:
-    kept = _of_tables.setdefault(tables, {})
-    if str(device) not in kept:
+def _slot_table(tables: SymbolTables, device: torch.device) -> torch.Tensor | None:
+    cached = _device_slots.setdefault(tables, {})
+    if str(device) not in cached:
         sums = (tables.frequencies.sum(1) == TOTAL).all() and (tables.frequencies >= 0).all()
-        kept[str(device)] = torch.from_numpy(slot_table(tables.frequencies).view(numpy.int32)).to(device) if sums else None
-    return kept[str(device)]
+        cached[str(device)] = torch.from_numpy(slot_table(tables.frequencies).view(numpy.int32)).to(device) if sums else None
+    return cached[str(device)]
 
 
 def decode_symbols(
     codec: Transform,
-    chunks: Chunks,
-    there: OnDevice,
+    chunks: ChunkTables,
+    frames: DeviceFrames,
     first: int,
     count: int,
     heads: int,
-    into: Factors | None,
+    result: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks, of whole token groups, from number ``first`` on to factors, or only to their ends."""
+    """Decode ``count`` chunks, of whole token groups, beginning with number ``first``: to ``result``, or only to their ``ends``.
+
+    ``ends`` are the numbers of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk, LANES]``.
+    """
     if not count:
         return
-    factors, places, levels, rest = (None,) * 4 if into is None else into
-    read, last = (None, None) if ends is None else ends
+    factors, positions, levels, escape_counts = (None,) * 4 if result is None else result
+    words_read, end_states = (None, None) if ends is None else ends
     _decode[(count,)](
-        factors, places, levels, rest, read, last, chunks.words, chunks.words.numel(), chunks.begins, chunks.counts, chunks.columns,
-        chunks.tokens, chunks.used, chunks.states, there.numbers, there.slots, there.values, first, heads, DIM=codec.dim, CHUNK=codec.chunk,
-        OF_LAYER=codec.scope == "layer", ALPHABET=there.values.shape[1], CHUNK_LANES=LANES, num_warps=1, num_stages=1,
+        factors, positions, levels, escape_counts, words_read, end_states, chunks.words, chunks.words.numel(), chunks.begins,
+        chunks.counts, chunks.columns, chunks.tokens, chunks.used, chunks.states, frames.numbers, frames.slots, frames.values, first,
+        heads, DIM=codec.dim, CHUNK=codec.chunk, OF_LAYER=codec.scope == "layer", ALPHABET=frames.values.shape[1],
+        CHUNK_LANES=LANES, num_warps=1, num_stages=1,
     )  # fmt: skip
 
 
@@ -244,14 +255,14 @@ def _decode(
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
-    """Decode chunk ``first`` + the program's number, one ``[lane]`` of symbols at a time, to ``factors`` and the rest of ``Factors``.
+    """Decode chunk ``first`` plus the program's index, one symbol per lane at a time, to the fields of ``Factors``.
 
-    Without ``factors``, only ``read``, the number of words, and the ``last`` states are stored.
+    If ``factors`` is None, only ``read``, the number of words read, and ``last``, the final states, are stored.
     """
     chunk = first + tl.program_id(0).to(tl.int64)
     begin = tl.load(begins + chunk)
     own = tl.load(counts + chunk)
-    # Words beyond the last read as 0, and a chunk that reads them has read too many.
+    # Words past the end read as 0; a chunk that reads them has read too many.
     end = tl.minimum(tl.maximum(word_count - begin, 0), 1 << 30).to(tl.int32)
     words += begin
     token_count = tl.load(tokens + chunk)
@@ -259,9 +270,9 @@ def _decode(
     count = own_columns * token_count
     head = chunk % heads
     numbers += head * DIM
-    lane = tl.arange(0, CHUNK_LANES)  # [lane], as all tensors below
-    state = rans.first_states(states + chunk * (2 * CHUNK_LANES), lane)
-    # A step further a lane is so many columns and tokens further.
+    lane = tl.arange(0, CHUNK_LANES)  # [lane], like all tensors below
+    state = rans.load_states(states + chunk * (2 * CHUNK_LANES), lane)
+    # Each iteration advances a lane by CHUNK_LANES symbols: whole columns, and some tokens.
     each = tl.maximum(token_count, 1)
     column = lane // each
     token = lane % each
@@ -272,7 +283,7 @@ def _decode(
         column_stride = CHUNK
         own_place = 0
         if OF_LAYER:
-            # Column c of a block is column c · heads + head of the layer's frame.
+            # Column c of the chunk is column c · heads + head of the layer's frame.
             target -= head * (DIM * CHUNK)
             own_place = head.to(tl.int32) * CHUNK
             column_stride = heads * CHUNK
@@ -282,17 +293,17 @@ def _decode(
     for start in range(0, count, CHUNK_LANES):
         active = start + lane < count
         number = tl.load(numbers + column, active, 0).to(tl.int32)
-        entry = rans.entry_of(slots + number * _SLOTS, state)
+        entry = rans.load_entries(slots + number * _SLOTS, state)
         state, at = rans.advance(state, entry, active, lane, words, at, end)
         symbol = (entry & 0xFF).to(tl.int32)
-        escaping = rans.lanes_of(active & (symbol == 0), lane)
+        escaping = rans.lane_mask(active & (symbol == 0), lane)
         if factors is not None:
             place = own_place + column * column_stride + token
             tl.store(target + place, tl.load(values + (number * ALPHABET + symbol)), active)
             if escaping != 0:
-                ordinal = escaped + rans.before(escaping, lane)
+                ordinal = escaped + rans.count_lanes_before(escaping, lane)
                 tl.store(places + ordinal, place, active & (symbol == 0) & (ordinal < room))
-        escaped += rans.count_of(escaping)
+        escaped += rans.count_lanes(escaping)
         token += CHUNK_LANES % each
         column += CHUNK_LANES // each + (token >= each).to(tl.int32)
         token = tl.where(token >= each, token - each, token)
@@ -300,7 +311,7 @@ def _decode(
         tl.store(read + chunk, at + 2 * escaped)
         tl.store(last + chunk * CHUNK_LANES + lane, state.to(tl.int32, bitcast=True))
     else:
-        # Columns that others of the group have, and tokens that this one has not.
+        # Write zeros for columns that only other chunks of the group have, and for tokens that this chunk lacks.
         last_place = tl.load(used + chunk) * CHUNK
         for start in range(tl.where(token_count < CHUNK, 0, own_columns * CHUNK), last_place, CHUNK_LANES):
             other = start + lane
@@ -310,7 +321,7 @@ def _decode(
         if escaped != 0:
             for start in range(0, tl.minimum(escaped, room), CHUNK_LANES):
                 there = start + lane < tl.minimum(escaped, room)
-                # Lanes read what others have written, and write what others have read.
+                # Barriers are needed because lanes read positions that other lanes wrote, and overwrite ones that others have read.
                 tl.debug_barrier()
                 place = tl.load(places + start + lane, there, 0)
                 tl.debug_barrier()
@@ -318,12 +329,12 @@ def _decode(
                 low_half = tl.load(words + source, there & (source < end), 0).to(tl.int32) & 0xFFFF
                 high_half = tl.load(words + source + 1, there & (source + 1 < end), 0).to(tl.int32)
                 level = high_half << 16 | low_half
-                factor = tl.minimum(tl.maximum(level, -_LARGEST), _LARGEST).to(tl.float32).to(factors.dtype.element_ty)
+                factor = tl.minimum(tl.maximum(level, -_MAX_HALF), _MAX_HALF).to(tl.float32).to(factors.dtype.element_ty)
                 inexact = there & (factor.to(tl.float32).to(tl.int32) != level)
                 tl.store(target + place, tl.where(inexact, 0.0, factor.to(tl.float32)).to(factors.dtype.element_ty), there)
-                leaving = rans.lanes_of(inexact, lane)
-                ordinal = left + rans.before(leaving, lane)
+                leaving = rans.lane_mask(inexact, lane)
+                ordinal = left + rans.count_lanes_before(leaving, lane)
                 tl.store(places + ordinal, place, inexact)
                 tl.store(levels + ordinal, level, inexact)
-                left += rans.count_of(leaving)
+                left += rans.count_lanes(leaving)
         tl.store(rest + chunk, left)

@@ -1,4 +1,4 @@
-"""Unpack rotated codecs with bounded values: tiles by attention's loaders, rotated to the original frame on the matrix units."""
+"""Unpacking of rotated codecs with bounded values: attention's tile loaders, then an inverse rotation by matrix products."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -34,7 +34,7 @@ from kvpack.kernels.triton_internals import CachedLaunch
 
 from . import tiles
 from .decode import FUSED_DTYPES, supports_output
-from .rows import Prepared
+from .rows import PreparedDecode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Tiles
     from kvpack.kernels.tiles.bound_loader import RowStream
 
-    from .rows import Packed
+    from .rows import PackedPart
 
-BOUNDED = (Angle, Octahedral, Polar, Quaternion, Scalar)
-"""Codecs whose values are table entries times a token's factor: binary16 tiles can represent the entries of any file."""
+BOUNDED_CODECS = (Angle, Octahedral, Polar, Quaternion, Scalar)
+"""Codecs whose values are table entries times a token factor, so that binary16 tiles can represent the entries of any file."""
 
 MAX_COLUMNS = 256
-"""Columns and channels at most."""
+"""Maximum number of columns, and of channels."""
 
 
 class UnpackShape(NamedTuple):
-    """A program's warps and channels, whose sums are in registers.
+    """Launch shape of ``unpack_tiles``: warps per program, and channels whose sums are in its registers.
 
-    ``joined``: it multiplies all tiles at once, because sums and the registers for decoding more tokens do not fit together.
+    ``joined`` is True if a program multiplies all tiles of a token at once, for loaders whose registers leave no room for running sums.
     """
 
     warps: int
@@ -64,93 +64,97 @@ class UnpackShape(NamedTuple):
 
 
 SHAPES = (UnpackShape(4, 128, False), UnpackShape(8, 128, True), UnpackShape(4, 128, True), UnpackShape(4, 64, True))
-"""The fastest first, on an H200; others do with less shared memory. Tiles of 16 tokens are faster for scalar, and slower for all others."""
+"""Launch shapes, fastest on an H200 first; later ones need less shared memory.
+
+Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
+"""
 
 
 def supports(codec: Codec, out: torch.Tensor) -> bool:
     """Return True if ``prepare`` can decode ``codec`` into ``out``.
 
-    Polar tiles are products, so they are decoded only to bfloat16, whose rounding hides the difference."""
-    codec = _without_scales(codec)
+    Polar is decoded only to bfloat16, because its tiles are products, whose error is larger.
+    """
+    codec = _codec_without_scales(codec)
     return (
-        type(codec) in BOUNDED
+        type(codec) in BOUNDED_CODECS
         and (type(codec) is not Polar or out.dtype == torch.bfloat16)
         and codec.rotation.kind != "none"
         and out.dtype in FUSED_DTYPES
         and supports_output(out)
-        and (loader := tiles.loader_of(codec)) is not None
+        and (loader := tiles.find_loader(codec)) is not None
         and loader.factor is not None
         and max(len(frame_columns.columns(codec, False)), codec.dim) <= MAX_COLUMNS
-        and _shape_of(codec, str(out.device)) is not None
+        and _find_shape(codec, str(out.device)) is not None
     )
 
 
-def prepare(codec: Codec, packed: Sequence[Packed], out: torch.Tensor) -> Prepared:
-    """Return the launch that decodes ``packed``, whose pages are consecutive, into outputs like ``out``, rotated back.
+def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> PreparedDecode:
+    """Prepare the launch that decodes the consecutive pages ``packed`` into outputs like ``out``, in the original frame.
 
-    ``out`` is ``[batch, kv_head, token, dim]``. The error is that of binary16 tiles, below 2^-11 of a row's values in the 2-norm (2^-10 for
-    polar), plus rounding to the output's dtype. Raises InvalidParameter unless streams have the codec's layout.
+    ``out`` is ``[batch, kv_head, token, dim]``. The relative error in the 2-norm is below 2^-11 (2^-10 for polar) before rounding to the
+    output's dtype. Raises InvalidParameter unless streams have the codec's layout.
     """
     batch, heads = out.shape[:2]
-    given, codec = codec, _without_scales(codec)
+    stored_codec, codec = codec, _codec_without_scales(codec)
     device = str(out.device)
-    work = tiles.work_of(codec, packed, batch, heads, out.device, _shape(codec, device).warps)
+    work = tiles.build_work(codec, packed, batch, heads, out.device, _required_shape(codec, device).warps)
     arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
-    fast, scaled = addresses.uses_assembly(out.device), given is not codec
+    fast, scaled = addresses.uses_assembly(out.device), stored_codec is not codec
     launch, table, matrix = _launch(codec, scaled, work.streams, arguments, batch, out.dtype, device, fast)
-    scales = _scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
+    scales = _page_scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
     pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix, scales))
 
     def run(out: torch.Tensor) -> None:
         if work.blocks * batch * heads:
             launch((out, 0), *pointers)
 
-    return Prepared(run, not work.copied, work.keep_alive)
+    return PreparedDecode(run, not work.copied, work.keep_alive)
 
 
-def _without_scales(codec: Codec) -> Codec:
-    """Return the codec whose values, times channel scales, are those of ``codec``.
-
-    It is ``codec`` itself if that has no scales, or other side-cars.
-    """
-    alone = isinstance(codec, WithSideCars) and len(codec.side_cars) == 1 and isinstance(codec.side_cars[0], ChannelScale)
-    return codec.codec if isinstance(codec, WithSideCars) and alone else codec
+def _codec_without_scales(codec: Codec) -> Codec:
+    """Return ``codec`` without its channel scales if these are its only side-car; otherwise return ``codec``."""
+    only_scales = isinstance(codec, WithSideCars) and len(codec.side_cars) == 1 and isinstance(codec.side_cars[0], ChannelScale)
+    return codec.codec if isinstance(codec, WithSideCars) and only_scales else codec
 
 
-def _scales(packed: Sequence[Packed], shape: tuple[int, ...], channels: int) -> torch.Tensor:
+def _page_scales(packed: Sequence[PackedPart], shape: tuple[int, ...], channels: int) -> torch.Tensor:
     """Return the channel scales of each page, sequence and head, float32 ``[page, batch, kv_head, channel]``."""
     for part in packed:
         check_shape(STREAM, part.streams[STREAM], shape)
-    every = torch.stack([part.streams[STREAM][:, :, 0] for part in packed])
-    return torch.nn.functional.pad(every.to(torch.float32), (0, channels - shape[3]))
+    scales = torch.stack([part.streams[STREAM][:, :, 0] for part in packed])
+    return torch.nn.functional.pad(scales.to(torch.float32), (0, channels - shape[3]))
 
 
-def _loader(codec: Codec) -> Tiles:
-    loader = tiles.loader_of(codec)
+def _required_loader(codec: Codec) -> Tiles:
+    loader = tiles.find_loader(codec)
     assert loader is not None
     return loader
 
 
-def _shape(codec: Codec, device: str) -> UnpackShape:
-    shape = _shape_of(codec, device)
+def _required_shape(codec: Codec, device: str) -> UnpackShape:
+    shape = _find_shape(codec, device)
     assert shape is not None
     return shape
 
 
 @lru_cache(maxsize=256)
-def _shape_of(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit a program's shared memory; None if none does."""
-    loader, room = _loader(codec), shared_memory(device) - LARGEST_BYTES
-    tokens, count, width = tiles.tile_tokens(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
+def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory; None if none fits."""
+    loader, available_bytes = _required_loader(codec), shared_memory(device) - LARGEST_BYTES
+    tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
-        channels = min(shape.channels, _padded(codec.dim))
-        together = count * width if shape.joined else width
-        if shape.joined == (tokens > tiles.TOKENS) and 2 * (count * width * channels + shape.warps * tokens * together) <= room:
+        channels = min(shape.channels, _padded_dim(codec.dim))
+        columns_at_once = count * width if shape.joined else width
+        if (
+            shape.joined == (tokens > tiles.TOKENS)
+            and 2 * (count * width * channels + shape.warps * tokens * columns_at_once) <= available_bytes
+        ):
             return shape._replace(channels=channels)
     return None
 
 
-def _padded(dim: int) -> int:
+def _padded_dim(dim: int) -> int:
     return max(16, next_power_of_two(dim))
 
 
@@ -165,22 +169,22 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
-    """Return the launch for outputs of ``dtype``, shared by all layers of a model, the loader's table, and the matrix."""
-    loader, shape = _loader(codec), _shape(codec, device)
-    tokens, (blocks, heads) = tiles.tile_tokens(loader), arguments[4:6]
-    # The compiler's own shared memory is before larger tables, and here it has no room there.
-    shared, tables, places = device_tables.of_sides(loader, loader, torch.device(device), fast, LARGEST_BYTES)
+    """Return the compiled launch for outputs of ``dtype``, which all layers of a model share, the loader's lookup table, and the matrix."""
+    loader, shape = _required_loader(codec), _required_shape(codec, device)
+    tokens, (blocks, heads) = tiles.tokens_per_tile(loader), arguments[4:6]
+    # Larger tables would come after the compiler's shared memory, and there is no room for them.
+    shared, tables, table_offsets = device_tables.of_sides(loader, loader, torch.device(device), fast, LARGEST_BYTES)
     matrix, size = _matrix(codec, shape.joined, device)
-    # Blocks begin at whole tiles, and pages at a group of tokens.
-    whole = loader.whole_groups % tokens == 0
+    # Blocks begin at whole tiles, and pages at the start of a token group.
+    whole_tiles = loader.whole_groups % tokens == 0
     launch = CachedLaunch(
         unpack_tiles,
         (blocks * batch * heads, matrix.shape[1] // shape.channels, 1),
         arguments,
         {
-            "SIDE": bind(loader, places[0], None, streams, whole, fast), "TABLES": shared, "WARPS": shape.warps, "TOKENS": tokens,
-            "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim, "PAD": matrix.shape[1],
-            "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
+            "SIDE": bind(loader, table_offsets[0], None, streams, whole_tiles, fast), "TABLES": shared, "WARPS": shape.warps,
+            "TOKENS": tokens, "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim,
+            "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
         },
         {"num_warps": shape.warps},
         partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
@@ -190,18 +194,18 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the signs of each column's contribution to each channel, float16 ``[column, channel]``, and their magnitude.
+    """Return the matrix from columns to channels: its signs, float16 ``[column, channel]``, and the magnitude of its entries.
 
-    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``joined``.
+    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
     """
-    loader, channels = _loader(codec), _padded(codec.dim)
+    loader, channels = _required_loader(codec), _padded_dim(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
         padded = torch.nn.functional.pad(signs, (0, channels - codec.dim, 0, count * width - len(signs)))
         if in_order_of_joined:
             bits = count.bit_length() - 1
-            # The bits of a tile's number are behind the column there, the lowest first.
+            # There, the bits of the tile index come after the column, lowest bit first.
             padded = padded.view(*[2] * bits, width, channels).permute(bits, *reversed(range(bits)), bits + 1).reshape(-1, channels)
         return padded.to(torch.float16).to(device), size
 
@@ -234,10 +238,11 @@ def unpack_tiles(
     SCALED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it with ``CHANNELS`` channels of ``matrix``.
+    """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it by ``CHANNELS`` channels of ``matrix``.
 
-    ``matrix`` is binary16 ``[column, PAD]``; its products are ``SIZE`` times too large. ``JOINED``: all tiles of a token are multiplied at
-    once, otherwise each as soon as it is decoded. ``SCALED``: channels are multiplied by ``scales``, float32 ``[page, sequence, PAD]``.
+    ``matrix`` is binary16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied at
+    once; otherwise, each one is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
+    ``[page, sequence, PAD]``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -250,7 +255,7 @@ def unpack_tiles(
     sequence = tl.program_id(0) // blocks
     table += sequence % SIDE.tables * SIDE.table_values
     entries = begin_tables(table, table, TABLES, WARPS)
-    block = tiles.block_of(work_table, tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
+    block = tiles.load_page_block(work_table, tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
     streams = block.streams
     target = out + block.batch * batch_stride + block.head * head_stride + block.place * token_stride
     if SIDE.load_columns is None:
@@ -262,8 +267,8 @@ def unpack_tiles(
         signs = (tl.load(matrix + tl.arange(0, ALL * WIDTH)[:, None] * PAD + channel[None, :]),)
     else:
         signs = ()
-        for number in tl.static_range(TILES):
-            column = number * WIDTH + tl.arange(0, WIDTH)
+        for index in tl.static_range(TILES):
+            column = index * WIDTH + tl.arange(0, WIDTH)
             signs = signs + (tl.load(matrix + column[:, None] * PAD + channel[None, :]),)
     if SCALED:
         scales += (block.page * (tl.num_programs(0) // blocks) + sequence).to(tl.int64) * PAD
@@ -283,29 +288,29 @@ def unpack_tiles(
                 parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
             for _ in tl.static_range(ALL - TILES):
                 parts = parts + (tl.zeros_like(parts[0]),)
-            sums = tl.dot(tl.reshape(joined(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
+            sums = tl.dot(tl.reshape(join_tiles(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
         else:
             sums = tl.zeros((SPAN, CHANNELS), tl.float32)
             for step in tl.static_range(STEPS):
                 parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, SHARED, False, FAST)
-                for number in tl.static_range(len(parts)):
-                    sums = tl.dot(tl.reshape(parts[number], (SPAN, WIDTH)), signs[step * len(parts) + number], sums)
-        place = target + (offset + row) * token_stride + channel[None, :]
+                for index in tl.static_range(len(parts)):
+                    sums = tl.dot(tl.reshape(parts[index], (SPAN, WIDTH)), signs[step * len(parts) + index], sums)
+        address = target + (offset + row) * token_stride + channel[None, :]
         value = sums * (factor * SIZE)
         if SCALED:
-            # Loaded for each tile: no registers hold them while one is decoded.
+            # Load the scales again for each tile, because registers have no room for them during decoding.
             value = value * tl.load(scales + channel)[None, :]
-        tl.store(place, value.to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
+        tl.store(address, value.to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
 
 
 @triton.jit
-def joined(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
-    """Join ``COUNT`` parts, a power of two, with an axis of length two for each bit of a part's number, lowest first."""
+def join_tiles(parts: tl.tuple, COUNT: tl.constexpr) -> tl.tensor:
+    """Join ``COUNT`` parts, a power of two, along new axes of length two, one per bit of the part's index, lowest bit first."""
     if COUNT == 1:
-        found = parts[0]
+        result = parts[0]
     else:
         pairs = ()
-        for number in tl.static_range(COUNT // 2):
-            pairs = pairs + (tl.join(parts[2 * number], parts[2 * number + 1]),)
-        found = joined(pairs, COUNT // 2)
-    return found
+        for index in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(parts[2 * index], parts[2 * index + 1]),)
+        result = join_tiles(pairs, COUNT // 2)
+    return result

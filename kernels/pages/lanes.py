@@ -16,7 +16,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
-from kvpack.kernels.decode.rows import Packed, Pages, divides_all, to_device
+from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
 from kvpack.kernels.encode.encode import has_products
 from kvpack.kernels.encode.kernel import output_of
 from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
@@ -129,8 +129,8 @@ def decode(lane: Lane, job: Job) -> bool:
         return True
     if first.dtype not in DTYPES.values():
         return False
-    pages = Pages(moves[:, [1, 0, 2]], job.status)
-    return decoding.decode_into(codec, [Packed(streams, first.shape[2], 0)], first[:1], True, pages)
+    pages = EnginePages(moves[:, [1, 0, 2]], job.status)
+    return decoding.decode_into(codec, [PackedPart(streams, first.shape[2], 0)], first[:1], True, pages)
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
@@ -171,8 +171,8 @@ def _copied(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 def _origins(moves: Places, x: torch.Tensor) -> Origins:
-    aligned = math.gcd(16, divides_all(moves[:, 0]) * x.element_size())
-    return Origins(to_device(moves, x.device), aligned)
+    aligned = math.gcd(16, common_alignment(moves[:, 0]) * x.element_size())
+    return Origins(copy_to_device(moves, x.device), aligned)
 
 
 def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:

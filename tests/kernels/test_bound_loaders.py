@@ -44,8 +44,8 @@ def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
 
 def test_a_decoder_is_named_by_the_source_of_its_function() -> None:
     from kvpack.kernels.decode import group, table
-    from kvpack.kernels.decode.kernel import Decoder
+    from kvpack.kernels.decode.kernel import TileDecoder
 
-    decoders = [Decoder(values, (number,)) for values in (group._values, table._values) for number in (1, 2)]
+    decoders = [TileDecoder(values, (number,)) for values in (group._decode_group, table._decode_table) for number in (1, 2)]
     assert all(decoder.values.cache_key in decoder.cache_key for decoder in decoders)
     assert len({decoder.cache_key for decoder in decoders}) == 4

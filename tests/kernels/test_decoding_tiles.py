@@ -15,7 +15,7 @@ from support.random_sides import codecs, random_side
 
 if TYPE_CHECKING:
     from kvpack.cache.side import Side
-    from kvpack.kernels.attend.scratch import Frame
+    from kvpack.kernels.attend.scratch import DecodedFrame
 
 CODECS = [
     "group:b=4,g=32",
@@ -36,7 +36,7 @@ ERRORS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7 if INTERPRETED else 2
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
-def decoded(side: Side, frame: Frame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+def decoded(side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Tokens ``[start, stop)`` of ``side`` in ``frame``."""
     from kvpack.kernels.attend import scratch
 
@@ -99,4 +99,4 @@ def test_codecs_without_a_loader_of_their_own_are_decoded_otherwise() -> None:
     for codec in ("raw:dtype=fp16", "scalar:b=3,qjl=fp16", "group:b=4,g=32,outliers=3"):
         made, _ = codecs(codec, codec, (64, 64))
         side = random_side(made, 2, (96,), 0, 3).to(DEVICE)
-        assert scratch.frame_of(side) == scratch.Frame()
+        assert scratch.frame_of(side) == scratch.DecodedFrame()

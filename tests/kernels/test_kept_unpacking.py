@@ -98,7 +98,7 @@ def test_what_is_kept_dies_with_the_side(codec: str) -> None:
 
     side = a_side(codec)
     unpacked(side)
-    (kept,) = sides._kept[side].values()
+    (kept,) = sides._cached[side].values()
     left = weakref.ref(kept)
     del kept, side
     assert left() is None
@@ -116,7 +116,7 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
     apart = {name: torch.stack([stream, stream], 3)[:, :, :, 0] for name, stream in page.streams.items()}
     side = replace(side, runs=(replace(page, streams=apart),))
     assert torch.equal(unpacked(side), expected)
-    assert side not in sides._kept
+    assert side not in sides._cached
 
 
 @pytest.mark.kernels

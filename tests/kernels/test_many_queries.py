@@ -199,7 +199,7 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, heads, 192, 64, device="cuda", generator=generator).to(torch.float16) for heads in (8, 2, 2))
     monkeypatch.setattr(many_queries, "_library_name", lambda *_: peer)
-    found, lse = many_queries.dense(q, k, v, 0.125, causal)
+    found, lse = many_queries.attend_dense(q, k, v, 0.125, causal)
     scores = q.double() @ k.double().repeat_interleave(4, 1).transpose(-1, -2) * 0.125
     if causal:
         scores = scores.masked_fill(torch.ones(192, 192, dtype=torch.bool, device="cuda").triu(1), -torch.inf)

@@ -103,10 +103,10 @@ def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
     from kvpack.kernels.decode import group
 
     scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
-    aligned = group._as_pairs(scales[:, :, 1:])
+    aligned = group._view_pairs(scales[:, :, 1:])
     assert aligned.data_ptr() == scales[:, :, 1:].data_ptr()
     for view in (poisoned(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
-        assert torch.equal(group._as_pairs(view).view(torch.float16), scales)
+        assert torch.equal(group._view_pairs(view).view(torch.float16), scales)
 
 
 @pytest.mark.kernels

@@ -90,7 +90,7 @@ def test_the_device_gives_what_the_cpu_gives(dtype: str, monkeypatch: pytest.Mon
 
 def test_any_words_give_some_values() -> None:
     from kvpack.kernels.decode import decode
-    from kvpack.kernels.decode.rows import Packed
+    from kvpack.kernels.decode.rows import PackedPart
 
     codec = create("lossless", 32, dtype="bf16", chunk="16")
     assert isinstance(codec, Lossless)
@@ -102,7 +102,7 @@ def test_any_words_give_some_values() -> None:
     streams["word_counts"].fill_(65535)
     there = {name: stream.to(DEVICE) for name, stream in streams.items()}
     out = torch.full((1, 2, 40, 32), -1, dtype=torch.bfloat16, device=DEVICE)
-    assert decode.decode_into(codec, [Packed(there, 40, 0)], out, True)
+    assert decode.decode_into(codec, [PackedPart(there, 40, 0)], out, True)
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], expected \[1, 2, 3, 64\]"):
-        decode.decode_into(codec, [Packed({**there, "states": there["states"][:, :, 1:]}, 40, 0)], out, True)
+    with pytest.raises(InvalidParameter, match=r"states: the codec needs shape \[1, 2, 3, 64\], got \[1, 2, 2, 64\]"):
+        decode.decode_into(codec, [PackedPart({**there, "states": there["states"][:, :, 1:]}, 40, 0)], out, True)

@@ -144,8 +144,8 @@ def test_a_device_of_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> No
     expected = side.unpack(torch.float32)
     shapes = []
     for place in range(len(unpack.SHAPES)):
-        shapes.append(unpack._shape_of.__wrapped__(made, DEVICE))
-        monkeypatch.setattr(unpack, "_shape_of", lambda *_, shape=shapes[-1]: shape)
+        shapes.append(unpack._find_shape.__wrapped__(made, DEVICE))
+        monkeypatch.setattr(unpack, "_find_shape", lambda *_, shape=shapes[-1]: shape)
         assert relative_error(fused(side, torch.bfloat16), expected) < EXACT[torch.bfloat16] / 2 + 2.0**-12
         if shapes[-1] is None:
             break
@@ -224,4 +224,4 @@ def test_streams_that_are_not_laid_out_as_the_codec_says_are_refused() -> None:
     out = torch.empty(1, 1, 41, 64, dtype=torch.float16, device=DEVICE)
     streams = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
     with pytest.raises(InvalidParameter):
-        unpack.prepare(made, [rows.Packed(streams, 41, 0)], out)
+        unpack.prepare(made, [rows.PackedPart(streams, 41, 0)], out)

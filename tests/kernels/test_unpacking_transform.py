@@ -93,12 +93,12 @@ def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, s
     codec, streams = random_streams(dim, heads, chunk, tokens, side)
     expected = codec.decode(streams)
     # A token group at a time.
-    monkeypatch.setattr(transform, "PART_BYTES", 1)
+    monkeypatch.setattr(transform, "MAX_FACTOR_BYTES", 1)
     found = decode.decode_frame(codec, there(streams))
     assert near(found, expected)
     if side == "v" and tokens == 33:
         part = torch.full((1, heads, 38, dim), torch.nan, device=DEVICE)
-        packed = [decode.Packed(there({**streams, "tokens": streams["tokens"]}), tokens, 5)]
+        packed = [decode.PackedPart(there({**streams, "tokens": streams["tokens"]}), tokens, 5)]
         assert decode.decode_into(codec, packed, part, True)
         assert torch.equal(part[:, :, 5:], found)
         assert part[:, :, :5].isnan().all()
@@ -128,12 +128,12 @@ def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int, held: b
     escaping = next(number for number, (row, columns, tokens) in enumerate(sizes) if not row[: columns * tokens].all())
     streams["words"].view(torch.int16).view(-1)[int(found.counts[: escaping + 1].sum()) - 1] = 0x1234
     ((_, found),) = codec.symbols(streams)
-    on_device = transform_chunks.on_device(codec, source, 2, torch.device(DEVICE))
+    on_device = transform_chunks.frames_on_device(codec, source, 2, torch.device(DEVICE))
     assert on_device is not None
     assert on_device.rows.dtype == on_device.values.dtype == (torch.float16 if held else torch.float32)
-    chunks = transform_chunks.chunks_of(codec, [there(streams)])
+    chunks = transform_chunks.gather_chunks(codec, [there(streams)])
     count = len(found.columns)
-    into = transform_chunks.factors_for(chunks, on_device, count * dim * chunk)
+    into = transform_chunks.allocate_factors(chunks, on_device, count * dim * chunk)
     into.values.fill_(torch.nan)
     transform_chunks.decode_symbols(codec, chunks, on_device, 0, count, 2, into, None)
     heads = 2 if codec.scope == "layer" else 1
@@ -211,23 +211,23 @@ def outcome(call: Any) -> str | None:
 
 def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import decode
-    from kvpack.kernels.decode.rows import Packed
+    from kvpack.kernels.decode.rows import PackedPart
 
     codec, streams = random_streams(8, 2, 16, 40, "k")
     generator = torch.Generator().manual_seed(0)
     for stream in streams.values():
         stream.view(torch.int16).random_(generator=generator)
     out = torch.full((1, 2, 40, 8), torch.nan, device=DEVICE)
-    assert decode.decode_into(codec, [Packed(there(streams), 40, 0)], out, True)
+    assert decode.decode_into(codec, [PackedPart(there(streams), 40, 0)], out, True)
     assert not out.isnan().any()
     assert decode.decode_into(codec, [], out, True)
-    with pytest.raises(InvalidParameter, match=r"states: shape \[1, 2, 2, 64\], expected \[1, 2, 3, 64\]"):
-        decode.decode_into(codec, [Packed(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
+    with pytest.raises(InvalidParameter, match=r"states: the codec needs shape \[1, 2, 3, 64\], got \[1, 2, 2, 64\]"):
+        decode.decode_into(codec, [PackedPart(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
 
 
 def test_tables_that_do_not_sum_are_left_to_torch() -> None:
     from kvpack.kernels.decode import decode, transform
-    from kvpack.kernels.decode.rows import Packed
+    from kvpack.kernels.decode.rows import PackedPart
 
     codec, streams = random_streams(8, 2, 16, 20, "v")
     source = codec.source_for(2)
@@ -235,7 +235,7 @@ def test_tables_that_do_not_sum_are_left_to_torch() -> None:
     frequencies[0] += 1
     codec = replace(codec, source=Frames(source.rows, source.scales, SymbolTables(frequencies, source.tables.values)))
     out = torch.empty(1, 2, 20, 8, device=DEVICE)
-    assert not decode.decode_into(codec, [Packed(there(streams), 20, 0)], out, True)
+    assert not decode.decode_into(codec, [PackedPart(there(streams), 20, 0)], out, True)
     expected = outcome(lambda: codec.check_chunks({name: stream.numpy() for name, stream in streams.items()}, "x"))
     assert outcome(lambda: transform.check_chunks(codec, there(streams), "x")) == expected
 

@@ -1,4 +1,4 @@
-"""Texts by which an index describes entries (spec/store.md, Index)."""
+"""JSON texts that describe entries in a folder's index (spec/store.md, Index)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ if TYPE_CHECKING:
 
 
 def kind_text(kind: str) -> str:
-    """Return the index text of entries that are not chunks: pages, states or bases."""
+    """Return the text that describes entries other than chunks: pages, states or bases."""
     return json.dumps({"kind": kind})
 
 
 @lru_cache
 def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
-    """Return the index text of chunks."""
+    """Return the text that describes a chunk of ``tokens`` tokens."""
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the index text of an entry created by this process from ``pieces``; None if they do not show it, as when encrypted."""
+    """Return the text that describes an entry, given its ``pieces`` as this process wrote them; None if it cannot be told from them.
+
+    An encrypted entry, for example, has no text.
+    """
     if begins_row(bytes(pieces[0][:FRONT_BYTES])):
         return kind_text("pages")
     if len(pieces) < 2:
         return None
     try:
-        # Of a file, the text and then the header (container.py): its checks are for those whom its writer does not trust.
+        # The pieces of a file are its fixed text, its header and its tensors. This process wrote them, so they need no checks.
         header: Any = msgpack.unpackb(pieces[1])
         feature = header["ignorable"][FEATURE]
         return chunk_text(tuple(header["model"].items()), header["recipe"], len(ChunkFields.of(feature, "").ids) // ID_BYTES)

@@ -1,4 +1,4 @@
-"""The interface of a store's backend: bytes by key, any of which may disappear at any time."""
+"""The interface of a store's backend: entries, which are bytes by key. Any entry may disappear at any time."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import NamedTuple, Protocol
 
 
 class Lease(Protocol):
-    """A lease, which a backend grants to one holder at a time."""
+    """A lease on a key, which a backend grants to one holder at a time."""
 
     def release(self) -> None:
-        """End the lease unless it has already ended. Raises nothing."""
+        """End the lease unless it has already ended. Never raises."""
 
 
 class NoLease:
-    """The lease of a location that does not support leases: everyone has it."""
+    """A placeholder for locations without leases: every caller gets one, so nobody waits."""
 
     def release(self) -> None:
         """Do nothing: there is no lease to release."""
 
 
 Data = bytes | bytearray | memoryview
-"""The bytes of an entry: a mapped file if possible."""
+"""The bytes of an entry, in a mapped file if possible."""
 
 
 MAX_ENTRY_BYTES = 512 * 2**20
-"""The default limit for the bytes of one entry, and Redis' limit for one string; a larger entry is never read."""
+"""The default maximum size of one entry in bytes, which is also Redis's limit for a string. Larger entries are never read."""
 
 BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
-"""Maximum number of entries, and of their bytes (at least one entry), that a writer passes to one ``put_all``."""
+"""Limits of one ``put_all`` call: the number of entries, and their total bytes. A single larger entry is allowed."""
 
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """One entry of a listing: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
+    """A listed entry: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
 
     key: bytes
     size: int
@@ -44,21 +44,21 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundEntry:
-    """An entry from a backend: its bytes, not yet checked, and the number of the tier that they came from (0: the fastest)."""
+    """An entry that a backend returned: its unchecked bytes, and the number of the tier that had it (0 is the fastest)."""
 
     data: Data
     tier: int
 
 
 class Hold(NamedTuple):
-    """The owner of a pin, and its end in seconds since 1970."""
+    """The terms of a pin: its owner, and when it ends in seconds since 1970."""
 
     owner: str
     until: int
 
 
 class Pin(NamedTuple):
-    """A pinned chain, its owner, and when it ends in seconds since 1970; pins of earlier versions have neither owner nor end."""
+    """A pinned chain, its owner, and when the pin ends in seconds since 1970. Pins of earlier versions have neither owner nor end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -71,71 +71,70 @@ class Pin(NamedTuple):
 
 
 class Backend(Protocol):
-    """Entries by key. No method raises for a fault of the system or the server: it counts the fault and reports a miss.
+    """A container of entries by key. No method raises for a fault of the system or the server: it counts the fault and reports a miss.
 
-    Keys are passed in the order of a chain, ancestors first. Anything larger than the limit for entries (entry_kind.py) is never read and
-    counts as missing.
+    Keys are passed in chain order, ancestors first. Anything larger than the size limit for entries is never read and counts as missing.
     """
 
     @property
     def private(self) -> bool:
-        """True if only this user can have written the entries, so that checking digests is enough."""
+        """True if nobody but this user can have written the entries, so that checking digests is enough."""
 
     @property
     def parts(self) -> Sequence[Backend]:
-        """The backends of the tiers, fastest first."""
+        """The backend of each tier, fastest first."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` are present as entries of the store's form."""
+        """Return how many of the leading ``keys`` have an entry in a format that this store reads."""
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return, for each of ``keys``, True if it is present. The keys need not be a chain."""
+        """Return True for each of ``keys`` that has an entry. The keys need not form a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """Return the bytes of the entries of ``keys``, up to the first missing one."""
+        """Return the bytes of each entry of ``keys``, up to the first missing one."""
 
     def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
-        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not be a chain.
+        """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not form a chain.
 
-        A server sends at most one byte more than ``max_bytes`` of an entry, so that the size check refuses it.
+        A server sends at most ``max_bytes`` + 1 bytes of an entry, which is enough for the size check to reject a larger one.
         """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
-        """Return the entries like ``get``, with their tiers. The first of ``keys`` must come from a tier slower than ``beyond``."""
+        """Return entries as ``get`` does, with their tiers. The entry of the first key must come from a tier slower than ``beyond``."""
 
     def accept(self, keys: Sequence[bytes], entries: Sequence[FoundEntry], now_ns: int) -> None:
-        """Record the use of a chain whose last entries were found and checked, and copy them to faster tiers."""
+        """Record the use of a chain, and copy its last ``entries``, which have been checked, to faster tiers."""
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         """Return the bytes of one entry for inspection, or None, without recording a use.
 
-        With ``front`` only the bytes before the payload of a kvpack file must be correct.
+        With ``front``, only the bytes before a kvpack file's payload need to be correct.
         """
 
     def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Return the result of ``peek`` for each of ``keys``; the caller bounds their bytes."""
+        """Return the result of ``peek`` for each of ``keys``. The caller limits how many bytes it asks for."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain``, in use since ``now_ns``, unless it exists; return True if a readable entry exists now.
+        """Store the last entry of ``chain`` unless it exists; return True if a readable entry exists now.
 
-        Anything that is not an entry (``entry_kind.Kind.JUNK``) is replaced; an entry that another store may be able to read stays.
+        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced; an entry that another store may be able to read stays.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Store several entries of one chain in order, and return the result of ``put`` for each.
 
-        ``entries`` are their pieces, by position in ``chain``. After an entry that is not stored no other is tried, so that a call waits
-        for room once.
+        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call stops at the first entry that cannot be stored, so that
+        it waits for room at most once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        """Record that ``chain``, starting with its first chunk, is in use."""
+        """Record a use of ``chain``, which starts with its first chunk."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, last first, and return the keys that existed."""
+        """Remove entries, last key first, and return the keys that had one."""
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
-        """Remove an entry with damaged bytes ``entry`` from the tier that it came from."""
+        """Remove the damaged ``entry`` of ``key`` from the tier that returned it."""
 
     def list(self) -> Iterator[StoredEntry]:
         """Yield every entry, in any order."""
@@ -144,10 +143,10 @@ class Backend(Protocol):
         """Return the number of entries and their total bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        """Protect a chain from eviction, in every process, until ``unpin`` or the end of the hold. Returns True if it is pinned now."""
+        """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``; return True if it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same chain, by one owner or by all. Returns True if it was pinned."""
+        """Remove the pins of a chain that ``owner`` (None: anyone) has set; return True if there were any."""
 
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
@@ -158,7 +157,7 @@ class Backend(Protocol):
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         """Acquire the lease of ``key`` for at most ``seconds`` (leases.py); return None while another holder has it.
 
-        If no lease is possible, for example after a fault, the result is a lease that everyone gets.
+        Returns a ``NoLease`` if leases are not possible, for example after a fault.
         """
 
     def collect(self) -> None:
@@ -169,7 +168,7 @@ class Backend(Protocol):
 
 
 class OneTier:
-    """Common methods of backends with a single tier. Backends that query a server override those that work entry by entry."""
+    """A base class of backends with a single tier. Backends that query a server override the methods that work one key at a time."""
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:

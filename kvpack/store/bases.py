@@ -1,6 +1,6 @@
-"""The basis of a recipe as an entry of its store: written before the chunks that need it, and used like the first entry of every chain.
+"""The basis of a store's recipe, stored as an entry before the chunks that need it (spec/store.md, Bases).
 
-So it is evicted after all of them and counts toward the byte limit (spec/store.md, Bases).
+It is treated as the first entry of every chain: it is evicted after the chunks that need it, and its bytes count toward the budget.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
-    """Read the basis with SHA-256 ``digest`` from the bytes of the entry ``key``.
+    """Return the basis with SHA-256 ``digest`` in ``data``, the bytes of the entry ``key``.
 
-    Raises DigestMismatch, and the errors of decryption and of ``Basis``.
+    Raises DigestMismatch for another basis, and the errors of decryption and of ``Basis``.
     """
     decrypted = decrypted_entry(key, data, cipher)
-    # Compared with what the recipe names, not with the entry's key alone.
+    # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
     result = check_basis(key, decrypted, cipher)
     if result != digest:
         raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {result.hex()}, expected {digest.hex()}")
@@ -38,10 +38,10 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
 
 class StoredBasis:
-    """The basis with SHA-256 ``digest``, for the model ``model``, in a store.
+    """The basis with SHA-256 ``digest`` that a store's chunks need, for the model ``model``.
 
-    ``given`` is the caller's basis, if any; ``digests`` are those of an identity. ``keys`` come first in every chain of chunks that need
-    the basis. No method raises for a fault: faults are counted as misses.
+    ``basis`` is the caller's copy, if any, and ``digests`` are the identity's weight digests. ``keys`` precede the chunks of every chain
+    that needs the basis. Methods count faults as misses instead of raising.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StoredBasis:
         return self._basis
 
     def missing(self, operation: str) -> None:
-        """Count a missing basis."""
+        """Count the missing basis as a fault of ``operation``."""
         self._counters.fault(
             operation,
             MissingBasis(
@@ -83,7 +83,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it; return True if any tier has it now. A damaged one is replaced."""
+        """Store the basis in every tier that lacks it, and replace damaged copies; return True if any tier has it now."""
         basis = self.get()
         if basis is None:
             self.missing("save")
@@ -96,7 +96,7 @@ class StoredBasis:
         if backend.present([key]) and (tier in self._whole or self._is_intact(key, backend)):
             self._whole.add(tier)
             return True
-        # Once it was removed as damaged; one that others may be able to read stays.
+        # A damaged entry has been removed by now. An entry that is still present may be readable to other stores, so it stays.
         if backend.present([key]):
             return False
         try:

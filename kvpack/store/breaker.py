@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures no request is sent for a while, so that a dead server costs one timeout instead of many."""
+"""A circuit breaker: after failures, requests pause for a while, so that a dead server costs one timeout instead of many."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 FAILURES = 2
 """Consecutive failures after which requests pause."""
 REST_SECONDS = 5.0
-"""The length of a pause; after it, one request tries again."""
+"""Seconds that a pause lasts. One request then tries again."""
 
 
 class CircuitBreaker:
-    """Count consecutive failures. Safe to use from any thread."""
+    """A counter of consecutive failures that pauses requests after ``FAILURES`` of them. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._failure_count = 0
@@ -29,7 +29,7 @@ class CircuitBreaker:
         self._lock = Lock()
 
     def allows(self) -> bool:
-        """Return True if a request may be sent now. After a pause one caller may send one; the others wait for its result."""
+        """Return True if a request may be sent now. After a pause, only one caller may send a request until its result is known."""
         with self._lock:
             if self._failure_count < FAILURES:
                 return True
@@ -52,9 +52,9 @@ class CircuitBreaker:
 
 
 class RequestGuard:
-    """Sends requests to a server. ``errors`` are counted as faults, and so is every request during a pause.
+    """A wrapper for requests to a server that counts ``errors`` as faults, and refuses requests during a pause.
 
-    ``refusals`` are errors that a working server returns; they cause no pause.
+    ``refusals`` are the errors that a working server may return. They are counted too, but cause no pause.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class RequestGuard:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if a Rust extension panicked, usually for lack of memory; its error is not an Exception."""
+    """Return True if ``error`` is the panic of a Rust extension, usually from lack of memory. Panics are not subclasses of Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 class Resting(Exception):
-    """Raised if no request was sent because earlier ones failed."""
+    """The fault of a request that was not sent because earlier ones failed."""

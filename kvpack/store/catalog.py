@@ -1,4 +1,4 @@
-"""Read the contents of a location from its entries' headers: prefixes, identities, bases, and errors of entries. Does not need torch."""
+"""Read the headers of a location's entries, and list its prefixes, identities, bases and unreadable entries. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 _ENTRIES_AT_ONCE = 256
-"""The most entries, or fronts of entries, that are asked for at once."""
+"""Maximum number of entries, or fronts of entries, in one request."""
 _BYTES_AT_ONCE = 16 * 2**20
-"""Maximum number of bytes of the entries that are asked for at once, unless one entry has more. The front of a row is the whole entry."""
+"""Maximum total size of the entries in one request. A single larger entry is requested alone."""
 
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """One entry: its listing, its header, and the position of its first token."""
+    """An entry with one chunk of a prefix: its listing, the fields of its header, and the position of its first token."""
 
     stored: StoredEntry
     fields: ChunkFields
@@ -49,7 +49,7 @@ class ChunkEntry:
 
 @dataclass(frozen=True)
 class StatesEntry:
-    """States in a store: their listing, the key of the chunk that they follow, the recipe, and the position after the chunk."""
+    """An entry with the states after a chunk: its listing, the chunk's key, the recipe, and the position after the chunk."""
 
     stored: StoredEntry
     chunk: bytes
@@ -59,7 +59,7 @@ class StatesEntry:
 
 @dataclass(frozen=True)
 class BasisEntry:
-    """A basis in a store: its listing, its SHA-256, and its model."""
+    """An entry with a basis: its listing, and the SHA-256 and the model of the basis."""
 
     stored: StoredEntry
     digest: bytes
@@ -68,7 +68,7 @@ class BasisEntry:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored prefix: the entries of its chain, first chunk first. It is ``whole`` unless ancestors are missing."""
+    """A stored prefix: the entries of its chain, first chunk first. It is ``whole`` if no ancestor is missing."""
 
     entries: tuple[ChunkEntry, ...]
 
@@ -92,9 +92,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All readable entries of chunks by key, and the error of each unreadable one (Undecryptable if only its key is missing).
+    """The entries of a location, by key and kind.
 
-    The other fields are pages of engines, bases, and states by the keys of the chunks that they follow.
+    ``entries`` are the readable chunks. ``unreadable`` has the error of each entry that cannot be read: Undecryptable if only its
+    encryption key is missing. ``pages`` are engines' pages. ``states`` are listed by the key of the chunk that they follow.
     """
 
     entries: Mapping[bytes, ChunkEntry]
@@ -105,7 +106,7 @@ class Catalog:
 
     @property
     def count(self) -> int:
-        """Number of entries listed, readable or not."""
+        """Number of entries, readable or not."""
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def count_dependents(self, digest: bytes) -> int:
@@ -115,17 +116,17 @@ class Catalog:
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """Keys of the encrypted entries that no available key decrypts."""
+        """The keys of entries that no available encryption key decrypts."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
-        """Return one prefix for every entry that no other entry continues, most recently used first."""
+        """Return one prefix for every chunk that no other chunk continues, most recently used first."""
         parents = {entry.fields.parent for entry in self.entries.values()}
         leaves = [entry for key, entry in self.entries.items() if key not in parents]
         return [self.prefix(leaf.stored.key) for leaf in sorted(leaves, key=lambda entry: -entry.stored.used_ns)]
 
     def prefix(self, key: bytes) -> Prefix:
-        """Return the chain that ends with the entry ``key``."""
+        """Return the prefix that ends with the chunk ``key``."""
         chain: list[ChunkEntry] = []
         entry = self.entries.get(key)
         while entry is not None:
@@ -136,7 +137,7 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """Return ``prefix`` up to its last chunk with states, and these states; the whole prefix and None if there are none."""
+        """Return ``prefix`` up to its last chunk that is followed by states, and these states; the whole prefix and None without any."""
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
                 return Prefix(prefix.entries[:count]), states
@@ -165,9 +166,10 @@ def read_catalog(
     max_entry_bytes: int = MAX_ENTRY_BYTES,
     listed: Sequence[StoredEntry] | None = None,
 ) -> Catalog:
-    """Read the header of every entry of up to ``max_entry_bytes``, or of the ``listed`` ones; ``progress`` counts entries.
+    """Read the headers of ``listed`` entries (default: all entries at the location) of at most ``max_entry_bytes``.
 
-    With ``cipher``, only entries that it decrypts are readable; unencrypted entries are not.
+    ``progress`` is called with the number of entries read so far and the total. With ``cipher``, only entries that it decrypts are
+    readable; unencrypted entries are not.
     """
     entries: dict[bytes, ChunkEntry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -207,9 +209,9 @@ def read_catalog(
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
-    """Return corrected last-use times by key, so that no entry was used before one that needs it; only changed ones are listed.
+    """Return the last-use times that must be corrected, by key, so that no entry was last used before an entry that depends on it.
 
-    A chunk is needed by the chunks and states that follow it, a basis by the entries whose recipes name it.
+    Chunks and states depend on the chunk before them, and on the basis that their recipe names.
     """
     used = {key: entry.stored.used_ns for key, entry in catalog.entries.items()}
     listed = dict(used)
@@ -235,11 +237,11 @@ def _check_key(file: container.File, fields: bytes, stored: StoredEntry) -> None
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
-    """Yield (entry, its error or None) for every entry.
+    """Check every entry completely, and yield (entry, its error or None) for each.
 
-    This checks every byte, the rules of its codecs, and its key against its parent, its ids and its other inputs. An encrypted entry that
-    ``cipher`` does not decrypt has only its digest checked, and yields Undecryptable. With ``cipher`` an unencrypted entry yields
-    NotKvpack. An entry of more than ``max_entry_bytes`` is not read.
+    The checks cover every byte, the rules of the codecs, and the key, which must follow from the parent, the token ids and the other
+    inputs. If ``cipher`` does not decrypt an entry, only its digest is checked, and the error is Undecryptable. With ``cipher``, the error
+    of an unencrypted entry is NotKvpack. Entries of more than ``max_entry_bytes`` are not read.
     """
     listed = list(backend.list())
     for index, (stored, entry) in enumerate(_read_contents(backend, listed, max_entry_bytes)):
@@ -277,7 +279,7 @@ def verify(
 def row_keys(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[bytes]:
-    """Yield the keys of all rows of ``namespace``, according to their frames; unreadable entries are skipped."""
+    """Yield the keys of all page rows in ``namespace``, judging by their first bytes; unreadable entries are skipped."""
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
@@ -286,7 +288,7 @@ def row_keys(
 
 
 def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
-    """Return the descriptions of all rows of ``namespace``, one for each page shape; unreadable entries are skipped."""
+    """Return the descriptions of all page rows in ``namespace``, one for each page shape; unreadable entries are skipped."""
     result: set[bytes] = set()
     for stored, front in read_fronts(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_EntryGone, KvpackError, MemoryError):
@@ -297,7 +299,7 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
 
 
 def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield the ``listed`` entries and their fronts (``Backend.peek``), which are requested from a server many at a time.
+    """Yield each of the ``listed`` entries with its front (``Backend.peek``). Fronts are requested in batches.
 
     The front is None for an entry that is empty, larger than ``max_entry_bytes``, or gone.
     """
@@ -307,7 +309,7 @@ def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes
 def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield the ``listed`` entries and their bytes, or only their fronts; bytes are released before more are requested."""
+    """Yield each of the ``listed`` entries with its bytes or its front. Each batch is released before the next is requested."""
     batch: list[StoredEntry] = []
     size = 0
     for stored in listed:
@@ -331,18 +333,18 @@ def _peek_all(
 
 
 class _EntryGone(Exception):
-    """A listed entry is missing, or the backend failed to return it and has counted the fault."""
+    """The signal that a listed entry is gone, or that the backend failed to return it and has counted the fault."""
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return a decrypted entry."""
+    """Fetch an entry and decrypt it."""
     # Checked before any byte is fetched or mapped: others may have written the entry.
     fits = 0 < stored.size <= max_entry_bytes
     return _decrypt(stored, backend.peek(stored.key) if fits else None, cipher, max_entry_bytes)
 
 
 def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> Data:
-    """Return the bytes ``data`` of an entry, or its front, decrypted."""
+    """Decrypt ``data``, an entry's bytes or its front."""
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _EntryGone

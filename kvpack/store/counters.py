@@ -53,17 +53,17 @@ NAMES = {
 
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""The upper bounds of the classes of a latency histogram."""
+"""The upper bounds of a latency histogram's buckets, in seconds."""
 
 MAX_RECENT = 4096
-"""Latencies that are kept for an engine's own histograms, which take them one by one."""
+"""Maximum number of latencies that are kept for an engine's own histograms."""
 
 
 class Counters:
-    """Counts from 0 since the store was opened; safe to use from any thread, and after a fork.
+    """The counters of a store or a tier, starting from 0 when it is opened. Safe to use from any thread, and after a fork.
 
-    Counters of a tier also add their faults to ``parent``, the counters of the store. ``report(operation, error)`` is called for the first
-    fault of each kind (default: log a warning).
+    A tier's counters also add their faults to ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault
+    of each kind (default: log a warning).
     """
 
     def __init__(self, parent: Counters | None = None, report: Callable[[str, BaseException], None] | None = None) -> None:
@@ -81,7 +81,7 @@ class Counters:
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
-        """Add the wall-clock time of a ``with`` block to the histogram of ``operation``."""
+        """Record the duration of a ``with`` block in the histogram of ``operation``."""
         start = time.perf_counter()
         try:
             yield
@@ -104,26 +104,26 @@ class Counters:
 
     @property
     def fault_count(self) -> int:
-        """Number of faults of all operations and reasons."""
+        """Total number of faults."""
         with self._lock:
             return self._faults.total()
 
     def recent(self) -> list[tuple[str, float]]:
-        """Return the operations timed since the last call, at most ``MAX_RECENT``, with their seconds."""
+        """Return (operation, seconds) for each operation timed since the last call, at most ``MAX_RECENT`` of them."""
         with self._lock:
             result = list(self._recent)
             self._recent.clear()
         return result
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Return every counter by name; ``faults`` by "operation reason"."""
+        """Return every counter by name. ``faults`` is a dict with keys of the form "operation reason"."""
         with self._lock:
             counts: dict[str, int | dict[str, int]] = {name: self._counts[name] for name in NAMES if name != "faults"}
             counts["faults"] = {f"{operation} {reason}": count for (operation, reason), count in sorted(self._faults.items())}
         return counts
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the times of the timed operations as a histogram in Prometheus' text format."""
+        """Return the histogram ``name`` of the timed operations as lines in Prometheus' text format."""
         with self._lock:
             latencies = sorted(self._latencies.items())
             return [line for operation, latency in latencies for line in latency.lines(name, {**labels, "operation": operation})]
@@ -131,7 +131,7 @@ class Counters:
     def prometheus(self, gauges: Mapping[str, tuple[str, int]], tiers: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the counters in Prometheus' text format, version 0.0.4.
 
-        ``gauges`` maps names to (meaning, value), and ``tiers`` is the result of ``Tiers.stats``.
+        ``gauges`` maps names to (help text, value), and ``tiers`` is the result of ``Tiers.stats``.
         """
         lines = []
         counts = self.as_dict()
@@ -153,7 +153,7 @@ class Counters:
 
 
 def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the counters and sizes of each tier, with a label tier that is 0 for the fastest."""
+    """Return metric lines for the counters and sizes of each tier, with the label ``tier``, which is 0 for the fastest."""
     if not tiers:
         return []
     lines = []
@@ -172,7 +172,7 @@ def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class LatencyHistogram:
-    """A histogram of seconds: the number of times that were at most each of ``SECONDS``."""
+    """A histogram of latencies with the buckets ``SECONDS``."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -183,7 +183,7 @@ class LatencyHistogram:
         self._sum += seconds
 
     def lines(self, name: str, labels: Mapping[str, str]) -> list[str]:
-        """Return the histogram ``name`` in Prometheus' text format."""
+        """Return the histogram ``name`` as lines in Prometheus' text format."""
         own_labels = labels_text(labels)
         result, cumulative = [], 0
         for bound, count in zip((*SECONDS, "+Inf"), self._counts, strict=True):
@@ -193,7 +193,7 @@ class LatencyHistogram:
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """Format labels as Prometheus' text format has them between braces."""
+    """Format labels for the braces of Prometheus' text format."""
     return ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
 
 
@@ -201,12 +201,14 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Put ``labels`` before the labels of each metric in Prometheus' text format."""
+    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises InvalidType and InvalidParameter."""
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
         if not _LABEL.fullmatch(name):
-            raise InvalidParameter(f"labels has the name {name!r:.80}, expected letters, digits and _, beginning with no digit")
+            raise InvalidParameter(
+                f"labels has the name {name!r:.80}, but a name consists of letters, digits and _, and must not start with a digit"
+            )
         if name in _OWN_LABELS or name.startswith("__"):
             raise InvalidParameter(f"labels has the name {name!r:.80}, which a metric may have already: choose another")
     if not labels:
@@ -231,7 +233,7 @@ def _warn(operation: str, error: BaseException) -> None:
 
 
 def fault_reason(error: BaseException) -> str:
-    """Return the system's name for an error, such as ENOSPC, or the name of its class."""
+    """Return the errno name of an error, such as ENOSPC, or else the name of its class."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:

@@ -1,8 +1,8 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
-folder.py defines the file layout. A file gets its name by rename once it is complete, and loses it by unlink; a process that has mapped the
-file keeps its mapping. An entry's modification time is the time of its last use; an ancestor's is always later than those of its
-descendants. An entry's access time is its expiry time (expiry.py).
+folder.py defines the file layout. A complete file is renamed to its final name, and removed with unlink, so that a process that has mapped
+it keeps the mapping. An entry's modification time is the time of its last use: an ancestor's is always later than its descendants'. An
+entry's access time is its expiry time (expiry.py).
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ if TYPE_CHECKING:
 
 
 SETTLED_NS = 3 * 10**9
-"""A folder that changed less than this before it was listed may change again within one tick of its clock, at worst 2 s."""
+"""Nanoseconds after which a folder's modification time is reliable: a later change sets another time, even with a clock tick of 2 s."""
 
 _DESCRIBED_AT_ONCE = 2048
-"""Entries whose rows one transaction of the index changes."""
+"""Maximum number of entries that one transaction of the index describes."""
 
 
 class Directory(OneTier):
-    """A folder of entries. ``max_bytes`` is a hard budget for their bytes, ``min_free`` the disk space in bytes to leave free.
+    """A backend that keeps entries in a folder, which is created with the first entry.
 
-    No file is created before the first entry is put. ``durable`` forces each entry to the disk before ``put`` returns. ``ttl`` is the
-    number of seconds after which an entry expires unless it is put or used again. With ``skip_sweep``, opening sweeps nothing. This user's
-    files are mapped; files of another user, or with a ``trusted_group``, are copied and not ``private``. Raises InvalidParameter if
-    untrusted users may write to the folder, or if the path cannot be a folder.
+    ``max_bytes`` is a hard budget for the entries, and ``min_free`` the number of bytes to leave free on the disk. ``durable`` forces each
+    entry to the disk before ``put`` returns. ``ttl`` is the number of seconds after which an unused entry expires. With ``skip_sweep``,
+    opening removes no unfinished or expired files. Files are mapped if this user owns the folder; with another owner or a
+    ``trusted_group`` they are copied, and the backend is not ``private``.
+
+    Raises InvalidParameter if untrusted users may write to the folder, or if the path cannot be a folder.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Directory(OneTier):
 
     @property
     def trust(self) -> Trust:
-        """Users who may write to the folder."""
+        """The check of who may write to the folder."""
         return self._folder.trust
 
     @property
@@ -139,7 +141,7 @@ class Directory(OneTier):
         def begin(descriptor: int) -> None:
             self.trust.assign_owner(descriptor)
             reservation.acquire(descriptor)
-            # Only now: they count, too.
+            # Folders are created after their bytes are reserved, because they count toward the budget.
             self._folder.make_folders(os.path.dirname(path))
 
         def complete(descriptor: int) -> None:
@@ -151,7 +153,8 @@ class Directory(OneTier):
         try:
             if not self.trust.may_write:
                 raise Untrusted(
-                    f"{self._folder.root} belongs to user {self.trust.owner}: only that user can store entries, others can read them"
+                    f"{self._folder.root} belongs to user {self.trust.owner}, and only that user can store entries: use another folder, "
+                    "or share this one with trusted_group="
                 )
             kind = self._kind(key)
             if kind is Kind.READABLE and self._renew(path, used):
@@ -182,7 +185,7 @@ class Directory(OneTier):
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         if not self.trust.may_write:
             return
-        # From the first entry on, so that at every moment an ancestor's time is later than its descendants'.
+        # The first entry comes first, so that an ancestor's time is later than its descendants' at every moment.
         denied = False
         for depth, key in enumerate(chain):
             path, used = self._folder.path(key), now_ns - depth
@@ -205,7 +208,7 @@ class Directory(OneTier):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Record the use of a chain whose files belong to other trusted users: they get the current time and no expiry."""
+        """Record the use of a chain with files of other trusted users, whose times can only be set to the current time, without expiry."""
         for key in reversed(chain):
             try:
                 os.utime(self._folder.path(key), follow_symlinks=False)
@@ -216,7 +219,7 @@ class Directory(OneTier):
                 return
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        # A count from now on may no longer include the removed entries.
+        # A new count of the folder, from here on, may no longer include the removed entries.
         counted = self._read_usage()
         removed = self._index.remove(list(reversed(keys)), lambda key: self._folder.remove(self._folder.path(key)))
         if removed:
@@ -244,17 +247,17 @@ class Directory(OneTier):
         return entries, size
 
     def described(self) -> Sequence[tuple[str, int, int]] | None:
-        """Return (text, entries, bytes) of the entries that the index describes; None without a trustworthy index."""
+        """Return (text, entries, bytes) for each text that describes entries in the index; None without an up-to-date index."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
     def undescribed(self, also: str | None = None) -> Sequence[StoredEntry]:
-        """Return the entries that the index does not describe, and those that it describes as the kind ``also``."""
+        """Return the entries that the index does not describe, and those of the kind ``also``."""
         result = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
         return [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in result]
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries, by key."""
+        """Store the descriptive texts of entries, given as pairs (key, text)."""
         for start in range(0, len(texts), _DESCRIBED_AT_ONCE):
             self._index.describe(texts[start : start + _DESCRIBED_AT_ONCE])
 
@@ -265,7 +268,7 @@ class Directory(OneTier):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, at least the disk space of the folder; 0 if it has not been counted yet."""
+        """Return the largest budget in effect, but at least the disk space in use; 0 if the folder has not been counted yet."""
         count = self._read_usage()
         return 0 if count is None else count.largest(count.total)
 
@@ -287,7 +290,7 @@ class Directory(OneTier):
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
-        """Use ``max_bytes`` as the budget of the next collection, even if other stores have a larger one."""
+        """Ignore the larger budgets of other stores until they put their next entry."""
         try:
             self._usage.forget_budgets()
         except OSError as error:
@@ -310,7 +313,7 @@ class Directory(OneTier):
         self._index.close()
 
     def _restore_times(self) -> None:
-        """Correct last-use times that a copy of the folder may have changed, so that ancestors are used no earlier than descendants."""
+        """Correct the last-use times that copying the folder may have changed: an ancestor's must be later than its descendants'."""
         for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
@@ -323,7 +326,7 @@ class Directory(OneTier):
         return key not in pinned
 
     def _renew(self, path: str, used_ns: int) -> bool:
-        """Renew an entry that has expired but was not removed yet; return False if it is gone. Raises OSError."""
+        """Renew an entry that has expired but has not been removed yet; return False if it is gone. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -334,7 +337,8 @@ class Directory(OneTier):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, mapped if no other user can change them.
 
-        ``lazy`` reads only a part, also of an expired entry. Raises OSError, LimitExceeded, and the errors of mapping.
+        With ``lazy``, bytes are read on access, and an expired entry is returned too. Raises OSError, LimitExceeded, and the errors of
+        mapping.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
             if not lazy and self._is_expired(key, status):
@@ -351,7 +355,7 @@ class Directory(OneTier):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file with an entry's name, judging by its front; None if there is none.
+        """Return the kind of the file that has an entry's name, judging by its first bytes; None if it does not exist.
 
         Raises OSError and the errors of reading.
         """
@@ -364,13 +368,13 @@ class Directory(OneTier):
         return kind_of(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
-        """Remove a file that has an entry's name but is not an entry. Raises OSError."""
+        """Remove a file that has an entry's name but is not an entry, or move a folder aside. Raises OSError."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
             return
         if stat.S_ISDIR(status.st_mode):
-            # A folder with an entry's name: its contents are not entries and not ours to remove.
+            # Something put a folder in the place of an entry. Its contents are not ours to remove.
             os.rename(path, os.path.join(self._folder.unfinished_folder, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
         else:
             self.delete([bytes.fromhex(os.path.basename(path))])
@@ -384,7 +388,7 @@ class Directory(OneTier):
 
 
 class _FolderTotals(NamedTuple):
-    """A folder's modification time before it was listed, its entries and their bytes."""
+    """The totals of one folder: its modification time before it was listed, the number of its entries, and their bytes."""
 
     changed_ns: int
     entries: int
@@ -392,7 +396,10 @@ class _FolderTotals(NamedTuple):
 
 
 class FolderSizes:
-    """Counts the entries of ``folder``. Creating or removing an entry changes its folder; entries are never rewritten."""
+    """A counter of a store's entries that lists only the folders that have changed.
+
+    This works because entries are never rewritten, and creating or removing one changes its folder's modification time.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder

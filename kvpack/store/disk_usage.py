@@ -1,8 +1,8 @@
-"""The disk space of a folder, including files being written: one number in a file, changed under the file's lock.
+"""The disk space that a store's folder uses, including files being written: one number in a file, changed under the file's lock.
 
-A writer reserves bytes before it writes them, and only if they fit, so entries and unfinished files never exceed the number. A new count of
-the folder replaces the number. The file is a hint: if it is missing or invalid, or this machine has not counted the folder since it booted,
-the folder is counted again. Machines that share a folder share the number.
+A writer reserves bytes before it writes them, and only if they fit, so the files never exceed the number. A new count of the folder
+replaces the number. If the file is missing or invalid, or this machine has not counted the folder since it booted, the folder is counted
+again. Machines that share a folder share the number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")
 _ID_BYTES = _SUM_BYTES = 8
 _MAX_RUNS = 32
-"""Maximum number of remembered machine runs. A forgotten machine counts the folder once more."""
+"""Maximum number of boots to remember. A machine whose boot was dropped counts the folder once more."""
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for a suspended writer that has the lock."""
+"""Seconds that a writer waits for the lock, which a suspended process may hold."""
 _POLL_SECONDS = 0.0005
 
 LIMIT_SECONDS = 7 * 86_400
@@ -39,11 +39,12 @@ LIMIT_SECONDS = 7 * 86_400
 
 
 class UsageCount(NamedTuple):
-    """``total`` bytes; ``reserved`` is the sum of all bytes ever reserved; ``generation`` changes with every count of the folder.
+    """A count of the disk space in use.
 
-    ``limit`` is the largest budget of the current writers, in effect up to ``until`` in seconds since 1970. ``boots`` are the boots of
-    machines that have counted the folder, or started with it empty. ``node`` is the inode of the folder, which a copy does not share; 0 on
-    a network.
+    ``total`` is the number of bytes in use, and ``reserved`` the sum of all bytes ever reserved. ``generation`` changes with every count of
+    the folder. ``limit`` is the largest budget of the current writers, in effect until ``until``, in seconds since 1970. ``boots`` are
+    the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which tells a folder from its copy; 0 on a
+    network file system.
     """
 
     generation: bytes
@@ -59,16 +60,17 @@ class UsageCount(NamedTuple):
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:
-        """Return the count after a put within ``budget``."""
+        """Return the count after a put by a writer with ``budget``."""
         if budget is None or self.largest(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
 
 class DiskUsage:
-    """The count in the file ``path``. Methods raise OSError, or BlockingIOError if the lock could not be acquired in time.
+    """The file ``path`` with the count of a folder's disk space.
 
-    ``assign_owner`` is called with the descriptor of a newly created file.
+    ``assign_owner`` is called with the descriptor of a newly created file. Methods raise OSError, or BlockingIOError if the lock could not
+    be acquired in time.
     """
 
     def __init__(self, path: str, assign_owner: Callable[[int], None]) -> None:
@@ -83,20 +85,20 @@ class DiskUsage:
     def reserve(
         self, size: int, fits: Callable[[int], bool], on_reserve: Callable[[], None], budget: int | None = None
     ) -> UsageCount | None:
-        """Add ``size`` and call ``on_reserve`` while nobody else can count; return the new count, or None if it does not pass ``fits``.
+        """Add ``size`` bytes and return the new count; return None if ``fits`` rejects the new total.
 
-        ``budget`` is the writer's budget.
+        ``on_reserve`` is called under the lock and must make the bytes visible to a count of the folder. ``budget`` is the writer's budget.
         """
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or not fits(count.total + size):
                 return None
-            # A later count of the folder sees the file that ``on_reserve`` made at length ``size``, or the bytes added here.
+            # A later count of the folder includes either the file that ``on_reserve`` extended to ``size``, or the bytes added here.
             on_reserve()
             return _write(descriptor, count._replace(total=count.total + size, reserved=count.reserved + size).with_budget(budget))
 
     def release(self, size: int, counted: UsageCount | None) -> None:
-        """Subtract ``size`` bytes, removed since they were ``counted``; a later count does not include them."""
+        """Subtract ``size`` removed bytes, unless the folder has been counted again since ``counted``."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is None or count is None or counted is None or count.generation != counted.generation:
@@ -104,12 +106,12 @@ class DiskUsage:
             _write(descriptor, count._replace(total=max(0, count.total - size)))
 
     def replace(self, total: int, before: UsageCount | None) -> None:
-        """Replace the count by ``total``, counted since the count was ``before``, plus the bytes reserved since then."""
+        """Replace the count with ``total``, the result of counting the folder, plus the bytes reserved since the count ``before``."""
         with self._open(locked=True, create=True) as descriptor:
             assert descriptor is not None
             count = _read(descriptor, self._node())
             reserved_since = 0 if count is None or before is None else max(0, count.reserved - before.reserved)
-            # One that this run of the machine may not trust still tells the budget and the other machines.
+            # A count from an earlier boot is not trusted, but its budget and its boots are kept.
             previous = count or _read(descriptor, self._node(), any_boot=True) or UsageCount(b"", 0, 0)
             boots = (boot_id(), *(boot for boot in previous.boots if boot != boot_id()))[:_MAX_RUNS]
             reserved = previous.reserved if count else 0
@@ -119,20 +121,20 @@ class DiskUsage:
             _write(descriptor, replacement)
 
     def is_copy(self) -> bool:
-        """Return True if the folder may be a copy of another, so that the times of its entries are copying times."""
+        """Return True if the folder may be a copy of another, so that its entries' times are those of copying."""
         with self._open() as descriptor:
             previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
         return previous is None or previous.node not in (0, self._node())
 
     def _node(self) -> int:
-        """Return the inode of the folder; 0 on a network, where machines may see different ones. Raises OSError."""
+        """Return the folder's inode; 0 on a network file system, where machines may see different ones. Raises OSError."""
         folder = os.path.dirname(self._path)
         if self._local is None:
             self._local = is_on_one_host(folder)
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Ignore all budgets until their owners put the next entry."""
+        """Forget the budgets of all writers. Each counts again when its writer puts an entry."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -175,9 +177,9 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file; None if it belongs to an inode other than ``node`` or does not include this boot.
+    """Return the count in an open file; None if it is invalid, of another folder than the inode ``node``, or from another boot.
 
-    With ``any_boot``, counts from other boots are also returned.
+    With ``any_boot``, the folder and the boot do not matter.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
@@ -204,7 +206,7 @@ def _write(descriptor: int, count: UsageCount) -> UsageCount:
 
 @functools.cache
 def boot_id() -> bytes:
-    """Return an id of the current boot: after a power loss a count may be older than the files that it counts."""
+    """Return an id of the machine's current boot. Counts of earlier boots are not trusted: a power loss may have undone the last writes."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

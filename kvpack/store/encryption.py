@@ -1,10 +1,11 @@
-"""Entries encrypted with AES-GCM: without the key, a reader of the folder or server learns only sizes and times, and cannot forge entries.
+"""AES-GCM encryption of entries. Without the key, a reader of the location learns only sizes and times, and cannot forge entries.
+
+The layout of an encrypted entry:
 
     kvpack-encrypted 1\\n, length of the key's id in 1 byte, the id, a nonce of 12 bytes, the ciphertext with its tag of 16 bytes,
     the XXH3-128 of all bytes before it
 
-The associated data is the format, the entry's key and the tenant (spec/store.md, Encrypted entries), so an entry cannot
-take the place of another.
+The associated data includes the entry's key and the tenant (spec/store.md, Encrypted entries), so an entry cannot be moved to another key.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 KEY_SIZES = (16, 24, 32)
 MAX_PLAIN_BYTES = 2**31 - 1
 _SPARE_BYTES = 15
-"""The extra bytes that the package cryptography needs in a buffer: one block less one byte."""
+"""Extra bytes that the package cryptography needs in an output buffer: one block minus one byte."""
 
 
 def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
@@ -50,12 +51,12 @@ def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
 
 
 def format_key_id(name: bytes) -> str:
-    """Format the id of a key for messages; its bytes may come from anyone."""
+    """Format an encryption key's id for a message. Its bytes may come from an untrusted entry."""
     return repr(name.decode("utf-8", "backslashreplace"))
 
 
 class Cipher:
-    """AES-GCM with ``keys`` of 16, 24 or 32 bytes by id; the first one encrypts, all decrypt."""
+    """An AES-GCM cipher with ``keys`` of 16, 24 or 32 bytes by id. The first key encrypts; all keys decrypt."""
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
@@ -80,19 +81,19 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """Ids of the available keys, as entries name them."""
+        """The ids of the available keys, as bytes."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """Ids of the keys in order, starting with the one that encrypts."""
+        """The ids of the keys in order. The first key encrypts."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
         """Encrypt the entry ``key`` with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
-            raise LimitExceeded(f"the entry has {size} bytes, the limit for encryption is {MAX_PLAIN_BYTES}")
+            raise LimitExceeded(f"the entry has {size} bytes, but at most {MAX_PLAIN_BYTES} can be encrypted")
         name, secret = next(iter(self._keys.items()))
         nonce = os.urandom(NONCE_BYTES)
         head = MAGIC + bytes([len(name)]) + name
@@ -112,10 +113,10 @@ class Cipher:
         return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """Decrypt the entry ``key`` into new memory, allocated only after all checks that need no key.
+        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that do not need the key.
 
-        Raises NotKvpack if it is not encrypted, UnsupportedVersion when a later version encrypted it, Truncated and DigestMismatch
-        when it is damaged, Undecryptable when no available key decrypts it, and MemoryError.
+        Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
+        it is damaged, Undecryptable if no available key decrypts it, and MemoryError.
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"
@@ -123,7 +124,7 @@ class Cipher:
         secret = self._keys.get(name)
         if secret is None:
             available = ", ".join(map(format_key_id, self._keys))
-            raise Undecryptable(f"{where}: is encrypted with the key {format_key_id(name)}, but the given keys are {available}")
+            raise Undecryptable(f"{where}: is encrypted with the key {format_key_id(name)}, but the keys given are {available}: add it")
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
         decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()
@@ -144,7 +145,7 @@ class Cipher:
 
 
 def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
-    """Check the digest, which covers every byte, and return the id of an encrypted entry's key and where its nonce begins."""
+    """Check the digest of an encrypted entry, and return the id of its key and the offset of its nonce."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
         raise NotKvpack(f"{where}: is not encrypted, but a store with keys reads only encrypted entries")
@@ -154,14 +155,14 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
     if name is None or len(view) < sealed_bytes(name, 0):
-        raise Truncated(f"{where}: is truncated: it has {len(view)} bytes and ends within its id, its nonce or its tag")
+        raise Truncated(f"{where}: is truncated: its {len(view)} bytes end within the id of its key, its nonce or its tag")
     if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
-        raise LimitExceeded(f"{where}: has {len(view)} bytes, the limit for decryption is {sealed_bytes(name, MAX_PLAIN_BYTES)}")
+        raise LimitExceeded(f"{where}: has {len(view)} bytes, but at most {sealed_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
     return name, len(MAGIC) + 1 + len(name)
 
 
 def _encode_id(name: Any) -> bytes:
-    """Return an id in the form that entries use. Raises InvalidParameter."""
+    """Encode an encryption key's id as entries store it. Raises InvalidParameter for an invalid id."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

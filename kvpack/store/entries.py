@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
-"""The ignorable feature that names a chunk: its key, its parent's, the digests of its payload and of its other inputs, its token ids."""
+"""The ignorable feature of a chunk's entry: its key, its parent's key, the digests of its payload and other inputs, and its token ids."""
 OLD_FEATURES = ("prefix-store",)
-"""Features of older entries, whose keys cover less of the identity; stores no longer look for such keys."""
+"""Features of older entries, which stores no longer look for because their keys cover less of the identity."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
-"""For each layer its sides, each with its heads and head dim."""
+"""For each layer, its keys and values (sides) as (name, heads, head dim)."""
 
 _MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
-"""Memory bound of an entry: this multiple of its bytes, plus a constant (kvpack/file/footprint.py)."""
+"""Reading an entry may use this multiple of its size plus this many bytes of memory (kvpack/file/footprint.py)."""
 
 _THREADS = 4
 _MAX_TEMPLATES = 32
@@ -57,16 +57,16 @@ class ChunkFields:
 
     @classmethod
     def of(cls, feature: bytes, where: str) -> ChunkFields:
-        """Parse the feature. Raises InvalidHeader, naming ``where``, if it is truncated."""
+        """Parse the feature of the entry ``where``. Raises InvalidHeader if it is truncated."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
-            raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, which are not digests and token ids")
+            raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
         key, parent = feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES]
         return cls(key, parent, feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END + 1 : ids], feature[ids:])
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """Return the entry of one chunk, with ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs`` in its header."""
+    """Return the pieces of a chunk's entry, whose header has its ``key``, ``parent``, token ``ids`` and the digest of other ``inputs``."""
     from kvpack.cache import files
 
     contents, arrays = files.stored(cache)
@@ -95,10 +95,10 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 
 @dataclass
 class EntryReader:
-    """Reads the entries of one identity: their headers must name ``model`` and ``recipe``.
+    """A reader of one identity's entries, whose headers must name ``model`` and ``recipe``.
 
-    Entries of more than ``max_bytes``, packed or as values of a layer, are refused, and so are those of another ``shape``, once that is
-    known.
+    It rejects entries of more than ``max_bytes``, or with a layer whose 16-bit values take more, and entries of another ``shape`` than the
+    model's, if that is known.
     """
 
     model: Mapping[str, str]
@@ -111,22 +111,22 @@ class EntryReader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Yield the caches of a chain's entries in order from chunk ``first`` on, as checked views of them.
+        """Check a chain's entries in order, starting with chunk ``first``, and yield the cache of each as views of its bytes.
 
-        Raises the errors of ``container.open_bytes``, and InvalidHeader when an entry is not the chunk of its key.
+        Raises the errors of ``container.open_bytes``, and InvalidHeader if an entry is not the chunk of its key.
         """
         views = [memoryview(data) for data in entries]
         if len(views) < 2:
             yield from (self._read_one(view, key, index) for index, (view, key) in enumerate(zip(views, keys, strict=False), first))
             return
-        # Hashing needs no Python: the next entries are hashed while this one becomes tensors.
+        # Hashing releases the GIL: the next entries are hashed while the tensors of this one are created.
         digests = in_parallel(lambda at: self._payload_digest(views[at], first + at), range(len(views)), _THREADS)
         with contextlib.closing(digests):
             for index, (view, key, digest) in enumerate(zip(views, keys, digests, strict=False), first):
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the payload's offset and digest for an entry that matches a template."""
+        """Return the offset and the digest of an entry's payload, judging by the template for its size; None without a template."""
         template = self._template(view, index)
         return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
 
@@ -163,8 +163,8 @@ class EntryReader:
         if file.header.states:
             raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
         if any(layer.skipped for layer in cache if layer.sides):
-            held = [cache.positions(index) for index in range(len(cache))]
-            raise InvalidHeader(f"{where}: its layers hold the positions {held}, expected {(start, start + self.chunk)}")
+            held = ["[{}:{}]".format(*cache.positions(index)) for index in range(len(cache))]
+            raise InvalidHeader(f"{where}: its layers have the positions {held}, expected [{start}:{start + self.chunk}] in each")
         if not self.check_values and len(self._templates) < _MAX_TEMPLATES:
             template = EntryTemplate.of(file, FEATURE, cache)
             if template is not None:
@@ -172,14 +172,14 @@ class EntryReader:
         return cache
 
     def set_shape(self, cache: Cache) -> None:
-        """Record the shape of ``cache``, which the model produced; entries of another shape are refused from now on."""
+        """Set the expected shape to that of ``cache``, which the model produced. Entries of other shapes are rejected from now on."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
             self.shape, self._templates = shape, {}
 
     def check_shape(self, file: container.File) -> None:
-        """Raise InvalidHeader for an entry with other layers, heads or head dims than the model, as far as these are known."""
+        """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's, if those are known."""
         if self.shape is None:
             return
         shape = shape_of(file)
@@ -202,14 +202,14 @@ class EntryReader:
 def open_entry(data: Data, key: bytes) -> container.File:
     """Open the entry ``key`` as a file.
 
-    Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that costs far more than its bytes. Others may have
-    written it: an 8 MiB header takes 400 MB once parsed.
+    Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that would use far more memory than its size. Entries may
+    be malicious: parsing an 8 MiB header can take 400 MB.
     """
     return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
 
 
 def shape_of(file: container.File) -> SideShapes:
-    """Return the sides of every layer with their heads and head dims."""
+    """Return the heads and head dims of each layer's keys and values."""
     codecs = file.header.codecs
     return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)
 
@@ -221,7 +221,7 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> ChunkFields:
-    """Check the header of a file, and return the chunk that it names; no tensor is read."""
+    """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader and LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
         raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
@@ -234,9 +234,10 @@ def check_entry(
 
 
 def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
-    """Raise InvalidHeader unless sides have ``tokens`` tokens of one sequence, as stores write them: anyone may have written the entry.
+    """Raise InvalidHeader unless every layer has ``tokens`` tokens of one sequence, as entries written by a store do.
 
-    A small entry could otherwise decode to any size. Raises LimitExceeded for a layer whose 16-bit values take more than ``max_bytes``.
+    Otherwise, a small malicious entry could decode to any size. Raises LimitExceeded for a layer whose 16-bit values take more than
+    ``max_bytes``.
     """
     header = file.header
     for tensor in header.tensors:
@@ -247,8 +248,8 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
         for name, side in layer.sides():
             if (side.batch, sum(side.runs), side.tail) != (1, tokens, 0):
                 raise InvalidHeader(
-                    f"{file.where}: layers[{index}].{name} holds {side.batch} sequences of {sum(side.runs)} tokens and a raw tail of "
-                    f"{side.tail}, expected one of {tokens} without"
+                    f"{file.where}: layers[{index}].{name} has {side.batch} sequences of {sum(side.runs)} packed and {side.tail} raw "
+                    f"tokens, expected one sequence of {tokens} packed tokens"
                 )
             values += side.heads * header.codecs[side.codec].dim * tokens
         if 2 * values > max_bytes:
@@ -256,7 +257,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
-    """Raise InvalidHeader unless the header of an entry has this start, model and recipe (None: any)."""
+    """Raise InvalidHeader unless an entry's header has the given start, model and recipe (None: any)."""
     header = file.header
     for what, actual, expected in (
         ("start", header.start, start),
@@ -268,13 +269,13 @@ def check_header(file: container.File, start: int | None, model: Mapping[str, st
 
 
 def is_old(file: container.File) -> bool:
-    """Return True if a file is an entry whose key covers less of the identity than current keys do."""
+    """Return True if a file is an entry of an older layout, whose key covers less of the identity."""
     ignorable = file.header.ignorable
     return FEATURE not in ignorable and any(name in ignorable for name in OLD_FEATURES)
 
 
 def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
-    """Raise LimitExceeded for a chunk with a layer that a reader with the same limit would refuse."""
+    """Raise LimitExceeded if a layer of a chunk is so large that a reader with the same limit would reject it."""
     for index, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
@@ -288,5 +289,5 @@ def check_payload(expected: bytes, digest: bytes, where: str) -> None:
 
 
 def _start_bytes(start: int) -> int:
-    """Return the number of bytes that msgpack uses for a start."""
+    """Return the number of bytes in which msgpack encodes a start position."""
     return next(size for size, limit in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if start < limit)

@@ -20,31 +20,31 @@ MAGIC = b"kvpack-encrypted 1\n"
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""The bytes at the beginning of an entry that are read to determine its form; fewer would do."""
+"""The number of bytes read at the beginning of an entry to determine its kind. Fewer would do."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
 class Kind(enum.Enum):
-    """The kind of an entry, determined by its beginning and its size."""
+    """The kind of an entry, judging by its first bytes and its size."""
 
     READABLE = enum.auto()
-    """The beginning matches the entries of this store."""
+    """The first bytes are those of an entry that this store can read."""
     FOREIGN = enum.auto()
-    """Another store may read it: it is encrypted with a key that is not available, or by a later version."""
+    """Another store may be able to read it: it is encrypted with a key that is not available, or by a later version."""
     JUNK = enum.auto()
-    """No store that uses entries of this form can read it: a good entry may replace it."""
+    """No store can read it, so a good entry may replace it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Limits on the entries of a store: at most ``max_bytes`` each, encrypted with one of ``key_ids`` unless that is None."""
+    """The format of a store's entries: at most ``max_bytes`` each, and encrypted with one of ``key_ids`` unless that is None."""
 
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
 
     def kind(self, beginning: bytes | memoryview, size: int) -> Kind:
-        """Return the kind of an entry of ``size`` bytes; ``beginning`` is its first ``FRONT_BYTES``, or all of a shorter entry."""
+        """Return the kind of an entry of ``size`` bytes. ``beginning`` has its first ``FRONT_BYTES`` bytes, or all if it is shorter."""
         front = bytes(beginning[:FRONT_BYTES])
         if size > self.max_bytes:
             return Kind.JUNK
@@ -60,11 +60,11 @@ class Form:
 
 
 UNENCRYPTED = Form()
-"""Entries that are not encrypted."""
+"""The format of unencrypted entries."""
 
 
 def check_size(where: str, size: int, max_bytes: int) -> None:
-    """Raise LimitExceeded for anything larger than the largest entry, which is not read."""
+    """Raise LimitExceeded if an entry of ``size`` bytes is larger than ``max_bytes``."""
     if size > max_bytes:
         raise LimitExceeded(f"{where}: has {size} bytes, but max_entry_bytes is {max_bytes}")
 
@@ -76,7 +76,7 @@ def encrypted_version(beginning: bytes | memoryview) -> int | None:
 
 
 def key_id(beginning: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that an entry names; None if it does not begin as an entry of version 1 or is truncated."""
+    """Return the id of the key that encrypts an entry; None if it is not an entry encrypted in version 1, or is truncated."""
     front = bytes(beginning[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None

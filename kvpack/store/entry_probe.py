@@ -1,4 +1,4 @@
-"""Check by the front of some bytes that they are an entry, before counting them as stored."""
+"""Check, by its first bytes, that stored data is the entry of its key, before counting the entry as present."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MAX_KEYS = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
-    """Raise the errors of reading unless the front of ``data``, decrypted with ``cipher`` if given, belongs to the entry ``key``.
+    """Raise an error unless ``data``, decrypted with ``cipher`` if given, is the entry ``key``, judging by its front.
 
-    Without a cipher an encrypted entry raises Undecryptable once its digest matches. ``extra_check`` adds checks for the file of a chunk.
+    Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
     """
     decrypted = decrypted_entry(key, data, cipher)
     if begins_row(bytes(memoryview(decrypted)[:FRONT_BYTES])):
@@ -47,7 +47,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
 
 
 def kind_of(key: bytes, data: Data, form: Form) -> Kind:
-    """Return the kind of ``data``, all bytes of the entry ``key``, for a store with this form."""
+    """Return the kind of ``data``, the complete entry ``key``, for a store whose entries have the format ``form``."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:
         return kind
@@ -62,7 +62,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
 
 
 class KeySet:
-    """Keys of entries that were already examined and need no second look."""
+    """A bounded set of keys whose entries have been examined already."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -71,7 +71,7 @@ class KeySet:
         return key in self._keys
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Remember ``keys``; beyond a limit the oldest ones are forgotten."""
+        """Add ``keys``. If the set has become too large, all earlier keys are forgotten."""
         if len(self._keys) > _MAX_KEYS:
             self._keys = set()
         self._keys.update(keys)

@@ -1,8 +1,8 @@
-"""Read entries with the same layout fast: only the first header is parsed.
+"""A fast path for entries with the same layout, which parses only the first header.
 
-A chunk's header differs from the next chunk's in its digests, its start and the feature that names it. A template is built from an entry
-that was read and checked in full. Another entry matches it if every other byte before its payload is the same; its tensors then have the
-same offsets as in the first entry.
+The headers of two chunks differ only in the digests, the start and the feature that names the chunk. A template is built from an entry
+that has been read and checked in full. Another entry matches the template if all other bytes before its payload are the same. Its tensors
+then have the same offsets.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from kvpack.file.header import Header, SideEntry
 
 StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""Name, dtype, shape, strides and first element (of the file as an array of that dtype)."""
+"""A stream's name, dtype, shape, strides and offset, in elements of the dtype from the beginning of the file."""
 
 
 _RAW_STREAMS = {POSITIONS, VALUES}
-"""The streams with a row per entry that entries which match may have: as many rows, at other tokens. Most chunks have none."""
+"""The optional streams that matching entries may have, for raw tokens. Their sizes must be the same, but not their contents."""
 
 
 @dataclass(frozen=True)
 class SideTemplate:
-    """The part of a side that all entries matching a template share."""
+    """The parts of one layer's keys or values that all entries matching a template have in common."""
 
     entry: SideEntry
     streams: tuple[StreamView, ...]
     template: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
-        """Return the side of an entry; ``arrays`` contains all of its bytes by dtype."""
+        """Return the keys or values of a matching entry. ``arrays`` has the entry's bytes as a tensor of each dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         return Side(
             self.template.codec, (PackedRun(self.template.codec, self.entry.runs[0], streams),), self.template.tail, self.template.window
@@ -58,7 +58,7 @@ class SideTemplate:
 
 @dataclass(frozen=True)
 class EntryTemplate:
-    """The bytes that entries have in common, and the offsets of their tensors."""
+    """The bytes that matching entries have in common, and the offsets of their tensors."""
 
     size: int
     text: bytes
@@ -73,7 +73,10 @@ class EntryTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
-        """Build the template of a file with one run per side, as a chunk has, and without filters; None for any other."""
+        """Build a template from the file of a chunk and its cache.
+
+        Returns None unless the file has one packed run per side, without a raw tail, and no filters.
+        """
         header = file.header
         if any(tensor.filter != "none" for tensor in header.tensors):
             return None
@@ -123,7 +126,7 @@ class EntryTemplate:
         return header[self.feature_place]
 
     def cache(self, data: memoryview, start: int) -> Cache:
-        """Return the cache of a matching entry as views of it."""
+        """Return the cache of a matching entry, as views of ``data``."""
         with float32_no_grad(torch.device("cpu")):
             dtypes = {dtype for sides in self.plans for plan in sides if plan for _, dtype, *_ in plan.streams}
             arrays = {dtype: torch.frombuffer(data, dtype=dtype, count=self.size // dtype.itemsize) for dtype in dtypes}
@@ -141,7 +144,7 @@ def _side_template(file: File, index: int, name: str, entry: SideEntry, cache: C
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """Return the position of the start in the header, found by encoding another start of the same length."""
+    """Return the bytes of the packed header that encode the start, found by packing the header with another start of the same length."""
     other = header.start ^ 1
     last = int(_differing_bytes(packed, pack_header(dataclasses.replace(header, start=other))).nonzero()[-1])
     length = len(msgpack.packb(header.start))

@@ -1,6 +1,6 @@
-"""Keep a directory within its budget: least recently used entries are evicted first, descendants before ancestors.
+"""Keep a directory within its budget: evict the least recently used entries first, and descendants before ancestors.
 
-Times also order a chain: an ancestor's last use is never earlier than its descendants' (directory.py).
+Ordering entries by last use does both: an ancestor's last use is never earlier than its descendants' (directory.py).
 """
 
 from __future__ import annotations
@@ -28,52 +28,55 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for others that evict or write before it gives up its entry."""
+"""Seconds that a writer waits for other processes to evict or finish entries before it gives up its own."""
 _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
-"""How long a waiting writer sleeps at first, and at most: it takes the CPU from the one that makes room."""
+"""A waiting writer's first and longest sleep. Polling too often would take CPU time from the process that is evicting."""
 
 _LOW_FRACTION, _LOW_ENTRIES = 128, 256
-"""Where there is an index, a writer makes room while 1/128 of the budget, or room for this many entries of its own size, is left."""
+"""With an index, a writer evicts early: when 1/128 of the budget, or room for this many entries of its own size, is left."""
 _FUTILE_SECONDS = 1.0
-"""Seconds before a round that found nothing to remove is repeated while room is left."""
+"""Seconds for which early rounds are skipped after one that found nothing to remove."""
 
 STALE_SECONDS = 3600
-"""The age at which an unfinished file counts as abandoned if no lock tells."""
+"""Age in seconds at which an unfinished file counts as abandoned on file systems without locks."""
 
 FUTURE_NS = 3600 * 10**9
-"""Nanoseconds into the future after which a last use must come from a wrong clock; such entries are evicted first, in order."""
+"""A last use this many nanoseconds in the future must come from a wrong clock. Such entries are evicted first, in order."""
 
 _EXTRA_FRACTION = 64
 """A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
 _MAX_EXTRA = 256
-"""Maximum number of additional entries that an eviction removes if it need not list the folder."""
+"""Maximum number of such extra entries in a round that uses the index."""
 _MAX_PER_ROUND = 384
-"""Maximum number of entries per round, so that a round takes about ten milliseconds."""
+"""Maximum number of entries that a round with the index removes, so that it takes about ten milliseconds."""
 _PAGE_ENTRIES = 64
-"""Entries that are removed before others may change the index."""
+"""Entries that one transaction of the index removes, after which other processes may change the index."""
 _LIST_SECONDS = 0.01
-"""Seconds after which a round lists no other folder that has changed without the index."""
+"""Seconds that a round spends on listing folders that have changed without the index."""
 _ROWS_READ = 256
-"""Rows of the index that are read at once."""
+"""Number of index rows that one query reads."""
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _LOST_FRACTION = 32
-"""If more than this share of a budget is counted but missing, the usage of dead writers is counted again."""
+"""If more than 1/32 of the budget is counted but not found, because writers died, the folder is counted again."""
 
 
 class NoRoom(Exception):
-    """The entry does not fit: stored entries may not be removed, or not in time."""
+    """The signal that an entry does not fit, because the stored entries cannot be removed, or not in time."""
 
 
 class RoundResult(NamedTuple):
-    """The result of a round: whether room is still ``missing``, and unfinished files that may become removable entries."""
+    """The result of an eviction round: ``missing`` is True if there is still too little room.
+
+    ``unfinished`` is the number of unfinished files, which may become removable entries.
+    """
 
     missing: bool
     unfinished: int
 
 
 class Reservation:
-    """The bytes of one entry, reserved before they are written; the entries of ``chain`` are not evicted."""
+    """A reservation of disk space for one entry, before it is written. No entry of ``chain`` is evicted to make room for it."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._protected = evictor, size, set(chain)
@@ -86,14 +89,14 @@ class Reservation:
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
     def release(self) -> None:
-        """Return the reserved bytes of an entry whose unfinished file is gone. Raises OSError."""
+        """Release the reserved bytes after the entry's unfinished file has been removed. Raises OSError."""
         self._evictor.usage.release(self._cost, self._counted)
 
 
 class Evictor:
-    """Makes room in a directory. Any number of processes may request room; one at a time removes entries.
+    """The part of a directory backend that makes room. Any number of processes may request room; one at a time evicts entries.
 
-    ``restore`` puts entry times back in chain order if copying the folder has changed them.
+    ``restore`` corrects the entries' times after the folder has been copied.
     """
 
     def __init__(
@@ -112,9 +115,9 @@ class Evictor:
         self._futile_until = 0.0
 
     def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
-        """Reserve ``size`` bytes once they fit, without removing any of ``protected``; ``on_reserve`` makes the bytes visible to counts.
+        """Reserve ``size`` bytes, evicting entries other than ``protected`` as needed, and return the new count.
 
-        Raises NoRoom and OSError.
+        ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom and OSError.
         """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom
@@ -135,9 +138,9 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
-        """Evict ahead of need, unless another process is evicting; other processes continue with the remaining room.
+        """Evict before room runs out, unless another process is evicting. Other processes can use the remaining room meanwhile.
 
-        ``count`` includes the ``size`` bytes just reserved. Only an index makes a round cheap enough to start early.
+        ``count`` includes the ``size`` bytes just reserved. Without an index, a round would be too expensive to start early.
         """
         if self._max_bytes is None:
             return
@@ -154,7 +157,7 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if a larger budget is in effect that ``size`` more bytes would exceed: others' entries stay."""
+        """Return True if another store's larger budget is in effect, so that this one, being over its own, may not evict entries."""
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
@@ -171,7 +174,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._missing_on_disk(size) <= 0
 
     def _missing_on_disk(self, size: int) -> int:
-        """Return the bytes that the disk lacks for ``size`` more, for unfinished files, and for the minimum to keep free."""
+        """Return how many bytes of disk space are missing for ``size`` more bytes, unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())
@@ -181,7 +184,7 @@ class Evictor:
     def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> RoundResult | None:
         """Sweep, count, and evict until ``size`` more bytes fit; return None if another process is evicting.
 
-        With an index, the count is trusted unless ``recount`` asks for a new one or it does not match the folder.
+        With an index, the folder is counted again only with ``recount``, or if the count does not match the index.
         """
         with self._try_lock() as locked:
             if not locked:
@@ -206,7 +209,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Try to acquire an advisory lock, which ends with its process; only evictors use it."""
+        """Try to acquire the evictors' advisory lock, which ends with the process; yield True if it was acquired."""
         descriptor = self._open_lock()
         try:
             self.folder.trust.assign_owner(descriptor)
@@ -225,7 +228,10 @@ class Evictor:
             return os.open(path, flags, 0o600)
 
     def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[RoundResult, int, int]:
-        """Evict until ``size`` more bytes fit into ``budget``, except ``protected``; also return the remaining bytes and entries."""
+        """List the folder, and evict entries other than ``protected`` until ``size`` more bytes fit into ``budget``.
+
+        Returns the result, the remaining bytes, and the number of entries before the eviction.
+        """
         # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
         pending, cost = self._pending_bytes(), self.folder.cost
         latest = time.time_ns() + FUTURE_NS
@@ -239,10 +245,10 @@ class Evictor:
         return RoundResult(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
-        """Evict like ``_evict``, with the index and the count ``usage_before``; return None if they do not match the folder.
+        """Evict like ``_evict``, using the index and the count ``usage_before``; return None if they do not match the folder.
 
-        Rows that do not match the folder yet are a hint that is nearly always good enough. Folders that have changed without the index
-        are listed once there is room, because others wait for it.
+        Rows that are out of date are nearly always good enough. Folders that have changed without the index are listed after there is room,
+        because other writers wait for it.
         """
         if not self._index.exists:
             return None
@@ -254,7 +260,7 @@ class Evictor:
         return result
 
     def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
-        """Evict entries of which there are rows; return None if these account for much less than the count."""
+        """Evict entries that the index has rows for; return None if the rows account for much less than the count."""
         pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
@@ -272,11 +278,11 @@ class Evictor:
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
             freed = self._remove(order, excess, protected, min(totals.entries // _EXTRA_FRACTION, _MAX_EXTRA), _MAX_PER_ROUND, usage_before)
-        # Where more is to go, others have their turn first.
+        # If more must be evicted, other processes may run a round first.
         return RoundResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
-        """Return the disk space that each unfinished file will need."""
+        """Return the disk space that each unfinished file takes or has reserved."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
@@ -308,7 +314,7 @@ class Evictor:
         return freed
 
     def _next_page(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """Return the next keys: enough entries to free the ``missing`` bytes, or one page."""
+        """Return the next keys to remove: enough to free ``missing`` bytes, but at most one page."""
         page: list[bytes] = []
         while missing > 0 and len(page) < _PAGE_ENTRIES and (batch := next(removable, None)) is not None:
             page.append(batch[0])
@@ -316,7 +322,7 @@ class Evictor:
         return page
 
     def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
-        """Remove entries, subtract their disk space from the count ``usage_before``, if given, and return it."""
+        """Remove entries and return the disk space freed, which is also subtracted from the count ``usage_before``, if given."""
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
@@ -326,7 +332,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove unfinished files whose writer has ended: they are not locked or, without locks, they are old."""
+        """Remove unfinished files of dead writers: those that are not locked or, on file systems without locks, are old."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
@@ -336,15 +342,16 @@ class Evictor:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                # Another user's that is not the group's yet has only just been made.
+                # A file of another user that does not belong to the group yet has only just been created.
                 if self.folder.trust.trusted_group is None or not isinstance(error, PermissionError):
                     self._counters.fault("sweep", error)
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """Yield keys and sizes of entries: first those whose last use is after ``latest_ns``, then the others, least recently used first.
+    """Yield keys and sizes of entries: first those last used after ``latest_ns``, then the others, least recently used first.
 
-    A use only makes a time later, so an entry whose file still has the time of its row precedes all that follow. Later times are recorded.
+    Uses only make a file's time later than its row's. So if the two are equal, the entry precedes all that follow. Later times are recorded
+    in the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []
@@ -358,7 +365,7 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
             try:
                 used = os.stat(folder.path(key), follow_symlinks=False).st_mtime_ns
             except OSError:
-                # It is gone: whoever removes it corrects the row.
+                # The entry is gone. The process that removed it corrects the row.
                 used = recorded
             if used == recorded:
                 yield key, size

@@ -1,6 +1,6 @@
-"""Expiry of a folder's entries: an end for each entry, which needs no file of its own (spec/store.md, Expiry).
+"""Expiry of a folder's entries, which is stored in the files' access times (spec/store.md, Expiry).
 
-An entry with an end has an access time later than its modification time, the last use, by a whole number of seconds: the ``ttl`` of the
+The access time of an entry that expires is later than its modification time, the last use, by a whole number of seconds: the ``ttl`` of the
 store that last used it.
 """
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 SECOND_NS = 10**9
 MAX_TTL = 10**9
-"""The longest ``ttl`` in seconds, 31 years: times after it are beyond what some file systems keep."""
+"""The longest ``ttl`` in seconds, about 31 years. Some file systems cannot store much later times."""
 _STEP_SECONDS = 0.005
-"""Seconds that one put searches for expired entries."""
+"""Maximum number of seconds that one put spends on searching for expired entries."""
 _TIME_SHARE = 64
-"""A store spends at most this fraction (one in ...) of its time on searches for expired entries."""
+"""A store spends at most 1/64 of its time on searching for expired entries."""
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 
@@ -35,21 +35,21 @@ def pass_seconds(ttl: int) -> float:
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
-    """Return the access and modification times of an entry used at ``used_ns``."""
+    """Return the access and modification times, in nanoseconds, for the file of an entry used at ``used_ns``."""
     return used_ns + (0 if ttl is None else min(ttl, MAX_TTL) * SECOND_NS), used_ns
 
 
 def has_expired(status: os.stat_result) -> bool:
-    """Return True if an entry has an end that has passed."""
+    """Return True if an entry has expired."""
     lifetime = status.st_atime_ns - status.st_mtime_ns
-    # A file system that keeps whole seconds only tells nothing of ends.
+    # On a file system with times in whole seconds, the difference means nothing.
     return lifetime > 0 and lifetime % SECOND_NS == 0 and status.st_mtime_ns % SECOND_NS != 0 and status.st_atime_ns <= time.time_ns()
 
 
 class Expiry:
-    """Removes the expired entries of ``folder``, whoever stored them, by ``delete``; pinned entries stay.
+    """The part of a directory backend that removes the expired entries of all writers with ``delete``. Pinned entries stay.
 
-    ``step`` is called at every put, and occasionally does some work, unless ``ttl`` is None. It holds no lock.
+    ``step`` is called at every put, and does some work now and then, unless ``ttl`` is None. It takes no lock.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """Search some of the folders if it is time to."""
+        """Search the next folders if it is time to."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return

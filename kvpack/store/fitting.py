@@ -1,4 +1,4 @@
-"""Check that a cache and a chunk size fit an identity; anything else could never be stored."""
+"""Check that a cache, its token ids and the chunk size fit a store's identity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpack.identity.identity import Identity
 
 _ANY_DIM = 128
-"""A head dim that every codec takes; token groups do not depend on the head dim."""
+"""A head dim that every codec supports. Token groups do not depend on the head dim."""
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
@@ -31,7 +31,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
     model = identity.header_model
     if not isinstance(cache, Cache):
-        raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: kvpack.pack makes one")
+        raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: create one with kvpack.pack")
     if cache.start:
         raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
     if canonical_recorded_text(cache.recipe) != identity.recipe:
@@ -40,11 +40,11 @@ def check_cache(cache: Any, identity: Identity) -> None:
     same_weights_kind = bool(digest_kind and identity.weights_of_kind(digest_kind))
     for name, value in cache.model.items():
         if name == "name" and same_weights_kind:
-            # The same weights may be in another folder.
+            # The weights' digests are compared instead: the same weights may be in another folder.
             continue
         other = model.get(name, value)
         if name == "weights" and digest_kind:
-            # A digest of one kind tells nothing of one of another, or of a revision.
+            # Digests of different kinds, or a digest and a revision, cannot be compared.
             other = identity.weights_of_kind(digest_kind) or value
         if other != value:
             raise InvalidParameter(f"the cache's model has {name} {value!r}, but the store's identity has {other!r}")
@@ -64,28 +64,28 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` are the cache's own, or one per token for a cache without ids."""
+    """Raise InvalidParameter unless ``ids`` match the ids that the cache knows, or, for a cache without ids, have one per token."""
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(known))
     if known[:shared_bytes] != ids[:shared_bytes]:
         stored, given = (memoryview(data)[:shared_bytes].cast("I").tolist() for data in (known, ids))
         token = next(index for index, pair in enumerate(zip(stored, given, strict=True)) if pair[0] != pair[1])
         raise InvalidParameter(
-            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids has {given[token]} there: pass the ids "
+            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids[{token}] is {given[token]}: pass the ids "
             "that the cache was computed from"
         )
     if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
-            f"token_ids has {count} ids and the cache holds {cache.tokens} tokens: expected the ids of its tokens, one for each from "
-            "the first on. Cut the longer, as token_ids[:n] or cache[:, :n], where both begin with the same tokens; if a "
-            "sliding window has dropped the first tokens, compute the prompt with kvpack.prefill, which keeps them"
+            f"token_ids has {count} ids, but the cache has {cache.tokens} tokens: expected one id for each token. If both begin with the "
+            "same tokens, cut the longer one, as in token_ids[:n] or cache[:, :n]. If a sliding window has dropped the first tokens, "
+            "compute the prompt with kvpack.prefill, which keeps them"
         )
 
 
 def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
-    """Return the states of ``cache`` at chunk ends within ``packed`` tokens, by position.
+    """Return the states that ``cache`` has at the ends of chunks within its first ``packed`` tokens, by position.
 
-    Raises InvalidParameter if there are none although there is a whole chunk.
+    Raises InvalidParameter if there is at least one whole chunk, but there are no such states.
     """
     from kvpack.cache.cache import all_states
 
@@ -94,7 +94,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
     if not result and packed >= chunk:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
-            f"the model keeps states, but the cache has {held}: a store needs states at multiples of {chunk} tokens: compute the prompt "
+            f"the model keeps states, but the cache has {held}. A store needs states at multiples of {chunk} tokens: compute the prompt "
             f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
         )
     return result
@@ -111,20 +111,20 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter if a chunk depends on more than token ids and ``digests`` lacks the first such chunk."""
+    """Raise InvalidParameter if a chunk depends on more than its token ids, but has no digest of its other inputs."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
         index = start // chunk
         if index < len(digests) and not digests[index]:
             raise InvalidParameter(
-                f"{text}: token ids do not determine the cache's keys and values. Give inputs=, for each chunk of {chunk} tokens a digest "
-                f"of what else it was computed from (b'' for none), with one for chunk {index}"
+                f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs=: for each chunk of {chunk} tokens, a "
+                f"digest of its other inputs, or b'' if it has none. Chunk {index} needs one"
             )
 
 
 def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the inputs of a loaded cache of the token ``ids``; storing it again needs the same ``digests``."""
+    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save it again, the same ``digests`` must be passed."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -1,11 +1,11 @@
-"""The files of a directory of entries: their paths, listing and removal.
+"""The files of a directory backend: their paths, listing and removal.
 
 <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
 <root>/unfinished/       files being written, locked by their writers
-<root>/holds/            one file per pinned chain and owner: its keys, and up to when it is pinned
-<root>/pins/             one file per chain pinned by an earlier version: its keys
-<root>/usage, lock       the counts of disk_usage.py, and the evictor's lock
-<root>/index.db          what index.py knows of the entries
+<root>/holds/            one file per pinned chain and owner: the chain's keys, and when the pin ends
+<root>/pins/             one file per chain pinned by an earlier version: the chain's keys
+<root>/usage, lock       the count of disk_usage.py, and the evictors' lock
+<root>/index.db          the index of index.py
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 MIN_BLOCK = 4096
-"""The block of nearly every file system, and the least that a file of a byte is counted as."""
+"""The block size of nearly every file system in bytes, and the smallest size that a non-empty file is counted as."""
 _MAX_BLOCK = 65_536
-"""Network mounts call their requests' size a block."""
+"""Larger block sizes are ignored: network mounts report the size of their requests."""
 
 
 def block_bytes(path: str) -> int:
-    """Return the block size of the disk of a file below ``path``, which need not exist yet.
+    """Return the block size of the file system with ``path``, which need not exist yet.
 
-    Machines that share a folder over a network use the same number, however each of them mounts it.
+    For a network file system it is always ``MIN_BLOCK``, so that all machines that share a folder agree.
     """
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -47,7 +47,7 @@ def block_bytes(path: str) -> int:
 
 
 def allocated_bytes(*paths: str) -> int:
-    """Return the disk space of these files and folders; missing ones count as 0."""
+    """Return the disk space allocated to files and folders, in bytes. Missing ones count as 0."""
     total = 0
     for path in paths:
         try:
@@ -67,7 +67,7 @@ _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
 class Folder:
-    """The files below ``root``. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
+    """The folder ``root`` of a directory backend. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
 
     def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
@@ -80,7 +80,7 @@ class Folder:
 
     @cached_property
     def block(self) -> int:
-        """Block size to which file sizes are rounded up."""
+        """The block size, in bytes, to which file sizes are rounded up."""
         return block_bytes(self.root)
 
     def cost(self, size: int) -> int:
@@ -88,7 +88,7 @@ class Folder:
         return -(-size // self.block) * self.block
 
     def overhead(self) -> int:
-        """Return the disk space of the folders, and of files other than entries."""
+        """Return the disk space of the folders, and of files that are not entries."""
         top_folders = [f"{self.root}/{first:x}" for first in range(16)]
         extra = [f"{self.root}/{name}" for name in OTHER_FILES]
         return allocated_bytes(
@@ -101,7 +101,7 @@ class Folder:
         return [f"{self.root}/{folder}" for folder in ENTRY_FOLDERS]
 
     def missing_folder_bytes(self, path: str) -> int:
-        """Return the bytes of the missing folders that an entry at ``path`` needs."""
+        """Return the disk space of the folders that must be created for an entry at ``path``."""
         leaf = os.path.dirname(path)
         missing = sum(not os.path.isdir(folder) for folder in (self.root, self.unfinished_folder, os.path.dirname(leaf), leaf))
         if not missing:
@@ -117,7 +117,7 @@ class Folder:
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
     def remove(self, path: str) -> int | None:
-        """Unlink an entry and return its size in bytes, or None."""
+        """Unlink an entry and return its size in bytes; None if it does not exist or cannot be removed, which is counted as a fault."""
         try:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
@@ -134,17 +134,17 @@ class Folder:
             yield from self.entries(folder)
 
     def entries(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield (key, status) of every entry in one of ``ENTRY_FOLDERS``. Other files, for which ``path`` has no key, are ignored."""
+        """Yield (key, status) of every entry in ``folder``, one of ``ENTRY_FOLDERS``. Other files are ignored."""
         for name, status in regular_files(os.path.join(self.root, folder), self._counters):
             if _ENTRY_NAME.fullmatch(name) and folder == f"{name[0]}/{name[1]}":
                 yield bytes.fromhex(name), status
 
     def entries_of(self, folder: int) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Yield ``entries`` of the folder for keys whose first byte is ``folder``."""
+        """Yield (key, status) of every entry whose key's first byte is ``folder``."""
         return self.entries(ENTRY_FOLDERS[folder])
 
     def keys_in(self, folder: int) -> list[bytes]:
-        """Return the keys of the entries in such a folder. Raises OSError."""
+        """Return the keys of all entries whose first byte is ``folder``, without their status. Raises OSError."""
         try:
             with os.scandir(self.entry_folders[folder]) as listing:
                 keys_in = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""Owners and ends of pins, and the bytes of a pin, which are the same in folders, in object stores and on Redis."""
+"""Pins as bytes, which are the same in folders, in object stores and on Redis, and the owners and ends of pins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PIN_SECONDS = 86_400
-"""Seconds that a pin lasts by default, so that a forgotten pin does not block a store for longer."""
+"""Seconds that a pin lasts by default, so that a forgotten pin does not occupy a store for longer."""
 MAX_OWNER = 256
 """Maximum number of bytes of an owner's name."""
 _MAGIC = b"kvphold1"
@@ -29,7 +29,7 @@ _DIGEST_BYTES = 8
 
 
 def make_hold(owner: Any, seconds: Any) -> Hold:
-    """Create a hold for ``seconds`` seconds by ``owner`` (None: this process). Raises InvalidParameter."""
+    """Return the terms of a pin by ``owner`` (None: this process) that ends in ``seconds`` seconds. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -38,7 +38,7 @@ def make_hold(owner: Any, seconds: Any) -> Hold:
 
 
 def validate_owner(owner: Any) -> str | None:
-    """Return the name of an owner. Raises InvalidParameter for an invalid name."""
+    """Return ``owner``, or raise InvalidParameter if it is neither None nor a valid name."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
@@ -47,18 +47,18 @@ def validate_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return the bytes that distinguish an owner's pin of a chain from those of other owners."""
+    """Return a short digest of an owner's name, which distinguishes its pin of a chain from other owners' pins."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
 def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
-    """Return the bytes of a pin (spec/store.md, Pins)."""
+    """Encode a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
 
 
 def parse_hold(name: str, data: bytes) -> Pin:
-    """Parse the pin in ``data``, in effect or not. Raises InvalidHeader."""
+    """Parse the pin in ``data``, which may have ended; ``name`` is for messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])
@@ -69,13 +69,13 @@ def parse_hold(name: str, data: bytes) -> Pin:
 
 
 def parse_old_pin(data: bytes) -> Pin | None:
-    """Parse a pin of an earlier version, which consists of keys only; None without a key."""
+    """Parse a pin of an earlier version, which consists of keys only; return None if it has no key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 
 
 def split_keys(data: bytes) -> tuple[bytes, ...]:
-    """Return the complete keys in ``data``, which are concatenated."""
+    """Split concatenated keys. An incomplete last key is dropped."""
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
 
 

@@ -1,7 +1,7 @@
-"""An SQLite index of a folder's entries: a hint that makes listing all entries cost only as much as has changed (spec/store.md, Folder).
+"""An SQLite index of a folder's entries, with which listing all entries only costs as much as has changed (spec/store.md, Folder).
 
-Whoever puts or removes an entry changes its row in the same transaction, and notes the time of the entry's folder there. If a folder has
-another time, someone without the index changed it, or was killed while changing it: its entries are listed again.
+A writer that puts or removes an entry updates its row, and the modification time of its subfolder, in one transaction. If a subfolder has
+another time than in the index, a process changed it without the index or was killed while changing it, and the subfolder is listed again.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 MIN_ENTRIES = 4096
-"""A folder of fewer entries has no index: it is listed as fast."""
+"""Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""
 _VERSION = 1
 WAIT_SECONDS = 0.05
-"""Seconds that a writer waits for another; without the index, it continues, and notes what it has changed."""
+"""Seconds that a writer waits for the index while others use it. It then continues, and updates the index later."""
 _POLL_SECONDS = 0.001
-"""SQLite's own waiting grows to many times what a transaction takes."""
+"""The interval in seconds at which a busy index is tried again. SQLite's own intervals grow to many times a transaction's duration."""
 _MAX_MISSED = 1024
-"""The most changes that wait to be indexed; the folders of others are listed again."""
+"""Maximum number of changes that wait to be indexed. The subfolders of dropped changes are listed again."""
 _MAX_LISTINGS = 2
-"""How often a folder that others change is listed before they have to wait."""
+"""How often a subfolder that keeps changing is listed before its writers have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 _NUMBER_BYTES = 8
-"""The bytes of a key that are its row's number, so that the rows of a folder, which its first byte names, are together."""
+"""The first bytes of a key, which are its row's number. The first byte names the subfolder, so a subfolder's rows are contiguous."""
 _SCHEMA = """
 CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
 CREATE TABLE entries (id INTEGER PRIMARY KEY, rest BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, about INTEGER);
@@ -50,11 +50,11 @@ CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 """
 
 IndexRow = tuple[int, bytes, int, int]
-"""Number, the rest of the key, bytes, last use: as old as it was when it was noted."""
+"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use when the row was written, in nanoseconds."""
 
 
 class IndexTotals(NamedTuple):
-    """Number of entries, their bytes, and their disk space."""
+    """The number of indexed entries, their bytes, and their disk space."""
 
     entries: int
     size: int
@@ -62,14 +62,17 @@ class IndexTotals(NamedTuple):
 
 
 class FolderListing(NamedTuple):
-    """The contents of a folder: its inode and change time, and for each entry number the rest of the key, bytes and last use."""
+    """The contents of a subfolder: its inode and modification time, and the fields of its entries' rows by row number."""
 
     state: tuple[int, int]
     entries: dict[int, tuple[bytes, int, int]]
 
 
 class MissedChange(NamedTuple):
-    """A change of the entry ``key`` that the index has missed: its description, and the states of its folder before and after."""
+    """A change of the entry ``key`` that is not indexed yet.
+
+    ``about`` is the entry's descriptive text; ``before`` and ``after`` are the inode and modification time of its subfolder.
+    """
 
     key: bytes
     about: str | None
@@ -78,7 +81,7 @@ class MissedChange(NamedTuple):
 
 
 class Index:
-    """The index of ``folder``, if it exists or ``build`` creates it. It is safe to use from any thread, and after a fork."""
+    """The index of ``folder``, if it exists or ``build`` creates it. Safe to use from any thread, and after a fork."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder, self._path = folder, os.path.join(folder.root, INDEX_FILES[0])
@@ -86,12 +89,12 @@ class Index:
         self._connection: sqlite3.Connection | None = None
         self._node = self._pid = 0
         self._inherited: list[sqlite3.Connection] = []
-        # The numbers of texts, as far as they were committed.
+        # Committed ids of descriptive texts.
         self._text_ids: dict[str, int] = {}
         self._missed_changes: list[MissedChange] = []
 
     def build(self) -> None:
-        """Create the index unless there is one; folders of other users and network folders get none."""
+        """Create the index unless there is one, or the folder belongs to another user or is on a network file system."""
         if not self._folder.trust.private:
             return
         with contextlib.suppress(OSError):
@@ -111,14 +114,14 @@ class Index:
 
     @property
     def exists(self) -> bool:
-        """True if there is an index to query."""
+        """True if there is an index that can be queried."""
         result = False
         with self._guard():
             result = self._open() is not None
         return result
 
     def close(self) -> None:
-        """Release the connection; the next call opens another."""
+        """Close the connection. The next call opens another."""
         if self._missed_changes:
             with self._guard(), self._transaction():
                 pass
@@ -126,9 +129,9 @@ class Index:
             self._disconnect()
 
     def add(self, key: bytes, size: int, used_ns: int, about: str | None, rename: Callable[[], None]) -> None:
-        """Call ``rename``, which gives an entry its name, and index the entry with its descriptive text, if known.
+        """Call ``rename``, which moves an entry's file to its final name, and index the entry with its descriptive text ``about``.
 
-        Exceptions of ``rename`` propagate.
+        Exceptions raised by ``rename`` propagate.
         """
         done, number = False, None
 
@@ -151,7 +154,10 @@ class Index:
                 once()
 
     def remove(self, keys: Sequence[bytes], unlink: Callable[[bytes], int | None]) -> dict[bytes, int]:
-        """Call ``unlink``, which returns the size of a removed entry, for each of ``keys``, and remove those entries from the index."""
+        """Call ``unlink`` for each of ``keys``, remove the entries from the index, and return the sizes of the removed entries by key.
+
+        ``unlink`` returns the size of the entry that it removed, or None.
+        """
         removed: dict[bytes, int] = {}
         done = 0
         with self._guard(), self._transaction() as connection:
@@ -171,16 +177,16 @@ class Index:
         return removed
 
     def matches(self) -> bool:
-        """Return True if there is an index, and no folder has changed since it was indexed."""
+        """Return True if there is an index, and no subfolder has changed since it was indexed."""
         result = False
         with self._guard():
             result = self._stale_folders() == []
         return result
 
     def refresh(self, seconds: float | None = None) -> bool:
-        """List folders that other processes have changed, beginning none after ``seconds``; return True if the index then matches.
+        """List the subfolders that have changed since they were indexed; return True if the index now matches the folder.
 
-        Within ``seconds``, a folder that others change meanwhile is left for later; without a limit, they wait.
+        With a time limit of ``seconds``, subfolders that keep changing are skipped. Without one, their writers are made to wait.
         """
         current = False
         with self._guard(), contextlib.suppress(OSError):
@@ -188,7 +194,7 @@ class Index:
                 with self._transaction():
                     pass
             stale = self._stale_folders()
-            # If the time is short, each has its turn.
+            # Start at a different subfolder each time, so that with little time each is listed eventually.
             first = time.monotonic_ns() % (len(stale or ()) or 1)
             deadline = time.monotonic() + (seconds or 0)
             for folder in (*(stale or ())[first:], *(stale or ())[:first]):
@@ -198,7 +204,10 @@ class Index:
         return current
 
     def check_next(self) -> None:
-        """Compare the names of one folder, a different one at each call, with its rows: two changes at one moment leave the same time."""
+        """Compare the names in one subfolder, the next one at each call, with its rows.
+
+        This finds changes that the modification time does not show, because two happened within one tick of the clock.
+        """
         with self._guard(), contextlib.suppress(OSError):
             with self._transaction() as connection:
                 if connection is None:
@@ -207,7 +216,7 @@ class Index:
                 self._set_note(connection, "next", folder + 1)
             state, names = self._folder_state(folder), {_number(key) for key in self._folder.keys_in(folder)}
             rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
-            # What changes meanwhile is in order, or is found when it is this folder's turn again.
+            # A subfolder that changed meanwhile is checked again when its turn comes.
             if rows != names and state == self._folder_state(folder):
                 self._refresh_folder(folder, wait=False)
 
@@ -220,7 +229,7 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], before: int) -> list[IndexRow]:
-        """Return ``count`` rows whose last use and number follow ``after``, least recently used first, up to the time ``before``."""
+        """Return up to ``count`` rows, least recently used first: those after the pair ``after`` (last use, number), up to ``before``."""
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()
@@ -229,13 +238,13 @@ class Index:
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
-        """Record when rows, by number, were last used: (time, number)."""
+        """Update the last uses of rows, given as pairs (time in nanoseconds, row number)."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Store a number and return the previous one."""
+        """Store the number ``value`` under ``name``, and return the previous one (0 if there was none); None without an index."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 old = self._note(connection, name)
@@ -244,7 +253,7 @@ class Index:
         return None
 
     def abouts(self) -> list[tuple[str | None, int, int]] | None:
-        """Return (text, entries, bytes) for every text passed to ``describe``; the text is None for entries without one."""
+        """Return (text, entries, bytes) for each descriptive text in the index. The text is None for entries without one."""
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guard():
             connection = self._open()
@@ -253,7 +262,7 @@ class Index:
         return None
 
     def undescribed(self, also_like: str = "") -> list[StoredEntry]:
-        """Return the entries without a description, and those whose text is like ``also_like``."""
+        """Return the entries without a descriptive text, and those whose text matches the SQL pattern ``also_like``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
             "WHERE about IS NULL OR about IN (SELECT about FROM abouts WHERE text LIKE ?)"
@@ -268,7 +277,7 @@ class Index:
         return []
 
     def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
-        """Store descriptions of entries, by key; an entry never changes."""
+        """Store the descriptive texts of entries, given as pairs (key, text). Entries never change, so the texts stay valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
@@ -277,32 +286,32 @@ class Index:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Enter one thread at a time; a fault of SQLite ends the block, and a corrupt index is removed."""
+        """Let one thread at a time run the block. An error of SQLite ends the block, and a corrupt index is removed."""
         with self._lock:
             try:
                 yield
             except sqlite3.OperationalError:
-                # It is busy, or the disk is full.
+                # The index is busy, or the disk is full.
                 return
             except sqlite3.Error:
                 self._discard()
 
     def _discard(self) -> None:
         self._disconnect()
-        # The log first: with another index it would be taken for that one's.
+        # The log must go first: left behind, it would be applied to the next index.
         for name in reversed(INDEX_FILES):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _open(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """Return the connection to the file that currently has the index's name. Raises sqlite3.Error."""
+        """Return a connection to the current index file; None if it does not exist or cannot be trusted. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
                 return self._connection
             self._disconnect()
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
-            # The folder is asked, not the file: closing any descriptor of the file would end SQLite's locks on it.
+            # Checks use paths, not a descriptor: closing any descriptor of the file would release SQLite's locks on it.
             if not self._folder.trust.private or not is_own or not is_on_one_host(self._folder.root):
                 return None
         except OSError:
@@ -311,7 +320,7 @@ class Index:
         connection = sqlite3.connect(self._path, timeout=_POLL_SECONDS, isolation_level=None, check_same_thread=False)
         self._connection, self._node, self._pid = connection, status.st_ino, os.getpid()
         connection.execute("PRAGMA journal_mode = WAL")
-        # What a loss of power leaves of it is not used: see the note of the machine's run.
+        # An index from before a power loss is not used: see the note "run", which is checked below.
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
@@ -330,16 +339,16 @@ class Index:
         if self._pid == os.getpid():
             self._connection.close()
         else:
-            # The parent's: closing it here would end the parent's locks.
+            # The connection belongs to the parent process. Closing it here would release the parent's locks.
             self._inherited.append(self._connection)
         self._connection = None
         self._text_ids, self._missed_changes = {}, []
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Enter a write transaction; yields None if the lock could not be acquired in time. Raises sqlite3.Error.
+        """Enter a write transaction; yield None if the lock could not be acquired in time. Raises sqlite3.Error.
 
-        Changes that were missed before are indexed first.
+        Changes that were missed earlier are indexed first.
         """
         connection = self._open(new=new)
         if connection is None or not self._try_begin(connection):
@@ -357,7 +366,7 @@ class Index:
             raise
 
     def _try_begin(self, connection: sqlite3.Connection) -> bool:
-        """Begin a transaction; return False if others did not let it begin in time."""
+        """Begin a write transaction; return False if other processes kept the index locked for too long."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
@@ -370,7 +379,7 @@ class Index:
 
     @contextlib.contextmanager
     def _record_missed(self, key: bytes, about: str | None = None) -> Iterator[None]:
-        """Enter a change of the entry ``key``, described by ``about``, while others keep the index busy; its row follows."""
+        """Enter a change of the entry ``key``, described by ``about``, that is indexed later because the index is busy now."""
         if self._connection is None:
             yield
             return
@@ -381,7 +390,7 @@ class Index:
             del self._missed_changes[:-_MAX_MISSED]
 
     def _index_missed(self, connection: sqlite3.Connection) -> None:
-        """Index the changes that were missed. Their folders match the index again, unless others have changed them since."""
+        """Index the missed changes. Their subfolders then match the index again, unless other processes have changed them since."""
         for key, about, before, after in self._missed_changes:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
@@ -397,7 +406,7 @@ class Index:
 
     @contextlib.contextmanager
     def _update_folder(self, connection: sqlite3.Connection, folder: int) -> Iterator[None]:
-        """Enter a change of a folder and its rows; the folder stays indexed if it matched the index before."""
+        """Enter a change of a subfolder and its rows. The subfolder matches the index afterward if it did before."""
         current = connection.execute("SELECT node, changed FROM folders WHERE folder = ?", (folder,)).fetchone()
         same = current == self._folder_state(folder)
         yield
@@ -405,7 +414,7 @@ class Index:
         connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
 
     def _folder_state(self, folder: int) -> tuple[int, int]:
-        """Return the inode of an entries' folder, and when it was last changed."""
+        """Return the inode and the modification time of a subfolder; (0, 0) if it is missing."""
         try:
             status = os.stat(self._folder.entry_folders[folder])
         except OSError:
@@ -413,7 +422,7 @@ class Index:
         return status.st_ino, status.st_mtime_ns
 
     def _stale_folders(self) -> list[int] | None:
-        """Return the folders that have changed since they were indexed."""
+        """Return the subfolders that have changed since they were indexed; None without an index."""
         connection = self._open()
         if connection is None:
             return None
@@ -424,16 +433,16 @@ class Index:
         ]
 
     def _list_folder(self, folder: int) -> FolderListing:
-        """Read a folder. Raises OSError."""
+        """List a subfolder. Raises OSError."""
         state = self._folder_state(folder)
         entries = self._folder.entries_of(folder)
         return FolderListing(state, {_number(key): (key[_NUMBER_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
-        """Make a folder's rows match its entries, and return True if they then do; correct rows are not written.
+        """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
 
-        Others change the index while the folder is read, and are waited for only if this must be ``wait``. Raises OSError and
-        sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, finally while they are locked out.
+        Raises OSError and sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)
@@ -452,7 +461,7 @@ class Index:
         return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, _numbers_of(folder))}
 
     def _write(self, connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
-        """Write what differs between a listing and the rows of its folder; return False if the rows have changed meanwhile."""
+        """Write the differences between a listing and the rows of its subfolder; return False if the rows have changed meanwhile."""
         entries = listing.entries
         connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
         connection.executemany(
@@ -496,12 +505,12 @@ class Index:
 
 
 def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of a row."""
+    """Return the key of the row ``number`` with the remaining bytes ``rest``."""
     return (number + 2**63).to_bytes(_NUMBER_BYTES, "big") + key_rest
 
 
 def _boot_number() -> int:
-    """Return this boot as an SQLite integer."""
+    """Return the id of the machine's current boot as an SQLite integer."""
     return int.from_bytes(boot_id(), "big", signed=True)
 
 
@@ -511,6 +520,6 @@ def _number(key: bytes) -> int:
 
 
 def _numbers_of(folder: int) -> tuple[int, int]:
-    """Return the first and the last number of a folder's rows."""
+    """Return the first and the last possible number of a subfolder's rows."""
     first = (folder << 56) - 2**63
     return first, first + 2**56 - 1

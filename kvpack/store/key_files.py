@@ -1,4 +1,4 @@
-"""Read the keys of encrypted entries from a file, one per line: its id, then its hexadecimal digits."""
+"""Read encryption keys from a file with one key per line: its id, then its hexadecimal digits."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ MAX_BYTES = 2**20
 
 
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return the keys in a file of lines "ID HEXADECIMAL-DIGITS", starting with the one that encrypts; # begins a comment.
+    """Return the keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
 
-    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may read, an invalid line and a
+    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may access, an invalid line or a
     repeated id.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InvalidParameter(f"{where}: has the mode {mode:04o}, expected 0600: only its owner may read a key file (run chmod 600)")
+        raise InvalidParameter(f"{where}: has the mode {mode:04o}, but only its owner may access a key file: run chmod 600")
     keys: dict[str, bytes] = {}
     lines: dict[str, int] = {}
     for line_number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        # The line is not shown: it is, or nearly is, a secret.
+        # Messages do not quote the line: it may contain the secret.
         try:
             name, digits = words
             key = bytes.fromhex(digits)
         except ValueError:
             raise InvalidParameter(f"{where}: line {line_number} is not an id and a key in hexadecimal digits") from None
         if name in keys:
-            raise InvalidParameter(f"{where}: line {line_number} has the id {name!r} of line {lines[name]}, expected one key per id")
+            raise InvalidParameter(
+                f"{where}: line {line_number} repeats the id {name!r} of line {lines[name]}: use another id for one of the keys"
+            )
         keys[name], lines[name] = key, line_number
     return keys

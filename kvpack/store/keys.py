@@ -1,4 +1,4 @@
-"""The names of entries.
+"""The names (keys) of entries.
 
 A chunk's name is the SHA-256 of length-prefixed fields, including its parent's name (spec/store.md, Keys). A page's name covers its
 namespace, the engine's key and the description (spec/row.md, Entries). A basis is named by the SHA-256 of its file (spec/store.md, Bases).
@@ -28,10 +28,10 @@ PAGE_DOMAIN = b"kvpack-page 2"
 
 KEY_BYTES = 32
 ID_BYTES = 4
-"""A token id is stored as an unsigned 32-bit integer, little-endian."""
+"""Size of a token id, which is stored as an unsigned little-endian 32-bit integer."""
 
 MAX_INPUT_BYTES = 64
-"""Maximum number of bytes of a digest of the inputs besides token ids that a chunk's values depend on."""
+"""Maximum size of the digest of a chunk's other inputs, which its values depend on in addition to the token ids."""
 
 _MAX_ID = 2**32 - 1
 
@@ -44,7 +44,7 @@ def token_bytes(token_ids: Any) -> bytes:
     if isinstance(token_ids, (list, tuple)) and not (token_ids and isinstance(token_ids[0], (list, tuple))):
         return _pack_list(token_ids)
     try:
-        # Tensors without values, or in a form that no array has, fail here.
+        # Meta tensors, and tensors in layouts that NumPy does not support, fail here.
         if hasattr(token_ids, "detach"):
             token_ids = token_ids.detach().cpu()
         ids = numpy.asarray(token_ids)
@@ -55,7 +55,7 @@ def token_bytes(token_ids: Any) -> bytes:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidParameter(f"token_ids are {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
-        raise InvalidParameter(f"token_ids are from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
+        raise InvalidParameter(f"token_ids range from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
     data: bytes = ids.astype("<u4").tobytes()
     return data
 
@@ -64,14 +64,17 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
     try:
         ids = array.array("I", token_ids)
     except (TypeError, OverflowError) as error:
-        raise InvalidParameter(f"token_ids hold a value that is not an integer from 0 to {_MAX_ID}: {error}") from None
+        raise InvalidParameter(f"token_ids contain a value that is not an integer from 0 to {_MAX_ID}: {error}") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """Return one digest for every whole chunk of ``ids``; empty if its token ids determine the chunk."""
+    """Check ``inputs``, the digests of the chunks' other inputs, and return one digest for each whole chunk of ``ids``.
+
+    A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter and InvalidType.
+    """
     tokens = len(ids) // ID_BYTES
     whole_chunks, started_chunks = tokens // chunk, -(-tokens // chunk)
     if inputs is None:
@@ -85,14 +88,14 @@ def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     for index, digest in enumerate(inputs):
         if not isinstance(digest, bytes) or len(digest) > MAX_INPUT_BYTES:
             actual = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"of type {type(digest).__name__}"
-            raise InvalidParameter(f"inputs[{index}] is {actual}, the limit is {MAX_INPUT_BYTES} bytes: give a digest")
+            raise InvalidParameter(f"inputs[{index}] is {actual}, expected a digest of at most {MAX_INPUT_BYTES} bytes")
     return list(inputs[:whole_chunks])
 
 
 def chunk_keys(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-    """Return the key of every whole chunk of ``chunk`` tokens of ``ids`` (as ``token_bytes`` returns them), first chunk first.
+    """Return the key of each whole chunk of ``chunk`` tokens in ``ids`` (as ``token_bytes`` returns them), first chunk first.
 
-    ``root`` is the digest of the identity: the parent of the first chunk. ``inputs`` are as for ``check_inputs``. Raises as it does.
+    ``root`` is the identity's digest, which is the first chunk's parent. ``inputs`` are as for ``check_inputs``, and so are the errors.
     """
     return [key for key, _, _, _ in chunk_links(root, ids, chunk, check_inputs(inputs, ids, chunk))]
 
@@ -102,7 +105,7 @@ ChunkLink = tuple[bytes, bytes, bytes, bytes]
 
 
 def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) -> Iterator[ChunkLink]:
-    """Yield the link of every whole chunk; ``inputs`` has one digest per chunk."""
+    """Yield the key, the parent's key, the token ids and the input digest of each whole chunk. ``inputs`` has one digest per chunk."""
     parent, size = root, chunk * ID_BYTES
     for start, digest in zip(range(0, len(ids) - size + 1, size), inputs, strict=True):
         chunk_ids = ids[start : start + size]
@@ -112,7 +115,7 @@ def chunk_links(root: bytes, ids: bytes, chunk: int, inputs: Sequence[bytes]) ->
 
 
 def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
-    """Return the key of one chunk."""
+    """Return the key of the chunk with the token ``ids`` and the digest ``inputs`` after the chunk with the key ``parent``."""
     fields = length_prefixed(parent) + length_prefixed(ids)
     return hashlib.sha256(fields + length_prefixed(inputs) if inputs else fields).digest()
 
@@ -121,28 +124,28 @@ def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
     """Return the keys of the entries that may contain the basis with SHA-256 ``digest``; the first is the one to write."""
     if cipher is None:
         return [digest]
-    # One entry for each encryption key: one that is no longer at hand must not take the place of a readable one.
+    # Each encryption key has its own entry, so that an entry whose encryption key is lost does not block a readable one.
     return [hashlib.sha256(b"".join(map(length_prefixed, (BASIS_DOMAIN, digest, name, cipher.tenant)))).digest() for name in cipher.ids]
 
 
 def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
-    """Return the SHA-256 of a basis that is the whole decrypted entry ``key``.
+    """Check that ``data``, the decrypted entry ``key``, is the basis that its key names, and return the basis's SHA-256.
 
     Raises DigestMismatch if the key belongs to another basis.
     """
     digest = hashlib.sha256(data).digest()
     if key not in basis_keys(digest, cipher):
-        raise DigestMismatch(f"entry {key.hex()}: damaged: holds a basis with the SHA-256 {digest.hex()}, which has another key")
+        raise DigestMismatch(f"entry {key.hex()}: damaged: its basis has the SHA-256 {digest.hex()}, which belongs to another key")
     return digest
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """Return the name of the entry with the row of ``namespace`` and ``key``, 32 bytes each; pages of other shapes have other names."""
+    """Return the name of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each; ``description`` includes the shape."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 
 def check_page(name: bytes, data: Data) -> None:
-    """Check a row that is the whole entry ``name``."""
+    """Check that ``data``, the decrypted entry ``name``, is the page row of that name. Raises InvalidHeader for another page."""
     where = f"entry {name.hex()}"
     row = memoryview(data)
     frame = check_row(row, where)
@@ -150,4 +153,4 @@ def check_page(name: bytes, data: Data) -> None:
         raise InvalidHeader(f"{where}: has {len(data)} bytes, but its row has {frame.length}")
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if (actual := page_key(frame.namespace, frame.key, description)) != name:
-        raise InvalidHeader(f"{where}: holds the page {actual.hex()}, expected {name.hex()}")
+        raise InvalidHeader(f"{where}: contains the page {actual.hex()}, expected {name.hex()}")

@@ -1,8 +1,8 @@
-"""The last uses of an object store's entries, for stores whose objects have no time that a reader may set.
+"""The last uses of an object store's entries. Readers cannot set the times of objects, so uses are stored in records of their own.
 
-Every user records the chains that it uses, and periodically puts a record of them next to the entries: keys, least recently used first, so
-that every entry comes before its ancestors. The store's own clock dates a record. An evicting writer reads all records and merges them
-(spec/store.md, Object stores). The name of a record contains the number of seconds after which its entries expire.
+Every store instance notes the chains that it uses, and periodically puts a record of their keys, least recently used first, so that every
+entry comes before its ancestors. The object store's clock dates the record. A writer that evicts reads and merges all records
+(spec/store.md, Object stores). A record's name contains the number of seconds after which its entries expire.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 INTERVAL_SECONDS = 60.0
-"""The time between two records of a user; a crash loses the uses noted since the last."""
+"""Seconds between two records of a store instance. A crash loses the uses noted since the last record."""
 GRACE_NS = 3600 * 10**9
-"""An entry that no record names may await its writer's next record if it is younger than this."""
+"""Age in nanoseconds below which an entry that no record names may be waiting for its writer's next record."""
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
-"""Uses whose ages differ by less than this factor may become one record."""
+"""Uses whose ages differ by less than this factor may be merged into one record."""
 _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merge_records>-merge_records)?")
 
 
 class LastUse(NamedTuple):
-    """The last use of an entry, in nanoseconds since 1970, and the seconds after which it then expires, if it does."""
+    """The last use of an entry, in nanoseconds since 1970, and the number of seconds after which it expires (None: never)."""
 
     used_ns: int
     ttl: int | None
@@ -43,7 +43,7 @@ class LastUse(NamedTuple):
 
 
 class UseLog:
-    """The chains that one user has used since its last record, which it puts every ``interval`` seconds. Safe to use from any thread."""
+    """The keys used since the last record, which is put every ``interval`` seconds. Safe to use from any thread."""
 
     def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
         self._interval = interval
@@ -53,7 +53,7 @@ class UseLog:
         self._lock = Lock()
 
     def record_use(self, chain: Sequence[bytes]) -> None:
-        """Record that ``chain``, from its first chunk on, is in use."""
+        """Note a use of ``chain``, which starts with its first chunk."""
         with self._lock:
             if not self._unrecorded:
                 self._since = time.monotonic()
@@ -73,17 +73,16 @@ class UseLog:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return the record of the noted uses, and forget them; empty if there are none."""
+        """Return the record of the noted uses, which may be empty, and start a new one."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
-    """Create a name for a record of uses after which entries expire in ``ttl`` seconds.
+    """Return a new name for a record whose entries expire ``ttl`` seconds after their use (None: never).
 
-    Of two records of a user with the same time, the later one sorts later. A record that merges others is named by the time of its last
-    use.
+    Later records have names that sort later. A merged record is named by the time of its last use, ``merged_ns``.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
     merge_records = "" if merged_ns is None else "-merge_records"
@@ -91,9 +90,9 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
 
 
 def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
-    """Return the keys of all records with their last uses, least recently used first.
+    """Return the last use of each key in ``records``, least recently used first.
 
-    ``records`` are (time of its put, name, record); a record with an incomplete last key counts up to that key.
+    ``records`` are triples (time of the put, name, bytes). An incomplete key at the end of a record is ignored.
     """
     dated = []
     for put_ns, name, record in records:
@@ -110,7 +109,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
 
 
 def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
-    """Merge records by name, equivalent to ``last``, least recently used first: one record for all uses of about the same age."""
+    """Return records by name that contain the uses ``last`` (least recently used first), one record for all uses of about the same age."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -119,10 +118,10 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 
 
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
-    """Return the keys of ``entries`` (key, time of its put) in the order of eviction, leaves before their ancestors.
+    """Return the keys of ``entries`` (key, time of the put) in the order of eviction, descendants before ancestors.
 
-    An entry that no record names comes from a writer that died, or that has yet to record it. Such entries are ordered newest first,
-    because a chain is put from its first chunk on: those of dead writers before recorded entries, the others after.
+    No record names an entry whose writer has died, or has not put its record yet. Old unrecorded entries are evicted before all others, and
+    young ones after. Among them, the newest go first, because a chain's ancestors are put first.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

@@ -1,7 +1,7 @@
 """Leases: if several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
-A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, and at the latest after the
-number of seconds given to the store, so a holder that is dead, or never saves, delays others by no more than that.
+A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, or after the number of
+seconds given to the store, which limits the delay that a dead holder causes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 _PAUSES = (0.005, 0.1)
-"""The first and the longest pause between two tries to take a lease, in seconds."""
+"""The first and the longest pause between two attempts to acquire a lease, in seconds."""
 
 
 class Leases:
-    """The leases held by one store, of ``seconds`` each. Safe to use from any thread, and empty in a forked child."""
+    """The leases that one store holds, each for at most ``seconds``. Safe to use from any thread, and empty in a forked child."""
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
         check_seconds("lease", seconds, ", or None not to wait")
@@ -42,7 +42,10 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Return the result of ``load`` for ``keys`` once nobody else computes the next key; this store then holds that key's lease."""
+        """Call ``load`` for a prefix with ``keys``, and again after waiting for other workers that compute its next chunk.
+
+        On return, this store holds the lease of the first missing chunk, unless nothing is missing or the wait timed out.
+        """
         deadline = time.monotonic() + self._seconds
         waited = False
         cache = load()
@@ -63,13 +66,13 @@ class Leases:
             lease.release()
             cache = load()
             if (0 if cache is None else cache.tokens // chunk) <= count:
-                # It is there, and cannot be read here.
+                # The entry is present, but cannot be read here.
                 break
         self._counters.add("lease_waits", waited)
         return cache
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """End the leases of ``keys``, which are stored now or will not be, and those that have expired."""
+        """Release the leases of ``keys``, and all that have expired."""
         released = set(keys)
         now = time.monotonic()
         with self._lock:
@@ -80,7 +83,7 @@ class Leases:
             lease.release()
 
     def close(self) -> None:
-        """End all leases."""
+        """Release all leases."""
         self.release([*self._held])
 
     def _is_held(self, key: bytes) -> bool:
@@ -94,7 +97,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease of ``key``; None if another holder keeps it until ``deadline``. Also return the number of requests for it."""
+        """Acquire the lease of ``key``, waiting until ``deadline``; return it, or None, and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -107,13 +110,13 @@ class Leases:
 
 
 class FileLease:
-    """A lease of a folder: an empty file among the unfinished ones, locked by its holder."""
+    """A lease in a folder: an empty file in the folder of unfinished files, which its holder keeps locked."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
 
     def release(self) -> None:
-        # Unlinked while it is locked: whoever waits for the lock then finds that the file has no name, and makes another.
+        # The file is unlinked while it is locked, so that the next process that locks it sees that it has no name, and creates another.
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         os.close(self._descriptor)
@@ -135,7 +138,7 @@ def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
             os.utime(descriptor)
             acquired = True
             return FileLease(path, descriptor)
-        # Without locks nobody can wait, and whoever holds the lease for longer does not save.
+        # Nobody waits on a file system without locks, or for a holder that has had the lease for too long.
         late = locked is None or (locked is False and abs(time.time() - status.st_mtime) > seconds)
         return NoLease() if late else None
     finally:

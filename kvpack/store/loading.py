@@ -1,6 +1,6 @@
-"""Load a prefix: entries are decrypted, checked and joined; if a check refuses an entry, the next tier is tried.
+"""Load a prefix: fetch, decrypt, check and join its entries. If a check fails, the next tier's copy of the entry is tried.
 
-Only checked entries are recorded as used and copied to faster tiers.
+Only entries that pass are recorded as used and copied to faster tiers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
-"""The errors that an entry may cause, including torch's out-of-memory errors: each is a miss and is counted."""
+"""The errors that an entry may cause, including torch's out-of-memory errors. Each one is counted, and the entry is a miss."""
 
 _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
-"""Fronts of entries in memory at a time: each keeps a file open, and that of an encrypted entry is the whole entry."""
+"""Maximum number of fronts in memory at a time. Each may keep a file open, and an encrypted entry's front is the whole entry."""
 
 
 class Loader:
-    """Loads chains of one identity's keys, as far as ``windows`` reach; ``before`` are keys that precede the first of every chain."""
+    """A loader of one identity's chains that skips chunks outside all sliding ``windows``. ``before`` are keys that precede every chain."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Loader:
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
         """Return the cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
 
-        ``states_entry`` is an entry with the states that follow the chain; its use is recorded with the chain.
+        ``states_entry`` is the key and the entry of the states after the chain. Its use is recorded together with the chain's.
         """
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
-            # No layer attends to the first chunks: they need to be there, and are not read.
+            # No layer attends to the first chunks. They must be present, but are not read.
             keys = keys[: self._backend.present(keys)]
         while keys:
             first = self._windows.first_chunk(len(keys))
@@ -70,7 +70,7 @@ class Loader:
                 # Layers that the identity does not list attend to all tokens.
                 self._windows = Windows((*self._windows.layers, None), self._windows.chunk)
             if self._windows.first_chunk(count) < first:
-                # From the end of a shorter prefix, windows reach further back.
+                # The windows of a shorter prefix reach back to earlier chunks.
                 keys = keys[:count]
                 continue
             if cache is not None:
@@ -84,7 +84,7 @@ class Loader:
         return None
 
     def _read_chain(self, keys: Sequence[bytes], first: int) -> tuple[list[Cache], list[FoundEntry]]:
-        """Return the caches and the entries of a chain from chunk ``first`` on, up to the first chunk without a valid entry."""
+        """Return the caches and the entries of a chain's chunks, from chunk ``first`` up to the first invalid or missing entry."""
         chunks: list[Cache] = []
         result: list[FoundEntry] = []
         beyond = -1
@@ -96,16 +96,13 @@ class Loader:
             result += entries[: len(read_chunks)]
             if error is None:
                 break
-            # A bad entry must not hide a good one in a slower tier.
+            # A slower tier may have a good copy of the bad entry.
             self._refuse(remaining[len(read_chunks)], entries[len(read_chunks)], error)
             beyond = entries[len(read_chunks)].tier
         return chunks, result
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry.
-
-        Returns None without a valid one.
-        """
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without any."""
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
@@ -117,7 +114,7 @@ class Loader:
         return None
 
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
-        """Return, for each chunk key, True if the states after it are stored here and, judging by their front, readable."""
+        """Return True for each chunk key that is followed by stored states which, judging by their front, can be read here."""
         keys = [states_key(chunk) for chunk in chunks]
         present = self._backend.present_each(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
@@ -131,9 +128,9 @@ class Loader:
         return result
 
     def can_open(self, keys: Sequence[bytes], numbers: Sequence[int]) -> list[bool]:
-        """Return, for each of the existing entries of chunks ``numbers``, True if it can be read here.
+        """Return True for each of ``keys``, the existing entries of the chunks ``numbers``, that can be read here.
 
-        A front is read once; a damaged entry is removed.
+        Each front is read only once. Damaged entries are removed.
         """
         result = [key in self._readable_keys for key in keys]
         requested = [at for at, key in enumerate(keys) if not result[at] and key not in self._suspect_keys]
@@ -168,7 +165,7 @@ class Loader:
         return False
 
     def _read(self, entries: Sequence[FoundEntry], keys: Sequence[bytes], first: int) -> tuple[list[Cache], Exception | None]:
-        """Return the caches of entries up to the first refused one, and its error; ``first`` is the chunk number of the first entry."""
+        """Return the caches of entries up to the first rejected one, and its error. ``first`` is the chunk number of the first entry."""
         decrypted: list[Data] = []
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
@@ -185,7 +182,7 @@ class Loader:
         return chunks, refused
 
     def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
-        """Join ``chunks`` to one cache; chunks that do not continue the previous one are dropped."""
+        """Join ``chunks`` into one cache. A chunk that does not continue the previous one is dropped, with all after it."""
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None
@@ -206,7 +203,7 @@ class Loader:
     def _refuse(self, key: bytes, entry: FoundEntry, error: Exception) -> None:
         self._readable_keys.remove([key])
         if refuse(self._backend, self._counters, key, entry, error):
-            # An entry that cannot be removed cannot be replaced either. Another tier's may be removed after this one.
+            # An entry that is still present could not be removed, or is another tier's copy, which may be damaged too.
             update_suspects = self._suspect_keys.add if self._backend.present([key]) else self._suspect_keys.remove
             update_suspects([key])
 
@@ -214,7 +211,7 @@ class Loader:
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
     """Count a bad entry as a miss; return True if it is damaged.
 
-    A damaged entry is removed to make way for a good one; others may be able to read the rest.
+    Only damaged entries are removed. Other stores may be able to read the others.
     """
     counters.fault("load", error)
     if isinstance(error, Undecryptable):

@@ -31,7 +31,7 @@ _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SECRETS = re.compile(r"//[^/@]*@")
 _TIER_LIST_OPTIONS = {"write_back"}
-"""Options that only a list of tiers supports."""
+"""The options that only a list of tiers supports."""
 
 
 def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
@@ -58,7 +58,7 @@ def _check_options(kind: str, given: Mapping[str, Any], supported: set[str], hin
 
 def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, skip_sweep: bool = False, write_back: bool = False) -> Tiers:
     if not locations:
-        raise InvalidParameter("the location is an empty list, expected at least one tier")
+        raise InvalidParameter("the location is an empty list, expected a list of at least one tier")
     tiers = []
     for location_or_tier in locations:
         tier = location_or_tier if isinstance(location_or_tier, Tier) else Tier(location_or_tier)
@@ -83,7 +83,7 @@ class LocationKind(NamedTuple):
     name: str
     options: set[str]
     schemes: tuple[str, ...]
-    """The beginnings of its locations' URLs."""
+    """The URL prefixes of its locations."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
     """Takes a location, counters, the form of entries, ``skip_sweep`` and the options given."""
@@ -124,7 +124,7 @@ FOLDER = LocationKind(
 def _kind_of(location: Any) -> LocationKind:
     """Return the kind of a location other than a list of tiers. Raises InvalidParameter for a URL of an unknown kind."""
     if isinstance(location, Tier):
-        raise InvalidParameter("the location is a Tier, expected a list of them")
+        raise InvalidParameter("the location is a Tier, expected a list of tiers: put it into a list")
     for kind in KINDS:
         if kind.matches(location):
             return kind
@@ -135,7 +135,7 @@ def _kind_of(location: Any) -> LocationKind:
 
 
 def _folder(location: Any) -> str:
-    """Return the path of a folder, given as a path or a URL."""
+    """Return the path of a folder, given as a path or a file:// URL. Raises InvalidType and InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

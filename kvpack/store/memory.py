@@ -1,4 +1,4 @@
-"""The memory backend: entries in the memory of one process, as the fastest tier."""
+"""The memory backend, which keeps entries in the process's memory, usually as the fastest tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Memory(OneTier):
-    """Entries of at most ``max_bytes`` in total; the least recently used are evicted first, descendants before ancestors."""
+    """A backend with at most ``max_bytes`` of entries. The least recently used are evicted first, and descendants before ancestors."""
 
     private = True
 
@@ -47,7 +47,7 @@ class Memory(OneTier):
         with self._lock:
             data, _ = self._entries.get(key, (None, 0))
         try:
-            # A copy: the caller of load may write to it.
+            # Callers get a copy, because the caches built on it are writable.
             return None if data is None else bytearray(data)
         except MemoryError as error:
             self._counters.fault("get", error)
@@ -118,7 +118,7 @@ class Memory(OneTier):
         """Do nothing: entries stay as long as the store is in use."""
 
     def _in_effect(self) -> Sequence[Pin]:
-        """Return the pins that have not ended, and forget the others."""
+        """Return the pins that are still in effect, and drop the others."""
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 
@@ -140,7 +140,7 @@ class Memory(OneTier):
         return True
 
     def _remove(self, key: bytes) -> int:
-        """Remove an entry, and return its size in bytes; 0 if there was none."""
+        """Remove an entry and return its size in bytes; 0 if there was none."""
         data, _ = self._entries.pop(key, (b"", 0))
         self._total -= len(data)
         return len(data)

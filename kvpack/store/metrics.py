@@ -1,4 +1,4 @@
-"""Metrics of stores in the registry of prometheus_client, if that is installed."""
+"""Export the metrics of stores through prometheus_client, if it is installed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class MeteredStore(Protocol):
-    """A ``Store`` or a ``PageStore``."""
+    """A store with metrics: a ``Store`` or a ``PageStore``."""
 
     def prometheus(self) -> str: ...
 
 
 class Collector:
-    """The collector that prometheus_client calls at each scrape; it returns the metrics of every added store, with its labels."""
+    """A collector that prometheus_client calls at each scrape. It returns the metrics of all added stores, each with its labels."""
 
     def __init__(self) -> None:
         self._stores: list[tuple[MeteredStore, dict[str, str]]] = []
         self._lock = Lock()
 
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
-        """Collect the metrics of ``store`` with ``labels``, which distinguish it from the other stores."""
+        """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores."""
         with self._lock:
             self._stores.append((store, dict(labels or {})))
 
     def remove(self, store: MeteredStore) -> None:
-        """Forget ``store``."""
+        """Stop collecting the metrics of ``store``."""
         with self._lock:
             self._stores = [(other, labels) for other, labels in self._stores if other is not store]
 
@@ -52,8 +52,8 @@ class Collector:
 def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
     """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
-    Returns the collector, to unregister it or to ``add`` further stores, whose ``labels`` must differ. Raises MissingPackage without
-    prometheus_client.
+    Returns the collector, which can be unregistered, and to which more stores can be added with other ``labels``. Raises MissingPackage
+    without prometheus_client.
     """
     try:
         from prometheus_client import REGISTRY
@@ -67,7 +67,7 @@ def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[
 
 @lru_cache(maxsize=1)
 def shared_collector() -> Collector | None:
-    """Return the collector of an engine's process in prometheus_client's own registry; None without prometheus_client."""
+    """Return the process's collector in prometheus_client's own registry, registering it at the first call; None without the package."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:

@@ -1,4 +1,4 @@
-"""The object store backend: S3 and compatible services, Google Cloud Storage, Azure.
+"""The object store backend, for S3 and compatible services, Google Cloud Storage, and Azure.
 
     <prefix>/3/f/3f...e1    an entry, put only if there is none, never changed
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
@@ -6,7 +6,7 @@
     <prefix>/leases/...     the token of the worker that computes the missing chunks (leases.py)
     <prefix>/uses/...       the entries used, the most recent last (last_used.py)
 
-Several requests run at once; after failures requests pause for a while.
+Requests run concurrently, and pause for a while after failures.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ if TYPE_CHECKING:
     from .last_used import LastUse
 
 REQUESTS = 16
-"""The most concurrent requests."""
+"""Maximum number of concurrent requests."""
 PUTS = 8
 """Maximum number of concurrent puts, each of which needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
-"""The age at which a writer counts the stored bytes again, because others write too."""
+"""Seconds after which a writer counts the stored bytes again, because other processes write too."""
 _SLACK = 16
-"""Eviction frees a 16th of the budget more than is needed, so that not every put lists the entries."""
+"""Eviction frees 1/16 of the budget more than needed, so that not every put has to list the entries."""
 _MERGE = 32
-"""One in this many records of uses, at random, is followed by a merge of all."""
+"""After one in 32 records of uses, chosen at random, all records are merged."""
 MAX_RECORDS_BYTES = 256 * 2**20
-"""Maximum number of bytes of all records of uses, or all pins, when they are read: 8 million keys."""
+"""Maximum total size of the records of uses, or of the pins, that are read: 8 million keys."""
 _MAX_SEEN_LEASES = 4096
-"""Maximum number of leases of others whose age is known."""
+"""Maximum number of other workers' leases whose age is remembered."""
 _EARLY_SECONDS = 0.25
 _HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
 
 ListedObject = tuple[str, int, int]
-"""Name, bytes, and time of its put, in nanoseconds since 1970."""
+"""An object's name, its size in bytes, and the time of its put in nanoseconds since 1970."""
 Listing = list[ListedObject]
 ListedEntries = list[tuple[bytes, int, int]]
-"""The same by key."""
+"""Each entry's key, its size in bytes, and the time of its put in nanoseconds since 1970."""
 
 
 class ObjectStore(OneTier):
-    """Entries in an object store, by its URL or as an object of ``obstore.store``.
+    """A backend that keeps entries in an object store, given by its URL or as an object of ``obstore.store``.
 
-    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id; others are taken from the environment,
-    such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer counts again each minute. ``ttl`` is the
-    number of seconds after which an entry expires unless it is put or used again. ``timeout`` is the maximum number of seconds per request.
+    ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
+    variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer counts again each minute.
+    ``ttl`` is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request.
     Raises the errors of ``Objects``.
     """
 
@@ -151,7 +151,7 @@ class ObjectStore(OneTier):
             last = max(position for position, success in zip(entries, stored, strict=True) if success)
             self.touch(chain[: last + 1], now_ns)
             if self._ttl is not None:
-                # What no record names does not expire.
+                # Entries that no record names never expire.
                 self._record_uses()
                 self._remove_expired()
         return stored
@@ -164,7 +164,7 @@ class ObjectStore(OneTier):
         if new is False:
             kind = self._kind(name) or Kind.FOREIGN
             if kind is Kind.JUNK:
-                # Not an entry: no store can read it, whichever program put it there.
+                # No store can read this object, whichever program put it there.
                 new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")
@@ -244,7 +244,7 @@ class ObjectStore(OneTier):
         name, token = _LEASES + key.hex(), os.urandom(16)
         new: bool | None = self._guard.ask("lease", lambda: self._objects.put_new(name, token), None)
         if new is False:
-            # No clock is shared: a lease has ended when it was seen for so long.
+            # Workers share no clock, so a lease has ended if this store has seen the same one for long enough.
             holder = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
             seen = self._seen_leases.get(key)
             if holder is None or seen is None or seen[0] != bytes(holder):
@@ -252,7 +252,7 @@ class ObjectStore(OneTier):
                     self._seen_leases.clear()
                 self._seen_leases[key] = bytes(holder or b""), time.monotonic()
                 return None
-            # Before whoever waits for it gives up.
+            # Take over slightly before workers that wait for the lease give up.
             if time.monotonic() - seen[1] < max(seconds / 2, seconds - _EARLY_SECONDS):
                 return None
             new = self._guard.ask("lease", lambda: self._objects.put(name, token), None)
@@ -272,12 +272,12 @@ class ObjectStore(OneTier):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object with an entry's name, by its beginning and size; None if there is none, or no answer."""
+        """Return the kind of the object ``name``, judging by its first bytes and size; None if it is missing or after a fault."""
         kind = self._guard.ask("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and count them; return how many of them, from the first on, fit."""
+        """Make room for entries of ``sizes`` and reserve their bytes; return how many of the leading ones fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -317,7 +317,7 @@ class ObjectStore(OneTier):
         self._record_uses()
         pins = self._pins(sweep=True)
         if pins is None:
-            # What is pinned is not known.
+            # Without the pins, no entry may be removed.
             return
         protected = protected.union(*(pin.chain for pin in pins))
         to_evict, left = [], self._total
@@ -365,7 +365,7 @@ class ObjectStore(OneTier):
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
                 return self._expired
-            # Other threads go on with what was known.
+            # Other threads continue with the previous result meanwhile.
             self._expiry_checked = time.monotonic()
         now_ns = time.time_ns()
         expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(now_ns)}
@@ -390,7 +390,7 @@ class ObjectStore(OneTier):
         return last_uses_in([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> ListedEntries | None:
-        """Return (key, bytes, time of its put) of every entry; None if the store does not answer."""
+        """List all entries; return None if the store does not answer."""
         result: ListedEntries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
             if names is None:
@@ -409,9 +409,9 @@ class ObjectStore(OneTier):
         return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """Return the listed records; empty if there is no answer or no room.
+        """Return the bytes of each listed record, or b"" if the store does not answer or the size limit is reached.
 
-        The smallest are read first: others may have put records, and a large one must not hide a pin.
+        The smallest records are read first, so that a huge record of another writer cannot hide a pin.
         """
         empty: Data = b""
         room = MAX_RECORDS_BYTES
@@ -442,7 +442,7 @@ class ObjectStore(OneTier):
 
 
 class _ObjectLease:
-    """An object that contains a token of its holder."""
+    """A lease in an object store: an object that contains a random token of its holder."""
 
     def __init__(self, store: ObjectStore, name: str, token: bytes) -> None:
         self._store, self._name, self._token = store, name, token
@@ -462,6 +462,6 @@ def is_object_store(location: Any) -> bool:
 
 
 def _name(key: bytes) -> str:
-    """Return the name of an entry's object, the same as that of its file in a folder."""
+    """Return the name of an entry's object, which is the same as its file's path in a folder."""
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}"

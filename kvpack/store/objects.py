@@ -1,4 +1,7 @@
-"""Objects of an object store by name, through the package obstore: one request, or a few concurrent ranges, with a timeout and no retry."""
+"""Access to the objects of an object store through the package obstore, with a timeout and without retries.
+
+An operation is one request, or a few concurrent requests for ranges of an object.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
 PART_BYTES = 8 * 2**20
-"""A larger object is fetched in parts of this many bytes, several at once."""
+"""A larger object is fetched in parts of this size, several at a time."""
 _PARTS_AT_ONCE = 8
 _CLIENT_SETTINGS = {
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
     "user_agent",
 }
-"""Settings that obstore accepts separately from those of the store."""
+"""The settings that obstore expects as client options rather than as the store's configuration."""
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 _NO_OBJECT = f"0/0/{bytes(32).hex()}"
@@ -43,10 +46,10 @@ _REFUSALS = {
 
 
 class Objects:
-    """The objects at ``location``, a URL or an object of ``obstore.store``; objects above ``max_bytes`` are never fetched.
+    """A client for the objects at ``location``, a URL or an object of ``obstore.store``. Objects above ``max_bytes`` are never fetched.
 
-    Methods raise one of ``errors``; among these, ``refusals`` are the answers of a working server. The constructor raises InvalidParameter
-    for an invalid URL or invalid ``storage_options``, and if the service has no such bucket or refuses the access key, and MissingPackage
+    Methods raise only ``errors``. Among these, ``refusals`` are answers of a working server. The constructor raises InvalidParameter for an
+    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or refuses the access key, and MissingPackage
     without the package obstore.
     """
 
@@ -88,7 +91,7 @@ class Objects:
             return None
 
     def names(self, prefix: str) -> list[tuple[str, int, int]]:
-        """Return (name, bytes, time of its put) of every object whose name begins with the folder ``prefix``."""
+        """Return (name, size in bytes, time of the put in nanoseconds) of every object below the folder ``prefix``."""
         self._check_process()
         return [
             (meta["path"], meta["size"], int(meta["last_modified"].timestamp() * 10**9))
@@ -97,7 +100,10 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """Return an object's bytes, or None. Raises LimitExceeded, without fetching, above ``max_bytes`` (default: the general limit)."""
+        """Return an object's bytes; None if it is missing.
+
+        Raises LimitExceeded, before fetching it, if it is larger than ``max_bytes`` (default: the client's limit).
+        """
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
@@ -113,12 +119,12 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """Return an object's bytes, or the first ``max_bytes`` + 1 of a larger one, or None."""
+        """Return an object's bytes, or the first ``max_bytes`` + 1 if it is larger; None if it is missing."""
         data = self._beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
-        """Return an object's bytes like ``read``, with zeros for all bytes after the header of a kvpack file."""
+        """Return an object's bytes as ``read`` does, but with zeros in place of the bytes after the header of a kvpack file."""
         result = self._beginning(name, _FRONT_BYTES)
         if result is None:
             return None
@@ -126,19 +132,19 @@ class Objects:
         check_size(name, size, self._max_bytes)
         if len(beginning) != min(size, _FRONT_BYTES):
             return None
-        # Zeros that nobody reads take no memory.
+        # The zeros take no memory until they are read.
         data = bytearray(size)
         data[: len(beginning)] = beginning
         end = min(size, front_bytes(beginning) or size)
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return the first bytes of an object, which show its form, and its size; None if it does not exist."""
+        """Return an object's first bytes, which are enough to determine its kind, and its size; None if it does not exist."""
         data = self._beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
     def _beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
-        """Return the first bytes of an object, its size and its tag."""
+        """Return the first ``count`` bytes of an object, its size and its entity tag; None if it does not exist."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name, options={"range": (0, count)})
@@ -178,7 +184,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch the bytes of an object from ``start`` to the end of ``data``; return False if it has changed meanwhile."""
+        """Fetch an object's bytes from ``start`` on into the same range of ``data``; return False if the object has changed meanwhile."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -203,7 +209,7 @@ class Objects:
 
 
 class Forked(Exception):
-    """No request was sent: obstore does not work in a forked child."""
+    """The fault of a request that was not sent, because obstore does not work in a forked child."""
 
 
 def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:

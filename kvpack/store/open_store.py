@@ -1,4 +1,4 @@
-"""Open chunk stores and page stores: the backend, the cipher of its entries, and how far their values are trusted."""
+"""Open the backend of a ``Store`` or ``PageStore``, with the cipher of its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class OpenedBackend(NamedTuple):
-    """``check_values`` is True if every load checks the rules of the codecs in addition to digests."""
+    """An open backend, its cipher if entries are encrypted, and ``check_values``.
+
+    ``check_values`` is True if every load must check the rules of the codecs in addition to digests.
+    """
 
     backend: Backend
     cipher: Cipher | None
@@ -41,6 +44,6 @@ def open_for_identity(
 
 
 def check_identity(identity: Any) -> None:
-    """Raise InvalidParameter unless ``identity`` is an ``Identity``."""
+    """Raise InvalidType unless ``identity`` is an ``Identity``."""
     if not isinstance(identity, Identity):
         raise InvalidType(f"identity is of type {type(identity).__name__}, expected a kvpack.Identity")

@@ -1,4 +1,4 @@
-"""Options of a store: those of each location, and those of the entries in all of them."""
+"""The options of stores and of their locations."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class LocationOptions:
     """Options of one location; None means not given. Each kind of location supports some of them (locations.py)."""
 
     max_bytes: int | None = None
-    """A budget for all entries there, of all writers."""
+    """The budget for all writers' entries at the location, in bytes."""
     min_free: int | None = None
-    """The bytes that stay free on a folder's disk."""
+    """The number of bytes to leave free on a folder's disk."""
     durable: bool | None = None
-    """True if an entry is on a folder's disk before its put returns."""
+    """True if a folder's entries are forced to the disk before a put returns."""
     trusted_group: int | str | None = None
-    """The number or the name of a group whose members may write to a folder."""
+    """The number or name of a group whose members may write to a folder."""
     ttl: int | None = None
     """The seconds after which an unused entry expires."""
     timeout: float | None = None
     """Maximum number of seconds per request to a server."""
     storage_options: Mapping[str, Any] | None = None
-    """The settings of obstore by name, for an object store."""
+    """Settings of obstore by name, for an object store."""
 
     def given(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
@@ -52,11 +52,11 @@ class StoreOptions(LocationOptions):
     """Options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
 
     write_back: bool | None = None
-    """True if tiers other than the first are written in the background."""
+    """True if all tiers except the first are written in the background."""
     encryption: Mapping[str, bytes] | None = None
     """AES keys by id."""
     check_values: bool | None = None
-    """True if every load checks the rules of the codecs, and not digests alone."""
+    """True if every load checks the rules of the codecs in addition to digests."""
     max_entry_bytes: int = MAX_ENTRY_BYTES
     """Maximum number of bytes of one entry."""
 

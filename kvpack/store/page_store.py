@@ -1,4 +1,4 @@
-"""PageStore: an engine's pages by the engine's own keys, stored as rows in any kind of location that a store supports."""
+"""PageStore: an engine's pages, stored by the engine's own keys in any location that a ``Store`` supports."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _MAX_PAGES_PER_REQUEST = 1024
-"""Maximum number of pages that are requested in one request, whatever their bytes."""
+"""Maximum number of pages that one request asks for, however small they are."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted put or get: ``results`` has, for each of ``keys``, True if its page was stored or loaded; None until it is done."""
+    """A submitted put or get. Once it is done, ``results`` has True for each of ``keys`` whose page was stored or loaded."""
 
     number: int
     kind: Literal["put", "get"]
@@ -64,24 +64,24 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """The location of a page: a slot of an engine's memory."""
+    """The place of a page: a slot of an engine's memory."""
 
     pages: PageBuffer
     slot: int
 
 
 class PageStore:
-    """A store of a serving engine's pages, by the engine's own keys, shared by every process that opens the location with one identity.
+    """A store of a serving engine's pages by the engine's own keys, shared by all processes that open the location with the same identity.
 
-    A page that is damaged, missing, or of another identity or geometry is a miss. Damage and system faults are counted and raise nothing.
+    Pages that are missing, damaged, or of another identity or geometry are misses. Damage and system faults are counted, not raised.
 
     Args:
         location: As for ``Store``.
-        identity: What the values depend on besides the keys. A recipe of the codec klt needs its basis:
+        identity: What the values depend on in addition to the keys. A recipe with the codec klt needs its basis:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
-        threads: Threads that encode and decode.
-        jobs: Submitted puts, and submitted gets, that run at the same time.
+        threads: Number of threads that encode and decode.
+        jobs: Number of submitted puts that run at the same time, and of submitted gets.
         **options: As for ``Store``.
 
     Raises:
@@ -115,7 +115,7 @@ class PageStore:
         self._max_entry_bytes = chosen.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, self._check_values = open_for_identity(location, identity, self._counters, chosen)
-        # Loads have threads of their own: an engine waits for them, and nobody for a put.
+        # Loads have threads of their own, because an engine waits for loads but not for puts.
         self._jobs, self._threads = count(), {kind: WorkerThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
         self._submitted: dict[int, dict[int, Job]] = {}
         self._lock, self._closed = Lock(), False
@@ -127,7 +127,7 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections. Entries stay; this store accepts no more calls."""
+        """Wait for the submitted jobs, end the threads, and release connections. Entries stay. The store cannot be used afterward."""
         # Jobs that were submitted are done first.
         self.drain()
         self._closed = True
@@ -137,7 +137,7 @@ class PageStore:
         self._backend.close()
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return, for each of ``keys``, True if it has an entry. Keys need not be a chain; no entry is read. Raises InvalidParameter."""
+        """Return True for each of ``keys`` that has an entry, without reading it. Keys need not form a chain. Raises InvalidParameter."""
         return self._backend.present_each(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
@@ -187,7 +187,7 @@ class PageStore:
     def _encode(
         self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]
     ) -> dict[int, list[memoryview]]:
-        """Return the pieces of the entries of pages; those that cannot be encoded are counted and left out."""
+        """Encode the pages ``numbers``, and return the pieces of each page's entry. Pages that cannot be encoded are counted."""
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _group_by_memory(numbers, buffer_slots):
@@ -205,9 +205,9 @@ class PageStore:
         return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
-        """Load the pages of ``keys`` into ``slots``; return, for each, True if it was loaded. Other slots are left unchanged.
+        """Load the pages of ``keys`` into ``slots``, and return True for each page that was loaded. Other slots are left unchanged.
 
-        ``pages`` are as for ``put``. If keys continue one another, the first of them is evicted last. Rows of up to 64 MiB are in memory at
+        ``pages`` are as for ``put``. If the pages continue one another, the first is evicted last. At most 64 MiB of rows are in memory at
         a time. Raises the errors of ``PageCodec.decode_into``.
         """
         keys, slots = self._check_lists(keys, slots)
@@ -222,14 +222,14 @@ class PageStore:
                 self._load_pages(range(begin, min(begin + at_once, len(keys))), names, keys, buffer_slots, loaded, now)
             chain = [name for name, ok in zip(names, loaded, strict=True) if ok]
             if len(keys) > at_once and chain:
-                # Noted part by part, pages were used after those that they continue.
+                # The batches were recorded one by one, which left pages older than the pages that continue them.
                 self._backend.touch(chain, now)
         hits = sum(loaded)
         self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
-        """Record that ``keys``, which continue one another and ``ancestors``, are in use. Raises InvalidParameter."""
+        """Record a use of the pages ``keys``, which continue one another and ``ancestors``. Raises InvalidParameter."""
         names = self._entry_keys([*_keys(ancestors, "ancestors"), *_keys(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
@@ -239,10 +239,10 @@ class PageStore:
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
-        """Remove every page of the identity, of any geometry; return how many there were.
+        """Remove every page of the identity, of any geometry, and return how many there were.
 
-        The beginning of every entry is read. Submitted jobs are finished first; pages stored by other threads and processes meanwhile may
-        stay. Raises WriteFailed if the location keeps some of the pages.
+        This waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may
+        stay. Raises WriteFailed if some pages could not be removed.
         """
         self._check_open()
         self.drain()
@@ -262,11 +262,11 @@ class PageStore:
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Start ``get_into`` in a thread of the store that only loads, so that no put delays it. Raises InvalidParameter."""
+        """Start ``get_into`` in a thread of the store that is reserved for loads, so that puts do not delay it. Raises InvalidParameter."""
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
-        """Return the submitted jobs that are done and were not returned before, without waiting."""
+        """Return the submitted jobs that have been done since the last call, without waiting."""
         with self._lock:
             done = [job for job in self._running.values() if job.done]
             for job in done:
@@ -274,25 +274,25 @@ class PageStore:
         return done
 
     def drain(self) -> None:
-        """Wait until every submitted job is done; no slot is read or written after that."""
+        """Wait until every submitted job is done. After that, the store reads and writes no slot."""
         with self._lock:
             jobs = list(self._running.values())
         for job in jobs:
-            # Its error is for whoever asks for its results.
+            # Errors are raised later, by ``Job.results``.
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened, as in ``Store`` with pages as chunks."""
+        """Return the counters since the store was opened. They are those of ``Store``, with pages in place of chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location, and for several tiers the ``tiers``."""
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. A store of tiers also has the stats of its ``tiers``."""
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """Return ``stats`` in Prometheus' text format, with the bytes of a page in the engine and as a row, whose ratio is the compression.
+        """Return ``stats`` in Prometheus' text format, plus the size of a page in the engine's memory and as a row.
 
         Every metric has ``labels`` (default: the identity's model).
         """
@@ -307,7 +307,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def recent(self) -> list[tuple[str, float]]:
-        """Return the loads and saves since the last call as ("load" or "save", seconds), for an engine's own histograms."""
+        """Return ("load" or "save", seconds) for each call since the last one of this method, for an engine's own histograms."""
         return self._counters.recent()
 
     def _delete(self, names: list[bytes]) -> int:
@@ -324,7 +324,7 @@ class PageStore:
         loaded: list[bool],
         now: int,
     ) -> None:
-        """Load the pages ``numbers``, from slower and slower tiers if an entry is damaged."""
+        """Load the pages ``numbers``. If an entry is damaged, the next slower tier is tried."""
         beyond = dict.fromkeys(numbers, -1)
         good: dict[int, FoundEntry] = {}
         while beyond:
@@ -348,7 +348,7 @@ class PageStore:
             self._backend.accept([names[index] for index in whole], [good[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
-        """Put the row of an entry into ``rows``, or count the reason for failing."""
+        """Decrypt an entry and put its row into ``rows``, or count the error."""
         try:
             row = decrypted_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -368,10 +368,10 @@ class PageStore:
         return max(1, min(max_pages, BATCH_BYTES // (self._max_page_bytes + 1)))
 
     def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
-        """Return the location of each page. Raises the errors of ``PageCodec.checked``, and InvalidParameter."""
+        """Return the memory and the slot of each page. Raises InvalidParameter, and the errors of ``PageCodec.checked``."""
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
-                raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys")
+                raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys, expected one buffer per key")
             places = zip(pages, slots, strict=True)
             return [BufferSlot(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
         return [BufferSlot(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
@@ -389,7 +389,7 @@ class PageStore:
     ) -> Job:
         keys, slots = self._check_lists(keys, slots)
         self._entry_keys(keys)
-        # The caller may go on to change its lists.
+        # Copies, because the caller may change its lists.
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
             job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._run_counted, kind, run, given, places))
@@ -399,7 +399,7 @@ class PageStore:
     def _run_counted(
         self, kind: str, run: Callable[[Sequence[bytes], Sequence[int]], list[bool]], keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[bool]:
-        """Return the result of ``run``; errors are counted and raised, because an engine may treat them as misses."""
+        """Call ``run`` and return its result. Errors are counted before they are raised, because an engine may treat them as misses."""
         try:
             return run(keys, slots)
         except Exception as error:
@@ -408,7 +408,7 @@ class PageStore:
 
     @property
     def _running(self) -> dict[int, Job]:
-        """Return the jobs of this process; no thread of a forked child ends those of its parent."""
+        """The unfinished jobs that this process has submitted. A forked child must not wait for its parent's jobs."""
         return self._submitted.setdefault(os.getpid(), {})
 
     def _check_open(self) -> None:
@@ -416,11 +416,11 @@ class PageStore:
             raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
     def _check_lists(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """Return both as lists of the same length. Raises InvalidParameter, also for a closed store."""
+        """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter for different lengths, or if the store is closed."""
         self._check_open()
         keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
-            raise InvalidParameter(f"{len(keys)} keys were given for {len(slots)} slots")
+            raise InvalidParameter(f"{len(keys)} keys were passed for {len(slots)} slots, expected one slot per key")
         return keys, slots
 
 
@@ -429,7 +429,7 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Yield consecutive pages in the same memory."""
+    """Split ``numbers`` into runs of consecutive pages in the same memory, and yield each memory with its page numbers."""
     for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

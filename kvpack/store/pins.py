@@ -1,6 +1,6 @@
-"""The pinned chains of a folder: one file per chain and owner, named by both, contains its keys and the end of the pin.
+"""The pinned chains of a folder. Each pin is a file, named by its chain and its owner, with the chain's keys and the end of the pin.
 
-Pins of earlier versions have no owner and no end; they are in a separate folder and stay in effect.
+Pins of earlier versions have no owner and no end. They are in a separate folder and stay in effect.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
-"""Maximum number of bytes of a pin: a million chunks."""
+"""Maximum size of a pin's file, enough for a million chunks."""
 
 
 class Pins:
-    """The pins of ``folder``, shared by all processes. System errors are counted, except in ``active``, which raises OSError."""
+    """The pins of ``folder``, which all processes share. System errors are counted; ``active`` and ``keys`` raise OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
@@ -49,7 +49,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Unpin a chain, of one owner or of all; return True if it was pinned."""
+        """Remove the pins of a chain by ``owner`` (None: by all); return True if there were any."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -63,7 +63,7 @@ class Pins:
         return bool(removed)
 
     def active(self) -> list[Pin]:
-        """Return the pins in effect."""
+        """Return the pins in effect. Raises OSError."""
         return [pin for pin, _ in self._active_pins()]
 
     def keys(self) -> set[bytes]:
@@ -96,20 +96,20 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
-        """Return the pin in a file, whether or not it is in effect; None for a file that is missing or not a pin of the owner.
+        """Return the pin in a file, which may have ended; None if the file is missing, is not a pin, or cannot be trusted.
 
-        A file that is not a pin is counted as a fault, unless ``quiet``.
+        A file that is not a valid pin is counted as a fault, unless ``quiet``.
         """
         try:
             with self._folder.trust.open_checked(path) as (descriptor, status):
                 if status.st_size > _MAX_BYTES:
-                    raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, the limit is {_MAX_BYTES}")
+                    raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, but a pin has at most {_MAX_BYTES}")
                 data = bytes(read_whole(descriptor, status.st_size))
             return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_hold(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:
-            # Only the owner's pins count, and none is so long.
+            # Only pins that the folder's owner wrote count, and none of them is invalid or so long.
             if not quiet:
                 self._counters.fault("pinned", error)
             return None

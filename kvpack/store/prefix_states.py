@@ -1,4 +1,4 @@
-"""The states that a store keeps after some chunks of a prefix, for models with recurrent and convolution layers."""
+"""Find, load and save the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 _CHUNKS_PER_REQUEST = 64
-"""The chunks after which states are looked for at a time, from the last one on."""
+"""Number of chunks in one search for states, which starts with the last chunks."""
 
 
 class PrefixStates:
-    """Finds, loads and saves the states of one identity's chains, each chain given by the keys of its chunks."""
+    """The stored states of one identity's prefixes. Each prefix is given by the keys of its chunks."""
 
     def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest prefix of a stored chain that has stored states."""
+        """Return the keys of the longest part of a stored prefix that is followed by stored states, from which a model can resume."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.present_each([states_key(key) for key in keys[start:stop]])
@@ -45,7 +45,7 @@ class PrefixStates:
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix of a chain with states at its end; None if there is none."""
+        """Return the cache of the longest stored prefix that has states at its end; None if there is none."""
         from kvpack.cache.states import with_states
 
         while keys := self.resumable_prefix(keys[: self._backend.present(keys)]):
@@ -61,12 +61,13 @@ class PrefixStates:
             elif len(states) == len(cache):
                 return replace(cache, layers=with_states(cache.layers, states))
             else:
-                self._counters.fault("load", NotConsecutive(f"{len(cache)} layers are followed by the states of {len(states)}"))
+                error = NotConsecutive(f"the prefix has {len(cache)} layers, but the states after it have {len(states)}")
+                self._counters.fault("load", error)
                 keys = keys[:-1]
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], first: int, now_ns: int) -> int:
-        """Store ``states``, by position, after the chunks of a stored chain; return the last position that has them now."""
+        """Store ``states`` (by position) after the chunks of a stored chain; return the last position whose states are stored now."""
         ends = {position: first + position // self._reader.chunk for position in sorted(states)}
         ends = {position: end for position, end in ends.items() if end <= len(chain)}
         can_open = self._loader.can_open_states([chain[end - 1] for end in ends.values()])
@@ -75,7 +76,7 @@ class PrefixStates:
             if is_stored or self._put(states[position], chain[:end], position, now_ns):
                 last = position
         if can_open and can_open[-1]:
-            # Those that the next prompt resumes from, after their chain: they are evicted before any chunk of it.
+            # The next prompt resumes from the last states. They count as the chain's last entry, and so are evicted before its chunks.
             self._backend.touch([*chain[: ends[last]], states_key(chain[ends[last] - 1])], now_ns)
         return last
 

@@ -1,4 +1,4 @@
-"""Read a folder's files once into private memory, out of reach of a writer's later changes."""
+"""Read a folder's files into private memory, where later writes to the files have no effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
-    """Return the ``size`` bytes of an open file. Raises OSError if some are missing, and MemoryError."""
+    """Return all ``size`` bytes of an open file. Raises OSError if the file is shorter, and MemoryError."""
     cold_data = read_cold(descriptor, size)
     if cold_data is not None:
         return cold_data
@@ -26,7 +26,7 @@ def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
     while done < size:
         count = os.preadv(descriptor, [view[done:]], done)
         if not count:
-            raise OSError(errno.EIO, f"a file of {size} bytes was cut to {done} while it was read")
+            raise OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} while it was read")
         done += count
     return data
 
@@ -40,7 +40,7 @@ def read_beginning(descriptor: int, max_bytes: int) -> bytes:
 
 
 def regular_files(folder: str, counters: Counters) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield (name, status) of every regular file in a folder; system errors are counted."""
+    """Yield (name, status) of every regular file in a folder. System errors are counted as faults."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Remove entries of older layouts, whose keys cover less of the identity so that no store looks for them, and unused bases."""
+"""Remove entries of older layouts, which no store looks for anymore, and bases that no entry needs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
-"""The first bytes of an entry are searched for the name of its feature, which is nearly always there, without parsing its header."""
+"""The number of bytes that are searched for the current feature's name, which usually avoids parsing the header."""
 
 GRACE_NS = 3600 * 10**9
-"""Nanoseconds that a basis without entries stays after its last use, because its writer may be about to put the first chunk."""
+"""Nanoseconds for which an unneeded basis stays after its last use, because its writer may be about to put the first chunk."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove intact entries of older layouts, their pins, and bases that no entry has needed for an hour.
+    """Remove intact entries of older layouts with their pins, and bases that no entry has needed for an hour.
 
-    All other entries stay: those of a newer layout, unreadable ones, those larger than ``max_entry_bytes``, and encrypted ones that
-    ``cipher`` does not decrypt.
+    Unreadable entries stay, and so do those of newer layouts, those larger than ``max_entry_bytes``, and encrypted ones that ``cipher``
+    does not decrypt.
     """
     to_remove, bases = [], []
     for stored, front in read_fronts(backend, _candidates(backend, cipher), max_entry_bytes):
@@ -54,7 +54,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return every entry that may need collection: all except those that the folder's index lists as chunks, states or pages."""
+    """Return the entries that may have to be removed: all except those that the folder's index describes as chunks, states or pages."""
     if cipher is None and isinstance(backend, Directory) and backend.described() is not None:
         describe_new(backend)
         return backend.undescribed(also="bases")
@@ -62,7 +62,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry
 
 
 def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
-    """Return the kind of an entry to inspect, "old" or "basis"; "" for any other."""
+    """Return "old" for an entry of an older layout, "basis" for a basis, and "" for any other entry."""
     try:
         data = decrypted_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
@@ -74,7 +74,7 @@ def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
 
 
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
-    """Return the ``bases`` that no entry needs and that have not been used for an hour; none if an entry is unreadable."""
+    """Return the ``bases`` that no entry needs and that have not been used for an hour; no bases if some entry cannot be read."""
     limit = time.time_ns() - GRACE_NS
     idle = {
         stored.key: digest
@@ -88,13 +88,13 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
         idle = {} if recipe is None else {key: digest for key, digest in idle.items() if digest not in recipe}
         if not idle:
             return []
-    # As it is now: the entries took their time to look at.
+    # Look up the last uses again, because reading the entries may have taken long.
     used = {stored.key: stored.used_ns for stored in backend.list()} if idle else {}
     return [stored for stored in bases if stored.key in idle and 0 < used.get(stored.key, 0) < limit]
 
 
 def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
-    """Return the SHA-256 of a basis as recipes name it; None for one that is damaged or cannot be read."""
+    """Return the SHA-256 of a basis in hexadecimal digits, as recipes name it; None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypted_entry(stored.key, data, cipher), cipher).hex()
@@ -103,7 +103,7 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
 
 
 def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
-    """Return the recipe of an entry: "" if it cannot be read with these keys, None if that cannot be determined."""
+    """Return an entry's recipe; "" if the entry cannot need an unencrypted basis or is damaged, and None if its recipe is unknown."""
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         if front is None:
@@ -111,7 +111,7 @@ def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, m
         with open_entry(decrypted_entry(stored.key, front, cipher), stored.key) as file:
             return file.header.recipe
     except Undecryptable:
-        # It needs the basis that is encrypted with its own key.
+        # An encrypted entry needs only the basis that is encrypted with the same key.
         return ""
     except KvpackError as error:
         return "" if is_damage(error) else None

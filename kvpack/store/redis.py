@@ -1,4 +1,4 @@
-"""The backend for Redis and Valkey: entries are strings on a server, and scripts on the server evict them.
+"""The backend for Redis and Valkey: entries are strings on a server, and Lua scripts on the server evict them.
 
     {kvpack}:entry:<key>   an entry's bytes
     {kvpack}:used          a sorted set by key: its last use in microseconds of the server's clock, less one for each ancestor
@@ -8,8 +8,8 @@
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
-The braces keep all of them on one node of a cluster. Only the entries are authoritative: if the rest is lost or inconsistent, it is counted
-again from a scan of the server's names before anything is put.
+The braces keep all keys on one node of a cluster. Only the entries are authoritative: if the other keys are lost or inconsistent, the
+entries are counted again by scanning the server's keys before anything is put.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 _BYTES_AT_ONCE = BATCH_BYTES
-"""Maximum number of bytes of entries in one request or answer, unless one entry alone has more."""
+"""Maximum total size of the entries in one request or reply. A single larger entry is sent alone."""
 _SCRIPT_BYTES = 8 * 2**20
-"""The most bytes of entries that one call of a script stores, unless one entry alone has more: others wait for the server meanwhile."""
+"""Maximum total size of the entries that one script call stores, unless a single entry is larger. The call blocks all other clients."""
 _KEYS_AT_ONCE = 1000
-"""Maximum number of keys of one request."""
+"""Maximum number of keys in one request."""
 _FRONTS_AT_ONCE = 256
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
-"""Replies of the put script for an entry that it refuses. For an entry that exists already, it returns the front and the size."""
+"""Replies of the put script for one entry. For an entry that exists already, the script returns its front and size instead."""
 _NO_ANSWER = object()
 NOTED_SECONDS = 5.0
 """Seconds for which a put does not note the use of a chain again that was noted up to the entry before it."""
 _MAX_TRIES = 8
-"""Number of times that a put makes room again after others have used it."""
+"""How often a put makes room before it gives up, because other writers use the room first."""
 _SPARE_BYTES = 2**20
-"""Bytes of a reply in addition to its entries."""
+"""Maximum size of a reply in addition to its entries."""
 
 
 class Redis(OneTier):
@@ -96,7 +96,7 @@ class Redis(OneTier):
         return [self._form.kind(front, size) is Kind.READABLE for size, front in self._sizes_and_fronts(keys)]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        # Sizes and first bytes come first: nothing larger than the limit for entries is fetched, and nothing that is no entry.
+        # Sizes and first bytes are fetched first, so that values that are too large, or are not entries, are not fetched.
         sizes = []
         for key, (size, front) in zip(keys, self._sizes_and_fronts(keys), strict=True):
             if not self._is_fetchable(key, size):
@@ -145,7 +145,7 @@ class Redis(OneTier):
                     results = self._fetch([keys[index] for index in group], [present[index] for index in group])
                     for index, entry in zip(group, results, strict=False):
                         result[index] = entry
-                    # The entry after those found has changed since, or there was no answer.
+                    # The next entry has changed since, or the server did not answer.
                     group = group[len(results) + 1 :]
         return result
 
@@ -187,7 +187,7 @@ class Redis(OneTier):
             self._noted = chain[-1], time.monotonic()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        # The end of a chain first: a descendant is not found without its ancestors.
+        # The end of a chain goes first, because a descendant cannot be found without its ancestors.
         calls = [("delete", b"".join(part)) for part in reversed([*_split(keys, NAMES_AT_ONCE)])]
         return {key for removed in self._client.call_each("delete", calls) for key in removed or ()}
 
@@ -245,7 +245,7 @@ class Redis(OneTier):
         return NoLease() if answer is _NO_ANSWER else _RedisLease(self._client, key, token) if answer else None
 
     def collect(self) -> None:
-        """Count the entries by the server's names, and evict those above the budget."""
+        """Count the entries by scanning the server's keys, and evict entries until the budget holds."""
         if self._count.collect() and self._max_bytes is not None:
             self._make_room((), ())
 
@@ -279,7 +279,7 @@ class Redis(OneTier):
                     self._counters.add("saved_bytes", len(entries[position]))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
             if crowded and self._count.sum_again():
-                # The sum of the sizes was wrong, or is right now.
+                # The sum of the sizes has been corrected, so the entries may fit now.
                 for position in refused:
                     del results_by_position[position]
                 continue
@@ -289,7 +289,7 @@ class Redis(OneTier):
             if _CROWDED in results.values() and (
                 full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in results_by_position])
             ):
-                # All that may go is gone: what fits now is stored, and nothing else.
+                # No more entries can be evicted, so only entries that fit now can be stored.
                 if full:
                     self._counters.add("refused_chunks", len(pending) - sum(position in results_by_position for position in pending))
                     break
@@ -297,9 +297,9 @@ class Redis(OneTier):
         return {position: results_by_position.get(position, False) for position in entries}
 
     def _outcome(self, position: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if the script's reply means that the entry is stored, or None to try again.
+        """Return True if the script's reply means that the entry is stored, False if it was refused, and None to try again.
 
-        ``replaced`` collects entries to replace.
+        Positions of entries to replace are added to ``replaced``.
         """
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
@@ -310,7 +310,7 @@ class Redis(OneTier):
         return kind is Kind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Return the entries of each call of the script, which blocks all other clients while it runs."""
+        """Split entries, given by position, into groups for one call of the put script, which blocks all other clients while it runs."""
         sizes = {position: len(entries[position]) for position in positions}
         return [
             [*same]
@@ -320,7 +320,7 @@ class Redis(OneTier):
 
     def _touches(self, chain: Sequence[bytes]) -> Sequence[Call]:
         """Return the calls of a script that note the use of a chain, each of which takes the server a short time."""
-        # By the server's clock: its users' clocks may differ. The end of a long chain first, for its beginning must not be older.
+        # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
 
@@ -347,7 +347,7 @@ class Redis(OneTier):
         return ("put", b"".join(chain[: group[-1] + 1]), *settings, *pairs)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until as many entries of ``sizes`` fit as can; return True if they do."""
+        """Evict page by page until entries of ``sizes``, or as many of them as the budget allows, fit; return True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -370,7 +370,7 @@ class Redis(OneTier):
         self._counters.add("evicted_bytes", freed)
 
     def _is_fetchable(self, key: bytes, size: int) -> bool:
-        """Return True if there is an entry within the size limit."""
+        """Return True if an entry of ``size`` bytes exists and is small enough to be fetched."""
         try:
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
         except LimitExceeded as error:
@@ -379,7 +379,7 @@ class Redis(OneTier):
         return size > 0
 
     def _scan_page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
-        """Return one page of a scan from ``cursor`` on: the next cursor, 0 at the end, and keys of entries."""
+        """Return one page of a scan: the next cursor, which is 0 at the end, and the keys of entries."""
         scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", NAMES_AT_ONCE)
         answer = self._client.ask(operation, *scan, check=lambda entry: scan_page(entry, cursor))
         if answer is None:
@@ -408,7 +408,7 @@ class Redis(OneTier):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries up to the first whose size has changed; never fetches more than ``sizes``."""
+        """Return the bytes of entries, up to the first whose size is no longer the one in ``sizes``. Never fetches more than ``sizes``."""
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))
             for index, size in enumerate(sizes)
@@ -440,7 +440,7 @@ class Redis(OneTier):
 
 
 class _RedisLease:
-    """A key with a token of its holder, which expires on its own."""
+    """A lease on Redis: a key with a random token of its holder, which expires on its own."""
 
     def __init__(self, client: Client, key: bytes, token: bytes) -> None:
         self._client, self._key, self._token = client, key, token
@@ -455,13 +455,13 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
 
 
 def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
-    """Yield ``items`` in parts of at most ``count``."""
+    """Split ``items`` into parts of at most ``count``."""
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]
 
 
 def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[int]]:
-    """Yield the keys of ``sizes`` in batches of at most ``count`` keys and ``total`` bytes; a larger entry gets its own batch."""
+    """Split the keys of ``sizes`` into batches of at most ``count`` keys and ``total`` bytes. A larger entry gets its own batch."""
     batch: list[int] = []
     left = total
     for key, size in sizes.items():
@@ -475,9 +475,9 @@ def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return an entry of ``size`` bytes that begins with ``parts``, up to ``end``.
+    """Return ``size`` bytes that begin with ``parts``, which have ``end`` bytes; None if these are incomplete.
 
-    Zeros follow, which take no memory until they are read.
+    The remaining bytes are zeros, which take no memory until they are read.
     """
     if not end or sum(map(len, parts)) < end:
         return None

@@ -1,6 +1,6 @@
-"""Checks of server replies: a server that is not Redis, or that somebody has modified, may reply with anything.
+"""Checks of server replies. A server that is not Redis, or whose keys another program has changed, may reply with anything.
 
-Each check returns the reply. It raises NotRedis, which counts as a server that does not answer.
+Each check returns the reply, or raises NotRedis, which counts like a server that does not answer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MAX_INTEGER = 2**53
-"""Lua's numbers are binary64."""
+"""The largest integer up to which Lua's numbers, which are binary64, are exact."""
 _MESSAGE_BYTES = 2**16
 _CURSOR_DIGITS = 20
 
 
 class NotRedis(Exception):
-    """A reply that no Redis server sends."""
+    """The error for a reply that no Redis server would send."""
 
 
 def integer(answer: Any) -> int:
@@ -63,16 +63,16 @@ def member_list(answer: Any) -> list[bytes]:
 
 
 def sizes_and_uses(answer: Any) -> list[float]:
-    """Check alternating sizes and last uses; a use is a number as text, or empty for none, which becomes 0."""
+    """Check that the reply alternates sizes and last uses. A use is a number as text; empty text becomes 0."""
     result = _check_list(answer, "sizes and times")
     if len(result) % 2:
-        raise _unexpected(answer, "sizes and times in turn")
+        raise _unexpected(answer, "alternating sizes and times")
     pairs = zip(result[::2], result[1::2], strict=True)
     return [number for size, used in pairs for number in (float(integer(size)), _parse_number(used))]
 
 
 def two_integers(answer: Any) -> list[int]:
-    """Check that the reply is two integers, or only -1."""
+    """Check that the reply is a list of two integers, or of only -1."""
     return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
 
 
@@ -84,7 +84,7 @@ def sum_progress(answer: Any) -> int:
 
 
 def count_page(answer: Any) -> tuple[bytes, int]:
-    """Check the reply of a scan; return its cursor, as text, and a number."""
+    """Check the reply of the script that counts entries; return its cursor, as text, and a number."""
     result = _check_list(answer, "a cursor and a number", 2)
     if type(result[0]) is not bytes or not result[0].isdigit() or len(result[0]) > _CURSOR_DIGITS:
         raise _unexpected(answer, "a cursor")
@@ -92,14 +92,14 @@ def count_page(answer: Any) -> tuple[bytes, int]:
 
 
 def was_set(answer: Any) -> bool:
-    """Return True if a missing key was set."""
+    """Check the reply to SET NX; return True if the key was set."""
     if answer is not None and answer is not True and answer != b"OK":
         raise _unexpected(answer, "OK or nothing")
     return answer is not None
 
 
 def has_score(answer: Any) -> bool:
-    """Return True if there is a score."""
+    """Return True if the reply to ZSCORE is a score."""
     return answer is not None
 
 
@@ -126,11 +126,11 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def scan_page(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
-    """Check the reply of a scan; return the next cursor after ``cursor``, and names."""
+    """Check the reply to a SCAN from ``cursor``; return the next cursor and the names."""
     if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
         raise _unexpected(answer, "a cursor and names")
     if answer[0] == cursor != 0:
-        raise _unexpected(answer, "another cursor than that of the request")
+        raise _unexpected(answer, "a cursor other than the request's")
     return answer[0], byte_strings(answer[1])
 
 
@@ -151,4 +151,4 @@ def _parse_number(answer: Any) -> float:
 
 
 def _unexpected(answer: Any, expected: str) -> NotRedis:
-    return NotRedis(f"the server answers {answer!r:.80}, expected {expected}: it is not Redis, or its keys were changed by another program")
+    return NotRedis(f"the server replied {answer!r:.80}, expected {expected}: it is not Redis, or another program has changed its keys")

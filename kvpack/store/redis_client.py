@@ -51,9 +51,9 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
 """Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
-"""The end of the message of Python for an option that a class of connections does not have."""
+"""The end of Python's message for an option that a connection class does not have."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""URL options that would change the form of replies."""
+"""URL options that would change how replies are parsed, with the only values that work."""
 _URL_OPTIONS = {
     *("client_name", "db", "health_check_interval", "lib_name", "lib_version", "max_connections", "password", "retry_on_timeout"),
     *("socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs"),
@@ -63,15 +63,15 @@ _URL_OPTIONS = {
 _DATABASE = re.compile(r"/?[0-9]*")
 """The path of a URL: redis-py takes any other as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
-"""Beginning of the message of a server that lacks a command."""
+"""The beginning of a server's message for a command that it does not have."""
 _CALLER_STACK_LEVEL = 8
-"""The calls between the warning and whoever opens a store."""
+"""Number of stack frames between the warning and the caller that opens a store."""
 BYTES_PER_SECOND = 2**20
-"""Bytes per second that extend the timeout of a request and its reply."""
+"""The timeout of a request and its reply grows by one second for this many bytes."""
 _ANSWER_TYPES = b"+-:$*"
-"""First bytes of answers in protocol 2."""
+"""The possible first bytes of a reply in protocol version 2."""
 _MAX_LINE_BYTES = 2**16
-"""Maximum number of bytes of an answer's first line: a status, an error, a number or a size."""
+"""Maximum size of a reply's first line, which is a status, an error, a number or a size."""
 _SHOWN_BYTES = 40
 
 
@@ -92,7 +92,7 @@ class Client:
             raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
         self._counters = counters
         self.breaker = CircuitBreaker()
-        # A server that is not Redis makes the client raise anything.
+        # With a server that is not Redis, the client may raise any error.
         self._guard = RequestGuard(self.breaker, counters, (Exception,), (redis.ResponseError, MemoryError))
         _check_url(url)
         try:
@@ -249,7 +249,7 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
     """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes``."""
 
     class Limited(connection):  # type: ignore[misc]
-        """A connection that measures from each request on."""
+        """A connection that limits the duration and the size of each reply."""
 
         def _connect(self) -> Any:
             self._exchange = _Exchange(super()._connect(), self.socket_timeout, max_bytes)
@@ -264,9 +264,9 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
 
 
 class _Exchange:
-    """A socket that gives up if a request and its reply take more than ``seconds``, or if the reply has more than ``max_bytes``.
+    """A socket that raises an error if a request and its reply take more than ``seconds``, or if the reply has more than ``max_bytes``.
 
-    Each MiB sent or received adds a second.
+    Each MiB sent or received extends the time by one second.
     """
 
     def __init__(self, socket: Any, seconds: float | None, max_bytes: int) -> None:
@@ -274,13 +274,13 @@ class _Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """Note the start of a request."""
+        """Record the start of a request."""
         self._start, self._sent, self._received = time.monotonic(), 0, 0
         self._is_in_first_line = True
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """Send like a socket, which would apply the timeout to each part of a request. Raises TimeoutError."""
+        """Send ``data`` as a socket does, but with one time limit for the whole request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
             self._apply_deadline(f"a request, of which {self._sent} bytes are sent,")
@@ -289,20 +289,20 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """Receive like a socket. Raises TimeoutError, and OSError for too many bytes."""
-        # Without a timeout the client looks whether an idle connection has something to read.
+        """Receive as a socket does, within the limits. Raises TimeoutError, OSError for too many bytes, and InvalidResponse."""
+        # With a timeout of 0, the client only checks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
-            self._apply_deadline(f"an answer of {self._received} bytes so far")
+            self._apply_deadline(f"a reply, of which {self._received} bytes have arrived,")
         data: bytes = self._socket.recv(count, *flags)
         if self._is_in_first_line and data:
             self._check_first_line(data)
         self._received += len(data)
         if self._received > self._max_bytes:
-            raise OSError(f"an answer has more than {self._max_bytes} bytes")
+            raise OSError(f"a reply has more than {self._max_bytes} bytes")
         return data
 
     def _check_first_line(self, data: bytes) -> None:
-        """Raise InvalidResponse for an answer of another protocol: the client would look for the end of its line, which may never come."""
+        """Raise InvalidResponse for a reply in another protocol, whose first line may never end and so would block the client."""
         from redis.exceptions import InvalidResponse
 
         if not self._received and data[0] not in _ANSWER_TYPES:
@@ -312,7 +312,7 @@ class _Exchange:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
     def _apply_deadline(self, what: str) -> None:
-        """Limit the socket's next call to the remaining time. Raises TimeoutError."""
+        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none; ``what`` is for the message."""
         if self._seconds is not None:
             left = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
             if left <= 0:
@@ -320,7 +320,7 @@ class _Exchange:
             self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """Receive into ``buffer`` like a socket. Raises the errors of ``recv``."""
+        """Receive into ``buffer`` as a socket does. Raises the errors of ``recv``."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

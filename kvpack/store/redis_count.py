@@ -1,7 +1,7 @@
-"""Count the entries of a Redis server in pages: no call takes long, and other clients can put, load and evict in between.
+"""Count the entries of a Redis server page by page, so that no call takes long and other clients can put, load and evict in between.
 
-The server keeps the state of a count, which all writers share: the keys counted so far, their sum, and the cursor. Every script that
-changes a counted entry also changes the sum, so that the sum is exact when the last page is counted.
+All writers share one count, whose state is on the server: the keys counted so far, the sum of their sizes, and the cursor. Every script
+that changes a counted entry also changes the sum, so the sum is exact once the last page has been counted.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from .redis_client import Client
 
 SUM_SECONDS = 600.0
-"""The age at which the sum of the sizes is counted again to keep the budget: any user of the server may have changed it."""
+"""Seconds after which the sizes are summed again, because any user of the server may have changed the sum."""
 WAIT_SECONDS = 10.0
-"""Seconds that one put waits for a count; the next put continues it."""
+"""Seconds that one put waits for a count. The next put continues the count."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
-"""Names, and sizes, in one page."""
+"""Number of keys of the server, and of sizes, in one page."""
 MAX_PAGES = 2**20
-"""Maximum number of pages of a scan: a server of a billion names has no more."""
+"""Maximum number of pages of a scan. A server with 300 million keys has no more."""
 AGAIN_SECONDS = 60.0
-"""Seconds after which a put without room counts again, because another writer may have changed the sum."""
+"""Seconds after which a put that finds no room counts again, because another program may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
-"""Phases of a scan after the count was lost: forget keys that are counted or noted but missing, then count all entries."""
+"""The phases of a complete count: check the entries with a size, then those with a last use, and then add entries that have neither."""
 _BEGIN = b"0"
-"""The cursor of the first page, and after the last."""
+"""The cursor of the first page, and the one returned with the last."""
 _DONE, _UNSOUND = 1, -1
-"""Result of the script that sums sizes for the last page, and for a store whose contents cannot be determined."""
+"""Results of the script that sums sizes: the sum is complete, or the counts on the server are inconsistent."""
 
 
 class EntryCount:
-    """The count of the server of ``client``, which one thread of this process updates at a time. Safe to use from any thread."""
+    """The count of the entries on the server of ``client``. Safe to use from any thread; one thread at a time updates it."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client, self._counters = client, counters
@@ -46,9 +46,9 @@ class EntryCount:
         self._phase, self._cursor = 0, _BEGIN
 
     def prepare(self) -> bool:
-        """Return True if the sum has been counted since, or shortly before, this store was opened. The first put waits for that.
+        """Prepare for a put; return True if the sum of the sizes is known.
 
-        Later counts continue page by page.
+        The first put waits until the sizes have been summed. If the sum is old, later puts continue a new count by one page each.
         """
         with self._lock:
             if self._summed is None:
@@ -62,22 +62,22 @@ class EntryCount:
         return True
 
     def sum_again(self) -> bool:
-        """Sum the sizes again unless they were just summed; return True if they were summed again."""
+        """Sum the sizes again, unless that was done in the last ``AGAIN_SECONDS``; return True if they have been summed now."""
         with self._lock:
             if self._summed is not None and time.monotonic() - self._summed < AGAIN_SECONDS:
                 return False
             return self._sum(time.monotonic() + WAIT_SECONDS)
 
     def recount(self) -> bool:
-        """Count all entries by the server's names.
+        """Count all entries by scanning the server's keys.
 
-        Returns False if it does not answer or has too many names for the time; the count then continues later.
+        Returns False if the server does not answer, or if the time is up. The count then continues later.
         """
         with self._lock:
             return self._recount(time.monotonic() + WAIT_SECONDS)
 
     def collect(self) -> bool:
-        """Run ``recount`` from the beginning, however long it takes."""
+        """Count all entries from the beginning, without a time limit."""
         with self._lock:
             self._phase, self._cursor = 0, _BEGIN
             return self._recount(float("inf"))
@@ -112,5 +112,5 @@ class EntryCount:
         return False
 
     def _report_timeout(self) -> bool:
-        self._counters.fault("count", TimeoutError(f"the server has more keys than a put counts in {WAIT_SECONDS} s; the next goes on"))
+        self._counters.fault("count", TimeoutError(f"counting the server's keys takes more than {WAIT_SECONDS} s; the next put continues"))
         return False

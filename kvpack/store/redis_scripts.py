@@ -1,7 +1,7 @@
 """The Lua scripts that the Redis backend runs on the server; each is atomic for all other users (names in redis.py).
 
-Only the entries are authoritative. Counts may be lost, or overwritten by any user of the server: every script first removes values of
-another type, and ``sound`` checks that the rest is consistent; if not, ``PUT`` requests a new count.
+Only the entries are authoritative. Any user of the server may overwrite or remove the counts, so every script first removes values of the
+wrong type, and ``sound`` checks that the counts are consistent. If they are not, ``PUT`` requests a new count.
 """
 
 PREFIX = b"{kvpack}:"

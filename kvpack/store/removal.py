@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """Entries of this ``model``, canonical ``recipe`` and ``tenant`` that were last used before ``used_before_ns``; None matches any."""
+    """A filter for entries of one ``model``, canonical ``recipe`` and ``tenant``, last used before ``used_before_ns``. None matches all."""
 
     model: str | None = None
     recipe: str | None = None
@@ -30,7 +30,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of the chosen entries: chunks, the states after them, and, if the choice is only by age, pages of engines."""
+        """Return the keys of matching chunks and of the states after them. A filter by age only also matches engines' pages."""
         chains = None if self.tenant is None else _tenant_keys(catalog, self.tenant)
         # Older entries may name a preset.
         recipes = {entry.recipe for entry in catalog.entries.values()}
@@ -52,7 +52,7 @@ class EntryFilter:
 
 
 def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
-    """Return the keys of the chunks whose chains start at one of ``roots`` without a gap."""
+    """Return the keys of the chunks that are connected to one of ``roots`` by their ancestors."""
     children = defaultdict(list)
     for key, entry in catalog.entries.items():
         children[entry.fields.parent].append(key)
@@ -66,12 +66,12 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the parents of the first chunks of ``identity``, without states and with them."""
+    """Return the two possible parents of the first chunks of ``identity``: without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove entries, in any order of descent, and return how many there were; pinned ones only if ``pinned``."""
+    """Remove the entries of ``keys`` and return how many there were. Pinned entries are removed, with their pins, only if ``pinned``."""
     pins = backend.pins()
     to_remove = set(keys)
     if pinned:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .backend import Data
 
 FEATURE = "prefix-states"
-"""The ignorable feature that names states: their key, the key of the chunk that they follow, and the digest of their payload."""
+"""The ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
 
 
 @dataclass(frozen=True)
 class StatesFields:
-    """The fields of an entry's header that describe states."""
+    """The fields of an entry's header that describe its states."""
 
     key: bytes
     chunk: bytes
@@ -35,16 +35,19 @@ class StatesFields:
 
     @classmethod
     def of(cls, file: container.File) -> StatesFields:
-        """Parse the states in an open file. Raises InvalidHeader unless it has the states of one sequence, no sides, and its own key."""
+        """Parse the header of an entry with states.
+
+        Raises InvalidHeader unless it has states of one sequence, no keys and values, and the key that follows from its chunk.
+        """
         header, where = file.header, file.where
         feature = header.ignorable.get(FEATURE, b"")
         if len(feature) != 2 * KEY_BYTES + DIGEST_BYTES:
             raise InvalidHeader(f"{where}: the feature {FEATURE!r} has {len(feature)} bytes, expected {2 * KEY_BYTES + DIGEST_BYTES}")
         named = cls(feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES], feature[2 * KEY_BYTES :])
         if named.key != (key := states_key(named.chunk)):
-            raise InvalidHeader(f"{where}: names the key {named.key.hex()}, but the key of its chunk gives {key.hex()}")
+            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, but states after its chunk have {key.hex()}")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
-            raise InvalidHeader(f"{where}: expected states and no tokens in an entry of states")
+            raise InvalidHeader(f"{where}: has no states, or has keys and values, but an entry of states has only states")
         for state in header.states:
             if state.shape[0] != 1:
                 raise InvalidHeader(f"{where}: {state.where} has {state.shape[0]} sequences, expected one")
@@ -60,7 +63,7 @@ def is_states(file: container.File) -> bool:
 
 
 def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, str], recipe: str) -> list[memoryview]:
-    """Return the entry with the states of a model's layers after the chunk with key ``chunk``, which ends at ``position``."""
+    """Return the pieces of the entry with a model's states after the chunk with the key ``chunk``, which ends at ``position``."""
     from kvpack.cache import files
     from kvpack.cache.cache import Cache
     from kvpack.cache.layer import Layer
@@ -84,6 +87,6 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     check_header(file, position, model, recipe)
     named = StatesFields.of(file)
     if named.chunk != chunk:
-        raise InvalidHeader(f"{file.where}: holds the states after the chunk {named.chunk.hex()}, expected {chunk.hex()}")
+        raise InvalidHeader(f"{file.where}: has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
     check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return states_of(files.read(file))

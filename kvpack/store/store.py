@@ -1,4 +1,4 @@
-"""Store: packed prefixes that processes share, split into chunks of tokens; each chunk is one entry."""
+"""Store: packed prefixes that processes share, split into chunks of tokens. Each chunk is one entry."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Store:
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _resumable_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest stored prefix that a model can continue from."""
+        """Return the leading ``keys`` of the longest stored prefix that a model can continue from."""
         keys = keys[: self._backend.present(keys)]
         return keys if self._states is None else self._states.resumable_prefix(keys)
 
@@ -246,7 +246,7 @@ class Store:
                 self._leases.release(requested)
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
-        """Store the whole chunks of ``ids`` and the ``states`` after some of them; return the number of tokens now stored."""
+        """Store the whole chunks of ``ids``, and the ``states`` after some of them; return the number of tokens now stored."""
         if states:
             from kvpack.cache.cache import without_states
 
@@ -260,15 +260,15 @@ class Store:
             check_complete(cache, stored * self.chunk)
         self._counters.add("present_chunks", sum(readable.values()))
         if self._cipher is not None:
-            # Beyond a gap. Only the key shows whether an encrypted entry can be read here; damaged entries are removed.
+            # Also check entries after a missing one: only decrypting shows whether an encrypted entry can be read here.
             later = range(present_count + 1, len(keys))
             held = [n for n, present in zip(later, self._backend.present_each(keys[present_count + 1 :]), strict=True) if present]
             readable |= zip(held, self._loader.can_open([keys[n] for n in held], held), strict=True)
-        # An entry that others may be able to read stays, although not readable here; its descendants would not be found.
+        # An entry that only other stores may be able to read stays, and no chunk after it is stored, because it would not be found.
         unreadable = [index for index, is_readable in readable.items() if not is_readable]
         still_present = zip(unreadable, self._backend.present_each([keys[index] for index in unreadable]), strict=True)
         end = next((index for index, present in still_present if present), len(links))
-        # Ancestors must be evicted last, so they are in use from now on.
+        # Ancestors must be evicted last, so their use is recorded first.
         now = time.time_ns()
         chain = [*self._leading_keys, *keys]
         first = len(self._leading_keys)
@@ -282,7 +282,7 @@ class Store:
         return stored * self.chunk if self._states is None else self._states.save(states, chain[: first + stored], first, now)
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """Yield the pieces of the entries of chunks, for one request each, up to the first chunk that cannot be encoded."""
+        """Encode the entries of chunks, and yield them in batches for one request each, up to the first chunk that cannot be encoded."""
         batch: dict[int, list[memoryview]] = {}
         left = BATCH_BYTES
         for index in indices:
@@ -299,7 +299,7 @@ class Store:
             yield batch
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the entry of one chunk; count the fault and return None if it cannot be encoded."""
+        """Return the pieces of one chunk's entry; count the fault and return None if it cannot be encoded."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
@@ -334,7 +334,7 @@ class Store:
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
     def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Return the keys of a prefix's entries: those of its chunks, plus the states after them if the model has states."""
+        """Return the keys of a prefix's entries: those of its chunks and, for a model that keeps states, of the states after the last."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
@@ -358,8 +358,8 @@ class Store:
     def clear(self) -> int:
         """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
 
-        The header of every entry is read. Chunks whose ancestors are gone are found neither by this method nor by ``load``; they are
-        evicted in time.
+        This reads the header of every entry. Chunks with a missing ancestor are found neither by this method nor by ``load``; they are
+        evicted eventually.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chain_keys(catalog, [self._root])
@@ -367,13 +367,13 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the basis of the recipe, as given or from the store; None if the recipe needs none or neither has it."""
+        """Return the recipe's basis, from the identity or from the store; None if the recipe needs none, or neither has it."""
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
         """Remove files of dead writers, entries of older layouts, and bases that no entry has needed for an hour.
 
-        Then count the remaining entries again, and evict those above the budget.
+        Then count the remaining entries again, and evict entries until the budget holds.
         """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
@@ -385,8 +385,8 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
-        These are counted by listing the location; in a directory, only the folders that changed since this store last counted are listed. A
-        store of several tiers also has ``tiers``, a list with the same for each tier.
+        They are counted by listing the location. In a directory, only the folders that have changed since the last count are listed. A
+        store of tiers also has ``tiers``, a list with the stats of each tier.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
@@ -400,7 +400,7 @@ class Store:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def _load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix, once no other worker is computing the missing chunks."""
+        """Return the cache of the longest stored prefix, after waiting for other workers that are computing the next chunks."""
 
         def load() -> Cache | None:
             result = self._loader.load if self._states is None else self._states.load
@@ -409,7 +409,7 @@ class Store:
         return load() if self._leases is None else self._leases.load(keys, load, self.chunk)
 
     def _has_basis(self, keys: Sequence[bytes]) -> bool:
-        """Return True if the first entry exists and its basis is available, reading it from the store if needed."""
+        """Return True if the first entry exists and the basis is available. The basis is read from the store if needed."""
         if self._stored_basis is None or self._reader.basis is not None:
             return True
         if not self._backend.present(keys[:1]):
@@ -420,11 +420,11 @@ class Store:
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:
-        """Return True if ``ids`` plus one token have the same frequencies as every shorter sequence."""
+        """Return True if a sequence of ``ids`` and one more token has the same rotary frequencies as every shorter one."""
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
     def _move(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """Copy the cache to ``device``; None if the device has no room."""
+        """Copy the cache to ``device``; count the fault and return None if the device lacks memory."""
         import torch
 
         try:

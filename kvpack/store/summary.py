@@ -1,4 +1,4 @@
-"""Totals of a location by model and recipe. In a folder with an index, only the headers of new entries are read."""
+"""Compute the totals of a location by model and recipe. In a folder with an index, only the headers of new entries are read."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Summary:
         return self.unreadable + sum(count["entries"] for count in counts)
 
     def identities(self) -> list[tuple[dict[str, str], str, Counter[str]]]:
-        """Return (model, recipe, counts of entries, bytes and tokens) of every identity that headers distinguish."""
+        """Return (model, recipe, counts of entries, bytes and tokens) for each pair of a model and a recipe."""
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Count entries of the same kind."""
+        """Add ``entries`` entries of ``size`` bytes in total, described by ``about``, to the counts."""
         if text["kind"] != "chunk":
             self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
@@ -53,9 +53,9 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """Compute the totals of ``read_catalog``, with the same arguments."""
+    """Return the totals of a location. The arguments are those of ``read_catalog``."""
     summary = Summary()
-    # What an index holds does not depend on keys and limits.
+    # The index ignores encryption keys and size limits, so it is used only without them.
     indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES
     if isinstance(backend, Directory) and indexed and (known := backend.described()) is not None:
         for text, entries, size in known:
@@ -82,7 +82,7 @@ def _describe(backend: Directory, progress: Progress | None) -> Catalog:
 
 
 def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
-    """Return the kind of each readable entry, with its key and size."""
+    """Return (descriptive text, key, size) of each readable entry."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
         result.append((chunk_text(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))

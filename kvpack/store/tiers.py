@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 TierStats = list[dict[str, Any]]
 
 NOTE_SECONDS = 60.0
-"""Seconds between notes to a tier that was not queried that a prefix is in use; a note may cost a request."""
+"""Seconds between records of a prefix's use in a tier that was not queried. A record may cost a request."""
 _MAX_NOTED = 4096
 
 
 class Tiers:
-    """``tiers`` are pairs (backend, its counters), fastest first; ``counters`` are those of the whole store."""
+    """A backend that combines several tiers. ``tiers`` are pairs (backend, its counters), fastest first.
+
+    ``counters`` are the store's. With ``write_back``, tiers other than the first are written in the background.
+    """
 
     def __init__(self, tiers: Sequence[tuple[Backend, Counters]], counters: Counters, *, write_back: bool = False) -> None:
         self._backends = [backend for backend, _ in tiers]
@@ -88,7 +91,7 @@ class Tiers:
             lower = {first + index: [memoryview(entry.data)] for index, entry in enumerate(found) if entry.tier > tier}
             promoted |= {position for position, ok in zip(lower, self._put_in([backend], keys, lower, now_ns), strict=True) if ok}
         self._counters.add("promoted_chunks", len(promoted))
-        # Noting parts of a chain one by one would leave an ancestor older than its descendants.
+        # The whole chain is recorded at once: recording parts one by one would leave ancestors older than their descendants.
         self.touch(keys, now_ns, queried=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -116,7 +119,7 @@ class Tiers:
                     self._write_back.add(chain[: position + 1], b"".join(pieces), now_ns)
                 else:
                     refused[position] = pieces
-            # The first tier does not have these, so the others get them at once.
+            # Entries that the first tier refused are written to the other tiers right away.
             late = dict(zip(refused, self._put_in(self._backends[1:], chain, refused, now_ns), strict=True))
             stored = [ok or late.get(position, False) for position, ok in zip(entries, stored, strict=True)]
         sizes = [sum(map(len, pieces)) for pieces in entries.values()]
@@ -136,7 +139,7 @@ class Tiers:
         return set().union(*(backend.delete(keys) for backend in self._backends))
 
     def discard(self, key: bytes, found: FoundEntry) -> None:
-        # The queued entry was saved here, and another tier's copy may be good.
+        # Only this tier's copy is removed: other tiers' copies, and the queued one, may be good.
         self._backends[found.tier].discard(key, FoundEntry(found.data, 0))
 
     def list(self) -> Iterator[StoredEntry]:
@@ -165,7 +168,7 @@ class Tiers:
         return set().union(*(backend.pinned() for backend in self._backends))
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        # The slowest tier is the one that most workers share.
+        # The slowest tier is shared by most workers.
         return self._backends[-1].take_lease(key, seconds)
 
     def collect(self) -> None:
@@ -188,7 +191,7 @@ class Tiers:
         ]
 
     def histograms(self) -> str:
-        """Return the times of loads from and saves to every tier, in Prometheus' text format."""
+        """Return histograms of the durations of loads and saves of every tier, in Prometheus' text format."""
         name = "kvpack_store_tier_seconds"
         lines = [f"# HELP {name} Seconds of a call of a tier, by operation.", f"# TYPE {name} histogram"]
         for tier, counts in enumerate(self._tier_counters):
@@ -209,7 +212,7 @@ class Tiers:
     def _put_in(
         self, backends: Sequence[Backend], chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int
     ) -> Sequence[bool]:
-        """Return, for each entry, True if any of ``backends`` has stored it."""
+        """Put entries into all ``backends``, and return True for each entry that any of them has stored."""
         answers = []
         for backend in backends if entries else ():
             with self._timed(backend, "save"):
@@ -219,10 +222,10 @@ class Tiers:
     def _query_in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (tier, reply) while a tier has the next of ``keys``; ``count_keys`` counts the keys in a reply.
+        """Query tiers for ``keys`` in order, and yield (tier, reply) as long as some tier has the next key.
 
-        The fastest tier is asked first each time, and no tier twice for a key that it lacks. For the first key, only tiers slower than
-        ``beyond`` are asked.
+        ``count_keys`` counts the keys in a reply. The fastest tier is queried first each time, and no tier twice for a key that it lacks.
+        For the first key, only tiers slower than ``beyond`` are queried.
         """
         found = 0
         exhausted_at: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)
@@ -253,7 +256,7 @@ class Tiers:
 
 
 def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, tuple[str, int]]) -> str:
-    """Return the metrics of a store in Prometheus' text format, with those of its tiers."""
+    """Return the metrics of a store and its tiers in Prometheus' text format."""
     if not isinstance(backend, Tiers):
         return counters.prometheus(gauges)
     return counters.prometheus(gauges, backend.stats()) + backend.histograms()

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from .options import StoreOptions
 
 CHUNKS_FEATURE = "token-chunks"
-"""The prefix of the names used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs, which token ids do not determine."""
+"""The feature used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
 MAX_TOKENS_BYTES = 2**26
-"""Maximum number of bytes of a JSON file of token ids."""
+"""Maximum size of a JSON file of token ids."""
 _CHUNK_BYTES = 4
 """The size of the field before the chunks: the number of tokens per chunk, little-endian."""
 CHUNK_FEATURE = "chunk-tokens"
@@ -173,7 +173,7 @@ def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
         ids.append(data[begin : begin + chunk * ID_BYTES])
         offset = begin + chunk * ID_BYTES
     if not chunk or offset != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
-        raise InvalidHeader(f"{where}: the features {CHUNKS_FEATURE!r} have {len(data)} bytes, which are not chunks of {chunk} tokens")
+        raise InvalidHeader(f"{where}: the {len(data)} bytes of the features {CHUNKS_FEATURE!r} are not whole chunks of {chunk} tokens")
     return chunk, digests, b"".join(ids)
 
 

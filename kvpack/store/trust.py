@@ -1,7 +1,7 @@
-"""Check that only a folder's owner, this user or another, can have written its files (spec/store.md, Trust).
+"""Check that only the owner of a store's folder can have written its files (spec/store.md, Trust).
 
-Folders and files of any other user, or writable by group or others, are not used unless the caller trusts the members of a group. Files
-that another user may change are read as copies, which cannot change between check and use.
+Folders and files of other users, or writable by group or others, are not used unless the caller trusts the members of a group. Files that
+another user may change are copied before they are checked, so that they cannot change between check and use.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
-"""Modes of files and folders for a trusted group; anything made in a folder with that mode belongs to its group."""
+"""Modes of folders and files for a trusted group. The set-group-ID bit makes new files belong to the folder's group."""
 _MAX_GROUP = 2**32 - 2
 
 _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""The errors for a path that can never be a store for this user, whatever the state of its disk."""
+"""Errors that mean a path can never be a store for this user, unlike errors that a faulty disk causes."""
 
 
 class Untrusted(PermissionError):
-    """A folder or a file that users other than the store's owner may have written."""
+    """The error for a folder or a file that users other than the store's owner may have written."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
 
 
 class NotAnEntry(OSError):
-    """A folder, a link, a FIFO or a device instead of a file."""
+    """The error for a folder, a link, a FIFO or a device in place of an entry's file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is not a regular file")
 
 
 class Trust:
-    """The ``owner`` of the folder ``root``: this user if the folder does not exist yet.
+    """The check of who may write to the folder ``root``. Its ``owner`` is this user if the folder does not exist yet.
 
-    ``trusted_group`` is the number or name of a group whose members may write there, and are trusted like the owner. Raises
-    InvalidParameter if ``root`` cannot be a store (others may write to it, it is not a folder, or it cannot be reached) or if this user is
-    not in the trusted group.
+    ``trusted_group`` is the number or name of a group whose members may write there and are trusted like the owner. Raises
+    InvalidParameter if ``root`` cannot be a store, because others may write to it, it is not a folder, or it cannot be accessed, or if this
+    user is not in the trusted group.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -63,10 +63,10 @@ class Trust:
         except OSError as error:
             if error.errno in _PERMANENT_ERRORS:
                 raise InvalidParameter(f"{root}: cannot be a store: {error.strerror}") from None
-            # The folder is made with the first entry, or its disk fails, as it may at any time.
+            # Either the folder does not exist yet, or its disk fails, which later operations count as a fault.
             return
         if not stat.S_ISDIR(status.st_mode):
-            raise InvalidParameter(f"{root}: is not a folder, expected the folder of a store")
+            raise InvalidParameter(f"{root}: is not a folder: pass the path of a store's folder, which need not exist yet")
         if status.st_mode & self._forbidden_bits(status):
             mode, group = stat.S_IMODE(status.st_mode), status.st_gid
             hint = ""
@@ -84,12 +84,12 @@ class Trust:
 
     @property
     def private(self) -> bool:
-        """True if this user owns the folder, so that nobody else changes its files."""
+        """True if this user owns the folder and trusts no group, so that nobody else can change its files."""
         return self.owner == self._user and self.trusted_group is None
 
     @property
     def may_write(self) -> bool:
-        """Return True if files that this user writes belong to the folder's owner (root changes their owner) or to the trusted group."""
+        """True if this user may store entries: the owner, root (which gives files to the owner), or a member of the trusted group."""
         return self._user in (self.owner, 0) or self._group_writes
 
     @contextlib.contextmanager
@@ -115,14 +115,14 @@ class Trust:
     def _open(self, path: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         if self.private:
-            # The access time is when an entry expires (expiry.py). Only the file's owner may keep it as it is.
+            # Reading must not change the access time, which is when an entry expires (expiry.py). Only a file's owner can prevent that.
             with contextlib.suppress(PermissionError):
                 return os.open(path, flags | getattr(os, "O_NOATIME", 0))
         return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted unless only trusted users may write to a folder below the root, and to every folder between. Raises OSError."""
-        # A checked folder can be replaced only by the owner of the folder above it.
+        """Raise Untrusted unless only trusted users may write to ``folder`` and to every folder between it and the root. Raises OSError."""
+        # A checked folder need not be checked again: only users who may write to its parent, which is checked too, can replace it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
             if not stat.S_ISDIR(status.st_mode):
@@ -173,7 +173,7 @@ class Trust:
                 os.close(descriptor)
 
     def _check(self, path: str, status: os.stat_result) -> None:
-        # Root may write everything, and only a member of the group can have put a file of the group into the folder.
+        # Root can write everything anyway, and only members of the group can have put a file of the group into the folder.
         member = self.trusted_group is not None and (status.st_gid == self.trusted_group or status.st_uid in (0, self._user))
         if status.st_uid != self.owner and not member:
             hint = "" if self.trusted_group is None else f", and is not of the group {self.trusted_group}"

@@ -1,4 +1,4 @@
-"""The part of a prefix within sliding windows: layers load no older chunks, and chunks that a layer has dropped are not saved."""
+"""The parts of a prefix that sliding windows need: older chunks are not loaded, and chunks that a layer has dropped are not saved."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Windows:
-    """The sliding windows of a model's layers, None for a layer without one, and the tokens of a chunk."""
+    """The sliding windows of a model's layers in tokens (None: the layer has no window), and the number of tokens per chunk."""
 
     layers: tuple[int | None, ...]
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """Return the first of ``chunks`` chunks that any layer attends to after them: 0 if a layer has no window."""
+        """Return the index of the first of ``chunks`` chunks that the next token attends to in any layer."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def crop(self, cache: Cache) -> Cache:
-        """Return ``cache`` with only the chunks of each layer that are within its window after the last token."""
-        # A chain that begins with a later chunk is a prefix whose layers have skipped the others.
+        """Return ``cache`` with only those chunks of each layer that the token after its last one attends to."""
+        # If only later chunks were loaded, the cache is a prefix whose layers have skipped the earlier tokens.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
         cache = replace(cache, layers=tuple(layers), start=0)
@@ -39,22 +39,22 @@ class Windows:
         return replace(cache, layers=tuple(layers))
 
     def _first_token(self, tokens: int, window: int) -> int:
-        """Return the first token of the first chunk that token ``tokens`` attends to."""
+        """Return the first token of the first chunk that the token at position ``tokens`` attends to."""
         return max(0, tokens - window + 1) // self.chunk * self.chunk
 
 
 def check_complete(cache: Cache, stored: int) -> None:
-    """Check that every layer still contains the tokens after the first ``stored``, which are already stored.
+    """Check that every layer still has all tokens after the first ``stored``, which the store has already.
 
-    Raises InvalidParameter if nothing is stored. If only later chunks are missing, they may have been evicted, and a KvpackWarning is
-    issued.
+    Otherwise, raises InvalidParameter if nothing is stored, and issues a KvpackWarning if something is, because the missing chunks may
+    have been stored earlier and evicted.
     """
     for number, layer in enumerate(cache):
         if layer.skipped > stored and layer.tokens:
             first, last = cache.positions(number)
             text = (
-                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last}, but the store has the first "
-                f"{stored}: a sliding window has dropped tokens in between. Compute the prompt with kvpack.prefill, or into a "
+                f"layers[{number}] holds {layer.tokens} of {cache.tokens} tokens, positions {first} to {last - 1}, but the store has the "
+                f"first {stored}: a sliding window has dropped tokens in between. Compute the prompt with kvpack.prefill, or into a "
                 "KvpackCache(..., keep_all=True), whose layers keep all tokens"
             )
             if not stored:

@@ -1,4 +1,4 @@
-"""A bounded queue of entries to write to slower tiers in the background; losing one costs a miss there."""
+"""A bounded queue of entries that are written to slower tiers in the background. Losing one only costs a miss there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     Write = Callable[[Sequence[bytes], bytes, int], object]
 
 QUEUE_BYTES = 256 * 2**20
-"""Maximum number of bytes that wait; an entry that does not fit is dropped, because the engine must not wait."""
+"""Maximum number of queued bytes. An entry that does not fit is dropped, because the engine must not wait."""
 FLUSH_SECONDS = 30.0
 """Seconds that ``close`` waits for the queued entries."""
 
 
 class WriteBack:
-    """Calls ``write(chain, entry, now_ns)`` in its own thread, in the order of ``add``. Safe to use from any thread.
+    """A queue whose thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
 
-    After a fork the child begins with an empty queue; the parent writes the queued entries.
+    After a fork, the child's queue is empty, and the parent writes the queued entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -53,7 +53,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def cancel(self, keys: Iterable[bytes]) -> None:
-        """Stop writing ``keys``: drop queued ones, and wait for one that is being written."""
+        """Drop queued entries with ``keys``, and wait if one of them is being written."""
         self._reset_in_child()
         forgotten = set(keys)
         with self._condition:

@@ -114,9 +114,9 @@ def test_a_store_takes_no_layer_that_dropped_tokens(tmp_path: Any) -> None:
     model = small_model("Mistral", sliding_window=WINDOW)
     cache, ids = filled(model, 70), token_ids(70)
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "raw", weights="w"), chunk=8)
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] holds 15 of 70 tokens, positions 55 to 70, but the store has the first 0"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] holds 15 of 70 tokens, positions 55 to 69, but the store has the first 0"):
         store.save(ids, kvpack.pack(cache, "raw"))
-    with pytest.raises(InvalidParameter, match="token_ids has 70 ids and the cache holds 15 tokens"):
+    with pytest.raises(InvalidParameter, match="token_ids has 70 ids, but the cache has 15 tokens"):
         store.save(ids, kvpack.pack([(layer.keys, layer.values) for layer in cache.layers], "raw"))
     assert store.match(ids) == 0
     inside = kvpack.pack(filled(model, WINDOW - 1), "raw")

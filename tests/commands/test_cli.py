@@ -410,7 +410,7 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
         (torch.zeros(1, 5), r"token_ids are float32 \[5\], expected integers"),
         (torch.zeros(3, 5, dtype=torch.int64), r"token_ids has the shape \[3, 5\], but the layers have 1 sequences: pass a row for each"),
         (torch.zeros(1, 1, 5, dtype=torch.int64), r"token_ids are int64 \[1, 1, 5\], expected integers \[token\] or \[1, token\]"),
-        (torch.tensor([-1]), "token_ids are from -1 to -1"),
+        (torch.tensor([-1]), "token_ids range from -1 to -1"),
     ],
 )
 def test_token_ids_of_a_dense_file_that_are_refused(

@@ -274,7 +274,7 @@ def test_encrypted_entries_with_and_without_their_key(
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
-        ("a 00", 0o640, "has the mode 0640, expected 0600"),
+        ("a 00", 0o640, "has the mode 0640, but only its owner"),
         ("a", 0o600, "line 1 is not an id and a key"),
         ("a 00 00", 0o600, "line 1 is not an id and a key"),
         ("\na xyz", 0o600, "line 2 is not an id and a key"),
@@ -461,7 +461,7 @@ def test_bases_are_listed_counted_and_checked(based: Path, capsys: pytest.Captur
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     (refused,) = printed(capsys, "verify", based, code=1)["refused"]
     assert refused["key"] == digest
-    assert "damaged: holds a basis with the SHA-256" in refused["message"]
+    assert "damaged: its basis has the SHA-256" in refused["message"]
     assert printed(capsys, "ls", based)["bases"] == []
     run("verify", based, "--delete", code=1)
     assert not path.exists()
@@ -484,5 +484,5 @@ def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_fi
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     before = path.stat().st_mtime_ns
     run("export", based, row["key"][:12], tmp_path / "two.kvpack", code=1)
-    assert "damaged: holds a basis" in capsys.readouterr().err
+    assert "damaged: its basis" in capsys.readouterr().err
     assert path.stat().st_mtime_ns == before, "a command that only looks changes nothing"

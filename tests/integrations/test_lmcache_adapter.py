@@ -230,7 +230,7 @@ def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None
     with pytest.raises(InvalidParameter, match=r"the adapter got .*other"):
         opened(other=1)
     (tmp_path / "a file").write_bytes(b"")
-    with pytest.raises(InvalidParameter, match="a file: is not a folder, expected the folder of a store"):
+    with pytest.raises(InvalidParameter, match="a file: is not a folder: pass the path of a store"):
         opened(location=str(tmp_path / "a file"))
     with pytest.raises(InvalidParameter, match="of lossless depend on the values"):
         opened(recipe="lossless")
@@ -531,7 +531,7 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     assert waited(lambda: adapter.query_load_result(number)).bits == [True]
     assert not torch.equal(found[0].tensor, objects(1, seed=1)[0].tensor)
     for other, layers, heads, message in (
-        (ObjectKey(b"b", "another"), 2, 2, "is the basis of a model whose name is 'folder/m', but the cache's is 'another'"),
+        (ObjectKey(b"b", "another"), 2, 2, "is the basis of a model whose name is 'folder/m', but the cache's name is 'another'"),
         (ObjectKey(b"b", "folder/m"), 1, 2, "is the basis of a model with 2 layers, but the cache has 1"),
         (ObjectKey(b"b", "folder/m"), 2, 1, "the keys of layer 0 of the basis"),
     ):

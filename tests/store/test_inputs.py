@@ -66,7 +66,7 @@ def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) ->
     [
         ([b""], "inputs has 1 digests, expected 2 for 69 token ids in chunks of 32"),
         ([b""] * 4, "inputs has 4 digests"),
-        ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, the limit is 64 bytes"),
+        ([b"", b"x" * 65], r"inputs\[1\] is 65 bytes, expected a digest of at most 64 bytes"),
         ([b"", "digest"], r"inputs\[1\] is of type str"),
         (b"ab", "inputs is 2 bytes, expected a list of digests"),
         (7, "inputs is 7, expected a list of digests"),
@@ -86,15 +86,15 @@ def test_inputs_that_cannot_be_are_refused(inputs: Any, message: str, tmp_path: 
 def test_what_ids_do_not_determine_needs_inputs(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     made = computed(len(ids), ids, ("tokens 40 to 47 came from embeddings, not from token ids", 40))
-    with pytest.raises(InvalidParameter, match=r"tokens 40 to 47 came from embeddings.*Give inputs=.*with one for chunk 1"):
+    with pytest.raises(InvalidParameter, match=r"tokens 40 to 47 came from embeddings.*Pass inputs=.*Chunk 1 needs one"):
         store.save(ids, made)
-    with pytest.raises(InvalidParameter, match="with one for chunk 1"):
+    with pytest.raises(InvalidParameter, match="Chunk 1 needs one"):
         store.save(ids, made, inputs=[IMAGE, b"", b""])
     assert entries(tmp_path) == []
     assert store.save(ids, made, inputs=[b"", IMAGE, b""]) == 3 * CHUNK
     assert store.match(ids) == CHUNK
     shifted = computed(len(ids), ids, ("tokens 0 to 100 have positions that do not count from 0", 0))
-    with pytest.raises(InvalidParameter, match="with one for chunk 0"):
+    with pytest.raises(InvalidParameter, match="Chunk 0 needs one"):
         store.save(ids, shifted)
     assert open_store(tmp_path / "begin").save(ids[:CHUNK], made[:, :CHUNK]) == CHUNK, "what comes later changes no earlier chunk"
 
@@ -102,7 +102,7 @@ def test_what_ids_do_not_determine_needs_inputs(tmp_path: Path) -> None:
 def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     other = [*ids[:37], 7, *ids[38:]]
-    with pytest.raises(InvalidParameter, match=rf"token 37 of the cache was computed from the id {ids[37]}, but token_ids has 7 there"):
+    with pytest.raises(InvalidParameter, match=rf"token 37 of the cache was computed from the id {ids[37]}, but token_ids\[37\] is 7"):
         store.save(other, computed(len(ids), ids))
     with pytest.raises(InvalidParameter, match="token 37 of the cache"):
         store.save(other, computed(len(ids), ids[:50]))
@@ -113,9 +113,9 @@ def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
 def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(4)
     for count, tokens in ((133, 64), (64, 133), (133, 132), (132, 133)):
-        with pytest.raises(InvalidParameter, match=rf"token_ids has {count} ids and the cache holds {tokens} tokens.*token_ids\[:n\]"):
+        with pytest.raises(InvalidParameter, match=rf"token_ids has {count} ids, but the cache has {tokens} tokens.*token_ids\[:n\]"):
             store.save(ids[:count], cache(tokens))
-        with pytest.raises(InvalidParameter, match=f"token_ids has {count} ids and the cache holds {tokens} tokens"):
+        with pytest.raises(InvalidParameter, match=f"token_ids has {count} ids, but the cache has {tokens} tokens"):
             store.save(ids[:count], computed(tokens, ids[: tokens - 1]))
     assert entries(tmp_path) == []
 
@@ -130,7 +130,7 @@ def test_a_cache_that_knows_its_ids_is_stored_as_far_as_both_go(tmp_path: Path) 
 def test_a_window_that_dropped_tokens_is_refused(tmp_path: Path) -> None:
     """The newest 512 of 1,200 tokens would be stored as the first."""
     ids = list(range(1200))
-    with pytest.raises(InvalidParameter, match=r"1200 ids and the cache holds 512 tokens.*sliding window"):
+    with pytest.raises(InvalidParameter, match=r"1200 ids, but the cache has 512 tokens.*sliding window"):
         open_store(tmp_path).save(ids, cache(512))
 
 
@@ -146,7 +146,7 @@ def test_a_loaded_cache_knows_what_it_is_of(tmp_path: Path) -> None:
     store.save(ids, cache(len(ids)), inputs=digests)
     _, found = store.load(ids, inputs=digests)
     assert found is not None
-    with pytest.raises(InvalidParameter, match=r"tokens 32 to 63 were stored with a digest of other inputs.*Give inputs="):
+    with pytest.raises(InvalidParameter, match=r"tokens 32 to 63 were stored with a digest of other inputs.*Pass inputs="):
         store.save(ids, found)
     assert open_store(tmp_path / "other").save(ids, found, inputs=digests) == 3 * CHUNK
 
@@ -167,7 +167,7 @@ def test_verify_recomputes_keys_with_their_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature", [b"", b"x" * 80, b"x" * 80 + b"\x01", b"x" * 80 + b"\x41" + b"x" * 69, b"x" * 80 + b"\x00" + b"x" * 7])
 def test_a_feature_that_is_cut_is_refused(feature: bytes) -> None:
-    with pytest.raises(InvalidHeader, match=f"here: the feature 'prefix-store-2' has {len(feature)} bytes"):
+    with pytest.raises(InvalidHeader, match=f"here: the {len(feature)} bytes of the feature 'prefix-store-2'"):
         ChunkFields.of(feature, "here")
 
 
@@ -195,7 +195,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     assert imported.match(ids) == CHUNK
     rewrite(str(file), {"token-chunks.0": features["token-chunks.0"][:-3]})
     assert cli.main(words) == 1
-    assert "which are not chunks of 32 tokens" in capsys.readouterr().err
+    assert "are not whole chunks of 32 tokens" in capsys.readouterr().err
 
 
 def entry_of_key(store: kvpack.Store, key: bytes) -> str:

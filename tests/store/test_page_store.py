@@ -248,7 +248,7 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
         with pytest.raises(kvpack.OutOfBounds, match="slot 9 was passed"):
             _ = failed.results
         assert store.counters()["faults"] == {"get OutOfBounds": 1}
-        with pytest.raises(InvalidParameter, match="1 keys were given for 2 slots"):
+        with pytest.raises(InvalidParameter, match="1 keys were passed for 2 slots"):
             store.submit_get(KEYS[:1], target, [0, 1])
 
 
@@ -372,7 +372,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidParameter, match="names the basis"):
         Identity("model", recipe.text, basis=other)
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', but the cache's is 'another'"):
+    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', but the cache's name is 'another'"):
         PageStore(tmp_path / "store", Identity("another", recipe), GEOMETRY)
 
 

@@ -272,11 +272,11 @@ def with_tail() -> kvpack.Cache:
 
 PLANTED = {
     "compressed": (lambda: of_shape(), True, "has the filter zstd, expected none in an entry"),
-    "two sequences": (lambda: of_shape(batch=2), False, r"layers\[0\]\.k holds 2 sequences of 32 tokens"),
-    "more tokens": (lambda: of_shape(tokens=3 * CHUNK), False, r"layers\[0\]\.k holds 1 sequences of 96 tokens .*, expected one of 32"),
-    "fewer tokens": (lambda: of_shape(tokens=CHUNK - 1), False, r"holds 1 sequences of 31 tokens"),
-    "no tokens": (lambda: of_shape(tokens=0), False, r"holds 1 sequences of 0 tokens"),
-    "a raw tail": (with_tail, False, "a raw tail of "),
+    "two sequences": (lambda: of_shape(batch=2), False, r"layers\[0\]\.k has 2 sequences of 32 packed"),
+    "more tokens": (lambda: of_shape(tokens=3 * CHUNK), False, r"has 1 sequences of 96 packed .*, expected one sequence of 32"),
+    "fewer tokens": (lambda: of_shape(tokens=CHUNK - 1), False, r"has 1 sequences of 31 packed"),
+    "no tokens": (lambda: of_shape(tokens=0), False, r"has 1 sequences of 0 packed"),
+    "a raw tail": (with_tail, False, "of 0 packed and 31 raw tokens"),
 }
 
 

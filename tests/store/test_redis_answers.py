@@ -317,7 +317,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
     found.begin()
     assert found.recv(1) == b"$"
     time.sleep(0.1)
-    with pytest.raises(TimeoutError, match="an answer of 1 bytes so far took more than"):
+    with pytest.raises(TimeoutError, match="a reply, of which 1 bytes have arrived, took more than"):
         found.recv(1)
 
 

@@ -77,7 +77,7 @@ def test_states_at_the_end_of_the_cache_count(tmp_path: Path) -> None:
 
 def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
-        with pytest.raises(InvalidParameter, match=r"has only after token 40 and 261: a store needs states at multiples of 32 .*prefill"):
+        with pytest.raises(InvalidParameter, match=r"has only after token 40 and 261\. A store needs states at multiples of 32 .*prefill"):
             store.save(IDS, stateful(TOKENS, [40]))
         with pytest.raises(InvalidParameter, match="the cache has none"):
             store.save(IDS, kvpack.pack(random_pairs(2, TOKENS, dims=(32, 32)), "kivi-2"))
@@ -151,7 +151,7 @@ def again(found: Any, *, position: int = 5 * CHUNK, chunk: bytes | None = None, 
 
 
 PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another chunk": (lambda found: again(found, chunk=bytes(32)), "holds the states after the chunk 0000"),
+    "another chunk": (lambda found: again(found, chunk=bytes(32)), "has the states after the chunk 0000"),
     "another position": (lambda found: again(found, position=4 * CHUNK), "start is 128, expected 160"),
     "another model": (lambda found: again(found, model={"name": "other"}), "model is {'name': 'other'}"),
     "another recipe": (lambda found: again(found, recipe="kv=raw"), "recipe is 'kv=raw'"),
@@ -188,7 +188,7 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
     with pytest.raises(InvalidHeader, match=r"the feature 'prefix-states' has 0 bytes, expected 80"):
         state_entries.StatesFields.of(file)
     file.header.ignorable[state_entries.FEATURE] = states_key(chunk) + chunk + bytes(16)  # type: ignore[index]
-    with pytest.raises(InvalidHeader, match="expected states and no tokens"):
+    with pytest.raises(InvalidHeader, match="an entry of states has only states"):
         state_entries.StatesFields.of(file)
 
 

@@ -117,11 +117,11 @@ def test_dropped_tokens_that_are_not_stored_are_refused(tmp_path: Path) -> None:
             with pytest.raises(InvalidParameter, match=rf"layers\[1\] holds {TOKENS - skipped} of 256 tokens, .*keep_all=True"):
                 store.save(IDS[:TOKENS], dropped(TOKENS, skipped))
         one = dropped(CHUNK, 3)
-        with pytest.raises(InvalidParameter, match=r"layers\[1\] holds 29 of 32 tokens, positions 3 to 32, but the store has the first 0"):
+        with pytest.raises(InvalidParameter, match=r"layers\[1\] holds 29 of 32 tokens, positions 3 to 31, but the store has the first 0"):
             store.save(IDS[:CHUNK], one)
         assert store.stats()["entries"] == 0
         save(store, IDS[: 2 * CHUNK + 5])
-        with pytest.warns(KvpackWarning, match=r"layers\[1\] holds 160 of 256 tokens, positions 96 to 256, but the store has the first 64"):
+        with pytest.warns(KvpackWarning, match=r"layers\[1\] holds 160 of 256 tokens, positions 96 to 255, but the store has the first 64"):
             assert store.save(IDS[:TOKENS], dropped(TOKENS, 3 * CHUNK)) == 2 * CHUNK
         assert store.match(IDS) == 2 * CHUNK
 

@@ -172,7 +172,7 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
     found.check_model({"weights": "sample-sha256:0"})
     found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
-    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the cache's is 'another'"):
+    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the cache's name is 'another'"):
         found.check_model({"name": "another", "weights": "sample-sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights are"):
         found.check_model({"weights": "sha256:0"})

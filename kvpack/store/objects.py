@@ -78,9 +78,8 @@ class Objects:
             # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
             self._obstore.get(self._store, _NO_OBJECT, options={"range": (0, 1)})
         except (*self.errors, ValueError) as error:
-            code = _CODE.search(str(error))
-            if code is not None and (what := _REFUSALS.get(code[1] or code[2])):
-                raise InvalidParameter(f"the object store refuses the location with {code[1] or code[2]}: check {what}") from None
+            if what := _REFUSALS.get(code := _code_of(error)):
+                raise InvalidParameter(f"the object store refuses the location with {code}: check {what}") from None
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, or None."""
@@ -107,7 +106,8 @@ class Objects:
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _check_missing(error)
             return None
         size, tag = answer.meta["size"], answer.meta["e_tag"]
         check_size(name, size, self._max_bytes if max_bytes is None else max_bytes)
@@ -149,7 +149,8 @@ class Objects:
         try:
             answer = self._obstore.get(self._store, name, options={"range": (0, count)})
             return bytes(memoryview(answer.bytes())), answer.meta["size"], answer.meta["e_tag"]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _check_missing(error)
             return None
         except self._base_error as error:
             # An empty object has no first byte.
@@ -206,6 +207,18 @@ class Objects:
             raise Forked(
                 "the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork"
             )
+
+
+def _code_of(error: BaseException) -> str:
+    """Return the code in a service's answer, or an empty text."""
+    code = _CODE.search(str(error))
+    return "" if code is None else code[1] or code[2]
+
+
+def _check_missing(error: FileNotFoundError) -> None:
+    """Raise ``error`` if more than the object is missing: without its bucket, every object would be a miss like any other."""
+    if _code_of(error) in _REFUSALS:
+        raise error
 
 
 class Forked(Exception):

@@ -363,6 +363,18 @@ def test_a_bucket_that_is_not_there_is_told_at_opening(server: Server) -> None:
         kvpack.Store("s3://another/some/prefix", IDENTITY, chunk=CHUNK, storage_options=server.options)
 
 
+def test_a_bucket_that_is_gone_is_a_fault(server: Server) -> None:
+    with lying() as (liar, options):
+        for code, count in (("NoSuchKey", 0), ("NoSuchBucket", 2)):
+            liar.body = f"<Error><Code>{code}</Code></Error>".encode()
+            liar.length, liar.status = len(liar.body), 404
+            if not count:
+                store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
+            assert store.match(prompt(1)) == 0
+            assert store.load(prompt(1)) == (0, None)
+            assert sum(store.counters()["faults"].values()) == count
+
+
 def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
     with lying() as (liar, options):
         liar.status = 403

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Lane:
     stride: int
     """The bytes from one layer's streams to the next one's, in a row."""
 
-    @property
+    @cached_property
     def layouts(self) -> dict[str, Layout]:
         slots, layouts = self.geometry.slots(self.codec), self.codec.layout(1, self.geometry.heads, self.geometry.tokens)
         rows = {
@@ -64,12 +64,12 @@ class Lane:
         }
         return {name: rows.get(name, layout) for name, layout in layouts.items()}
 
-    @property
+    @cached_property
     def raw(self) -> RawPositions | None:
         """Rule that chooses the raw tokens of a page, if there are any."""
         return self.codec.side_car(RawPositions)
 
-    @property
+    @cached_property
     def watched(self) -> RawPositions | None:
         """Rule that finds raw tokens, and tokens that cost others precision although the page has no room for them."""
         # One of high norm moves the mean of its page.
@@ -78,7 +78,7 @@ class Lane:
             return self.raw
         return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)
 
-    @property
+    @cached_property
     def shared(self) -> frozenset[str]:
         """Kinds of shared scales.
 
@@ -86,18 +86,18 @@ class Lane:
         """
         return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
 
-    @property
+    @cached_property
     def measured(self) -> bool:
         """True if tokens may lose precision because of maps, means and scales of their own, or because of a scale of their page."""
         summary = self.plain.summary
         return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Number of raw tokens for which a page has room."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
-    @property
+    @cached_property
     def plain(self) -> Codec:
         """Codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
@@ -171,7 +171,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
     """Streams of a lane's layers in a row, which are joined as sequences of a batch where they are asked for."""
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
-        self._lane, self._row, self._layouts = lane, row, lane.plain.row_layouts
+        self._lane, self._row = lane, row
 
     def __getitem__(self, name: str) -> torch.Tensor:
         lane, layout = self._lane, self._lane.layouts[name]
@@ -182,10 +182,10 @@ class _RowStreams(Mapping[str, torch.Tensor]):
         return values.view(lane.count, *layout.shape[1:])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layouts)
+        return iter(self._lane.plain.row_layouts)
 
     def __len__(self) -> int:
-        return len(self._layouts)
+        return len(self._lane.plain.row_layouts)
 
 
 class _Ready:

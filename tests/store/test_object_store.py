@@ -468,7 +468,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypa
         with pytest.raises((AssertionError, KeyError)):
             test_a_server_that_dies_and_comes_back(server, monkeypatch)
     else:
-        real = last_used.UseLog.note
+        real = last_used.UseLog.record_use
         monkeypatch.setattr(last_used.UseLog, "record_use", lambda self, chain: real(self, chain[::-1]))
         with pytest.raises(AssertionError):
             test_the_budget_holds_and_leaves_go_first(place, monkeypatch)

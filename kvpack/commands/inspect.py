@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 [
                     printable(str(summary["file"])),
                     printable(summary["model"].get("name", "")),
-                    "a basis" if summary["is_basis"] else printable(summary["recipe"]),
+                    "a basis" if summary["is_basis"] else _recipe_text(summary["recipe"], full=False),
                     str(len(summary["layers"])),
                     f"{summary['stop'] - summary['start']:,}",
                     f"{summary['bits_per_value']:.3f}",
@@ -75,7 +75,8 @@ def _print(summary: dict[str, Any]) -> None:
         print(f"a basis, which caches name by its SHA-256, {summary['sha256']}")
         print(f"model {model}")
     else:
-        print(f"tokens {summary['start']} to {summary['stop']}, recipe {printable(summary['recipe']) or 'not named'}, model {model}")
+        recipe = _recipe_text(summary["recipe"], full=True) or "not named"
+        print(f"tokens {summary['start']} to {summary['stop']}, recipe {recipe}, model {model}")
     if summary["token_ids"] or summary["undetermined"]:
         other = "".join(f"; {printable(text)}" for text in summary["undetermined"])
         print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
@@ -137,3 +138,13 @@ def _describe(params: dict[str, Any]) -> str:
     # For a side-car whose parameters are a map, the name is enough.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
     return " ".join([params["id"], *words])
+
+
+def _recipe_text(text: str, *, full: bool) -> str:
+    """Return the recipe ``text`` of a file with the name of its preset; unless ``full``, only the name if there is one."""
+    from kvpack.coding.recipes import preset_of
+
+    preset, written = preset_of(text), printable(text)
+    if not preset or preset == text:
+        return written
+    return f"{preset} ({written})" if full else preset

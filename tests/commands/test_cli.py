@@ -81,6 +81,18 @@ def test_inspect_as_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "header and padding" in {row[0] for row in rows}
 
 
+def test_inspect_names_the_preset_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, recipe in (("preset", "octopus-3"), ("changed", "octopus-3;window=32")):
+        kvpack.save(kvpack.pack(random_pairs(1, 64), recipe), tmp_path / name)
+    full = kvpack.Recipe("octopus-3").text
+    assert run("inspect", tmp_path / "preset") == 0
+    assert f"recipe octopus-3 ({full}), model" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "changed") == 0
+    assert f"recipe {full};tail=32, model" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "preset", tmp_path / "changed") == 0
+    assert re.search(r"preset .* octopus-3 +1 ", capsys.readouterr().out)
+
+
 def test_an_empty_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.kvpack"
     kvpack.save(kvpack.pack(random_pairs(1, 0), "kivi-2"), path)

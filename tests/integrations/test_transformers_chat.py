@@ -11,7 +11,7 @@ import transformers
 
 import kvpack
 from kvpack.bench import real_model
-from kvpack.errors import InvalidParameter, InvalidType, LimitExceeded
+from kvpack.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.integrations.transformers import Chat
 from kvpack.models import ByteTokenizer, load_model
 from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
@@ -108,6 +108,38 @@ def test_a_store_serves_the_beginning_of_a_conversation(model: Any, tmp_path: Pa
         assert other.reused == 0
     with pytest.raises(InvalidParameter, match="the chat has no cache yet"):
         _ = Chat(model, words, store=store).cache
+
+
+def test_a_store_that_does_not_fit_is_refused_at_once(model: Any, tmp_path: Path) -> None:
+    words = tokenizer()
+    with pytest.raises(InvalidType, match=r"store is 'chats', expected a kvpack\.Store, such as kvpack\.Store\('chats', "):
+        Chat(model, words, store="chats")  # type: ignore[arg-type]
+    with kvpack.Store(tmp_path / "store", kvpack.Identity.of(model, "kvpack-4"), chunk=128) as store:
+        assert Chat(model, words, "kvpack-4", store=store).messages == []
+        with pytest.raises(InvalidParameter, match=r"is 'kvpack-3', but the store keeps .* 'kvpack-4': leave .*, or .*kvpack-3"):
+            Chat(model, words, "kvpack-3", store=store)
+
+
+def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) -> None:
+    words = tokenizer()
+    chat = Chat(model, words, "raw")
+    chat.read(HELLO)
+    chat.save(tmp_path / "chat.kvpack")
+    with pytest.raises(InvalidParameter, match=r"but this one's is 'bfloat16': load the model with .*dtype=torch\.float32"):
+        Chat.load(tmp_path / "chat.kvpack", load_model(dtype=torch.bfloat16), words)
+
+
+def test_another_template_is_noticed(model: Any, tmp_path: Path) -> None:
+    chat = Chat(model, tokenizer(), "raw")
+    chat.read(HELLO)
+    chat.save(tmp_path / "chat.kvpack")
+    words = tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}")
+    loaded = Chat.load(tmp_path / "chat.kvpack", model, words)
+    with pytest.warns(KvpackWarning, match=rf"only \d of the file's {chat.cache.tokens} tokens begin this conversation, so it is computed"):
+        loaded.send(MORE, **GREEDY)
+    # Once is enough: the cache is now that of this template.
+    loaded.send("And?", **GREEDY)
+    assert loaded.reused
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Mistral"])

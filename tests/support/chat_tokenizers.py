@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 START, END, BEGINNING = "<|im_start|>", "<|im_end|>", "<s>"
 
-UNENCRYPTED = (
+PLAIN = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -28,7 +28,7 @@ ALTERNATING = (
 )
 
 
-def tokenizer(template: str | None = UNENCRYPTED) -> Any:
+def tokenizer(template: str | None = PLAIN) -> Any:
     """Return a tokenizer whose tokens are bytes, with this chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))

@@ -103,7 +103,7 @@ class KvpackCache(PassCalls):
     ) -> None:
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         parsed = parse_recipe(checked_recipe(model, recipe, config))
-        known, inside = _known(model)
+        known, inside = known_model(model)
         expected = Expected(config) if known is None else known
         present = expected.layers_with_tokens()
         # The model is named at its first token; a basis is compared with it now.
@@ -131,7 +131,7 @@ class KvpackCache(PassCalls):
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
-        known, inside = _known(model)
+        known, inside = known_model(model)
         if cache.start:
             raise InvalidParameter(
                 f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
@@ -139,8 +139,7 @@ class KvpackCache(PassCalls):
         cache.check_ends()
         compared: Named | None = None
         if known is not None:
-            known.check(cache)
-            compared = check_identity(cache, model)
+            compared = check_model(cache, model, known)
             if prompt is None:
                 check_rows_known(cache)
         windows = [None] * len(cache) if known is None else known.windows(len(cache))
@@ -424,7 +423,13 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
     return KvpackCache(model, contents, **options)
 
 
-def _known(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
+def check_model(cache: Cache, model: Any, known: Model) -> Named:
+    """Raise InvalidParameter unless ``cache`` is one of ``model``, which ``known`` describes; return the names of the model."""
+    known.check(cache)
+    return check_identity(cache, model)
+
+
+def known_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
     """Return the description of ``model`` that caches need, and the transformers models in it."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside

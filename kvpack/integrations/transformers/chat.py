@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from kvpack.cache.files import load, save
-from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.coding.recipes import Recipe, parse_recipe, preset_of
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
 from kvpack.formats.arguments import describe
-from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
+from kvpack.store.store import Store
 
-from .cache import begin
+from .cache import begin, check_model, known_model
 from .models import execution_device
 from .prefill import EVERY, fill
 
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
     from kvpack.cache.files import Bases
     from kvpack.file.metadata import Value
-    from kvpack.store import Store
 
 RECIPE = "kvpack-4"
 """Default recipe of a chat."""
 MAX_REPLY_TOKENS = 512
+
+_MIN_REUSED = 0.1
+"""Fraction of a loaded chat that a template which drops reasoning still reuses; another template shares a few tokens at most."""
 
 _DIGEST = f"{CHAT}sha256"
 """Name of the digest of the messages as JSON."""
@@ -49,8 +53,8 @@ class Chat:
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains its
     other arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation,
-    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, and InvalidType for anything
-    but messages.
+    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for another recipe than
+    the store's, and InvalidType for anything but messages or a store.
     """
 
     def __init__(
@@ -65,12 +69,23 @@ class Chat:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[Message] = [_checked(message) for message in messages]
+        if store is not None and not isinstance(store, Store):
+            raise InvalidType(
+                f"store is {describe(store)}, expected a kvpack.Store, such as kvpack.Store('chats', kvpack.Identity.of(model, 'kvpack-4'))"
+            )
         self._store, self._template = store, dict(template or {})
         if store is not None and recipe is None:
             basis = store.basis()
             recipe = Recipe(store.identity.recipe, basis)
         self._recipe = parse_recipe(RECIPE if recipe is None else recipe)
+        if store is not None and self._recipe.canonical != store.identity.recipe:
+            own, other = (preset_of(text) or text for text in (self._recipe.canonical, store.identity.recipe))
+            raise InvalidParameter(
+                f"recipe is {own!r}, but the store keeps caches in {other!r}: leave recipe out, or open a store with "
+                f"kvpack.Identity.of(model, {own!r})"
+            )
         self._cache: Cache | None = None
+        self._is_loaded = False
         self.reused = 0
         """The tokens that the newest turn took from the cache; the others of its prompt were computed."""
         self.prompt_tokens = 0
@@ -90,9 +105,13 @@ class Chat:
         """Load the chat in the file at ``path``, to be continued with the same model, in this or any other process.
 
         ``messages`` replaces those in the file. Raises the errors of ``kvpack.load``, and InvalidParameter for a file that contains no
-        messages, or whose messages cannot be read with this tokenizer.
+        messages, whose messages cannot be read with this tokenizer, or that another model computed. Issues a KvpackWarning at the next
+        message if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
         cache = load(path, device=execution_device(model), basis=basis)
+        known, _ = known_model(model)
+        if known is not None:
+            check_model(cache, model, known)
         history = messages_in(cache, tokenizer) if messages is None else messages
         if history is None:
             raise InvalidParameter(
@@ -100,7 +119,7 @@ class Chat:
                 "continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=history, template=template)
-        chat._cache = cache
+        chat._cache, chat._is_loaded = cache, True
         return chat
 
     @property
@@ -187,6 +206,14 @@ class Chat:
         kept = self._store is not None
         with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
+            if self._is_loaded and cache is not None and self.reused < min(cache.tokens, len(ids)) * _MIN_REUSED:
+                warnings.warn(
+                    f"only {self.reused:,} of the file's {cache.tokens:,} tokens begin this conversation, so it is computed again: load "
+                    "the chat with the tokenizer, chat template and template= that it was saved with",
+                    KvpackWarning,
+                    stacklevel=3,
+                )
+            self._is_loaded = False
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
                 # The store resumes the prompt only where a pass has ended.

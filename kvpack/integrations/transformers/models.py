@@ -321,8 +321,11 @@ def check_identity(cache: Cache, model: Any) -> Named:
             recorded, actual = recorded.rpartition(" ")[2], actual.rpartition(" ")[2]
         if recorded != actual:
             verb = "are" if field == "weights" else "is"
+            # A file may record any text as the dtype.
+            loads = field == "dtype" and isinstance(getattr(torch, recorded, None), torch.dtype)
+            remedy = f"load the model with from_pretrained(..., dtype=torch.{recorded}); or, {_SAME}" if loads else _SAME
             raise InvalidParameter(
-                f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}; {_SAME}"
+                f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}: {remedy}"
             )
     if kind == SAMPLE and compared:
         warning = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"

@@ -15,6 +15,9 @@ _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 """A model's name on the hub, such as gpt2 or HuggingFaceTB/SmolLM2-135M-Instruct."""
 
 _SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
+_SECONDS = 10.0
+"""Seconds that the hub has to answer whether it has a model."""
+
 _WEIGHTS = ("*.safetensors", "*.bin")
 """Files of weights, the better kind first: a repository may contain both."""
 
@@ -60,12 +63,15 @@ def _has_weights(folder: Path, pattern: str) -> bool:
 def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
     hub = _library(name)
     reason = "it has no config.json, or no weights"
+    refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_unreachable(hub))
     try:
+        # One attempt with a short timeout: a download tries several times, and its own requests may wait for minutes.
+        hub.HfApi().model_info(name, revision=revision, timeout=_SECONDS)
         for files in ([*_SETTINGS, kind] for kind in _WEIGHTS) if weights else (["config.json"],):
             folder = Path(hub.snapshot_download(name, allow_patterns=files, revision=revision))
             if _is_complete(folder, weights):
                 return folder
-    except (OSError, ValueError) as error:
+    except refusals as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     command = f"hf download {name}{'' if weights else ' config.json'}{'' if revision is None else f' --revision {revision}'}"
     raise MissingFile(
@@ -73,6 +79,12 @@ def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
         f"({reason}); where the hub can be reached, get it with: {command}; or give the folder of a model",
         filename=name,
     )
+
+
+def _unreachable(hub: Any) -> tuple[type[Exception], ...]:
+    """Return what requests raise without a network: errors of the HTTP library, which depends on huggingface_hub's version."""
+    error = hub.errors.HfHubHTTPError
+    return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")
 
 
 def _library(name: str) -> Any:

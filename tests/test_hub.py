@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from kvpack import Identity, MissingFile, cli
 from kvpack.hub import model_folder
@@ -83,3 +86,19 @@ def test_all_files_of_an_index_have_to_be_there(cache: Path) -> None:
         model_folder(NAME)
     (snapshot / "model-2.safetensors").write_bytes(b"")
     assert model_folder(NAME) == snapshot
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    timeouts: list[float] = []
+
+    def fail(*_: object, timeout: float, **__: object) -> None:
+        timeouts.append(timeout)
+        raise HfHubHTTPError.__mro__[1]("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the download was tried"))
+    with pytest.raises(MissingFile, match=rf"cannot be downloaded \(no route to host\); .* hf download {NAME};"):
+        model_folder(NAME)
+    assert len(timeouts) == 1
+    assert timeouts[0] <= 10

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 10**9
 """The longest wait, 31 years: more than some systems count."""
 _MINIMUMS = {"max_bytes": 0, "min_free": 0, "ttl": 1}
+_BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ class Tier(LocationOptions):
 def check_count(name: str, value: Any, minimum: int) -> None:
     """Raise InvalidParameter unless ``value`` is an integer of at least ``minimum``."""
     if type(value) is not int or value < minimum:
-        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer of at least {minimum}")
+        unit = " bytes, such as 10**9 for 1 GB" if name in _BYTES else ""
+        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer of at least {minimum}{unit}")
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:

@@ -226,6 +226,7 @@ class PageStore:
                 self._backend.touch(chain, now)
         hits = sum(loaded)
         self._counters.add("hit_tokens", hits * self.codec.geometry.tokens)
+        self._counters.add("hit_chunks", hits)
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:

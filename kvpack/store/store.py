@@ -193,6 +193,7 @@ class Store:
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
+        self._counters.add("hit_chunks", cache.tokens // self.chunk)
         return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _resumable_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -244,6 +244,8 @@ def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, messag
         ({"chunk": 40}, "encodes 32 tokens together"),
         ({"chunk": 32.0}, "chunk is 32.0"),
         ({"max_bytes": -1}, "max_bytes is -1"),
+        ({"max_bytes": "1GB"}, r"max_bytes is '1GB', expected an integer of at least 0 bytes, such as 10\*\*9 for 1 GB"),
+        ({"max_bytes": 1e9}, r"max_bytes is 1000000000.0, expected an integer of at least 0 bytes"),
         ({"min_free": "1G"}, "min_free is '1G'"),
         ({"timeout": 60}, "a folder has no option timeout"),
     ],
@@ -418,6 +420,14 @@ def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypat
     assert loads() == [({"model": "model"}, 1), ({"pool": "swa", "model": "model"}, 0)]
     collector.remove(store)
     assert loads() == [({"pool": "swa", "model": "model"}, 0)]
+
+
+def test_hits_are_counted_in_tokens_and_in_chunks(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(store, prompt(3))
+    store.load(prompt(2))
+    values = dict(re.findall(r"^(kvpack_store_hit_\w+) (\d+)$", store.prometheus({}), re.MULTILINE))
+    assert values == {"kvpack_store_hit_tokens_total": str(2 * store.chunk), "kvpack_store_hit_chunks_total": "2"}
 
 
 def test_every_tier_has_metrics(tmp_path: Path) -> None:

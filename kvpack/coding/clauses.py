@@ -14,7 +14,10 @@ from .presets import ADDITIONS, PUBLISHED
 from .rules import CALIBRATED, CHECKED_DIM, Rule, check_basis_option
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Mapping, Sequence
+
+_CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
+"""Words before the first "=" of a clause."""
 
 
 class InvalidClause(InvalidParameter):
@@ -31,10 +34,10 @@ def pointer(text: str, word: str, start: int = 0) -> str:
     return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
 
-def parse_rule(clause: str, written: str, text: str, preset_names: Collection[str]) -> Rule:
+def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str]) -> Rule:
     """Parse ``clause``, which the recipe ``text`` spells ``written``, into a rule. Raises InvalidClause.
 
-    ``preset_names`` also contains the additions.
+    ``presets`` has the recipe texts of presets and additions by name.
     """
     items, body = None, clause
     if clause.startswith("layers="):
@@ -45,15 +48,17 @@ def parse_rule(clause: str, written: str, text: str, preset_names: Collection[st
     sides, equals, codec = body.partition("=")
     if not equals or sides not in ("k", "v", "kv"):
         word = sides if equals else body
-        expected = f"a preset (kvpack recipes lists them), {', '.join(ADDITIONS)}, or a clause of k=, v=, kv=, layers=, raw= or window="
+        expected = "a preset, such as kvpack-4 (kvpack recipes lists them), or a clause of k=, v=, kv=, layers=, raw= or window="
         if word.startswith("@"):
             expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
-        elif "," in word and word.partition(",")[0] in preset_names:
+        elif "," in word and word.partition(",")[0] in presets:
             expected = f"a semicolon between clauses, as in {clause.replace(',', ';')!r}"
         refuse(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
     codec_id, _, options = codec.partition(":")
     if codec_id not in CODECS:
         known = sorted(CODECS)
+        if codec_id in presets:
+            refuse(text, codec_id, clause, f"unknown codec {codec_id!r}: {_instead_of(codec_id, body, clause, presets)}")
         refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(known)}", known)
     words: dict[str, str] = {}
     for option in options.split(",") if options else []:
@@ -72,10 +77,25 @@ def parse_rule(clause: str, written: str, text: str, preset_names: Collection[st
         for side in sides:
             rule.codec(CHECKED_DIM, side)
     except UnknownWord as error:
+        name = error.word.partition("=")[0]
+        if name in _CLAUSES and name in words and f",{error.word}" in clause:
+            example = clause.replace(f",{error.word}", f";{error.word}", 1)
+            refuse(text, error.word, clause, f"{name}= begins a clause, and semicolons separate clauses: write {example!r}")
         refuse(text, error.word, clause, str(error))
     except InvalidParameter as error:
         refuse(text, codec, clause, str(error))
     return rule
+
+
+def _instead_of(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
+    """Return what to write instead of ``clause``, whose ``body`` gives a preset in place of a codec."""
+    sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
+    parts = [part.partition("=") for part in presets[preset].split(";")]
+    codecs = [codec for name, _, codec in parts if name in (sides, "kv")]
+    if sides == "kv" or not codecs:
+        return f"{reason}: write {preset!r} as a clause"
+    raw = next((f", and add the clause 'raw={value}'" for name, _, value in parts if name == "raw"), "")
+    return f"{reason}: write {clause.removesuffix(body)}{sides}={codecs[0]}{raw}"
 
 
 def _item(item: str, clause: str, text: str) -> tuple[int, int]:
@@ -90,6 +110,6 @@ def _item(item: str, clause: str, text: str) -> tuple[int, int]:
 
 def refuse(text: str, word: str, clause: str, message: str, known: Sequence[str] = ()) -> NoReturn:
     """Raise InvalidClause about ``word`` in ``clause``, with the closest of the ``known`` words as a suggestion."""
-    close = difflib.get_close_matches(word, known, 1)
+    close = difflib.get_close_matches(word.lower(), known, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

@@ -411,4 +411,8 @@ def backends() -> dict[str, str]:
         cuda = forced
     else:
         cuda = by_triton if triton_version.is_supported() else f"PyTorch operations (the kernels need {triton_version.requirement()})"
+    import torch  # not at the top: commands that only read headers do without it
+
+    if not torch.cuda.is_available():
+        cuda = f"no CUDA device (with one: {cuda})"
     return {"cpu": cpu, "cuda": cuda}

@@ -83,7 +83,8 @@ class Rule:
             if dtype not in _DTYPES[self.codec_id]:
                 supported = " and ".join(_DTYPES[self.codec_id])
                 raise InvalidType(
-                    f"the codec {self.codec_id} supports only {supported} values, but got {dtype}: use the codec raw, which supports all"
+                    f"the codec {self.codec_id} supports only {supported} values, but got {dtype}: use the codec raw, which supports all "
+                    "and changes no bit (a cache has its model's dtype: from_pretrained(..., dtype=torch.bfloat16) loads the model in bf16)"
                 )
             words["dtype"] = dtype
         if calibrated is not None or balanced is not None:

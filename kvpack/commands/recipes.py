@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpack.errors import worst_exit_code
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.base import MAX_DIM
-from kvpack.formats.errors import InvalidParameter, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfBounds
 from kvpack.output import add_json, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
@@ -65,16 +67,26 @@ def run(arguments: argparse.Namespace) -> int:
         basis = load_basis(arguments.basis)
         requested = _shape_of(basis, requested)
     model = None if arguments.model is None else _model(arguments.model, requested, basis)
-    rows = [_row(name, requested, basis, model, listed=not arguments.recipes) for name in arguments.recipes or PUBLISHED]
+    rows, missing = [], {}
+    for name in arguments.recipes or PUBLISHED:
+        try:
+            rows.append(_row(name, requested, basis, model, listed=not arguments.recipes))
+        except MissingBasis as error:
+            missing[name] = error
+    if missing and not rows:
+        raise next(iter(missing.values()))
     if model is not None and not arguments.recipes:
         # Presets of other models.
         rows = [row for row in rows if row["bytes"] is not None]
     additions = (
         [] if arguments.recipes else [{"name": name, "source": entry.source, "recipe": entry.recipe} for name, entry in ADDITIONS.items()]
     )
+    for refusal in missing.values():
+        print(f"kvpack: {refusal}", file=sys.stderr)
+    code = worst_exit_code(refusal.exit_code for refusal in missing.values())
     if arguments.json:
         print_json({"recipes": rows, "additions": additions})
-        return 0
+        return code
     shape = DEFAULTS | requested
     of_model = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
     print_table(
@@ -106,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
             ([entry["name"], entry["source"]] for entry in additions),
             left=2,
         )
-    return 0
+    return code
 
 
 class _Model(NamedTuple):
@@ -204,7 +216,6 @@ def _measured() -> dict[str, float]:
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     """Return descriptions of the keys for which the recipe is unsuitable."""
     from kvpack.cache.packing import spreads_channels
-    from kvpack.formats.errors import MissingBasis
 
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}

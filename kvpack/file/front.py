@@ -176,7 +176,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     check_header_size(header_bytes)
     end = start + header_bytes
     if end > size:
-        raise Truncated(f"has {size} bytes, but kvpack.header ends at {end}")
+        raise Truncated(f"has {size} bytes, but kvpack.header ends at {end}: copy or download the file again")
     if memory_limit is not None:
         check_front(size, start, header_bytes, memory_limit)
     tensor = bytes(source.read(start, end))
@@ -191,7 +191,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         at = _first_difference(data, front.text[: len(data)])
         raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {at} of the file")
     if size != front.file_bytes:
-        raise Truncated(f"has {size} bytes, but its header gives {front.file_bytes}")
+        raise Truncated(f"has {size} bytes, but its header gives {front.file_bytes}: copy or download the file again")
     return header, front
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +87,18 @@ def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None
     assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
 
 
+def test_codecs_of_two_presets_can_be_combined_as_the_refusal_says() -> None:
+    with pytest.raises(InvalidParameter, match=r"unknown codec 'kvpack-4': it is a preset, .*: write k=") as caught:
+        Recipe("k=kvpack-4;v=kvpack-3")
+    clause, raw = re.findall(r"write (k=\S+), and add the clause '(.*)'", str(caught.value))[0]
+    with pytest.raises(InvalidParameter, match=r"unknown codec 'kvpack-3'") as caught:
+        Recipe(f"{clause};v=kvpack-3;{raw}")
+    other = re.findall(r"write (v=\S+), and", str(caught.value))[0]
+    keys, values = (Recipe(f"kvpack-{bits}").codec(0, 2, side, 64) for bits, side in ((4, "k"), (3, "v")))
+    mixed = Recipe(f"{clause};{other};{raw}")
+    assert (mixed.codec(0, 2, "k", 64), mixed.codec(0, 2, "v", 64)) == (keys, values)
+
+
 def test_what_is_changed_in_part_is_no_mistake() -> None:
     assert Recipe("kivi-2;layers=0:kv=raw;v=group:b=4").codec(0, 2, "k", 64).id == "raw"
     assert Recipe("mixedkv-mistral-7b;k=raw").codec(0, 32, "v", 64).params()["bins"] == 128
@@ -99,7 +113,14 @@ def test_group_axis_follows_the_side() -> None:
 REFUSED = [
     ("", "", "unknown word"),
     ("octopuss-3", "octopuss-3", "did you mean octopus-3?"),
+    ("KVPACK-4", "KVPACK-4", "did you mean kvpack-4?"),
+    ("q4", "q4", "expected a preset, such as kvpack-4 (kvpack recipes lists them), or a clause of k="),
     ("kivi-2;k=grp:b=2", "grp", "expected one of"),
+    ("kivi-2;k=GROUP:b=2", "GROUP", "did you mean group?"),
+    ("k=octahedral:b=3,v=group:b=3,g=32", "v=group:b=3", "semicolons separate clauses: write 'k=octahedral:b=3;v=group:b=3,g=32'"),
+    ("k=octahedral:b=3;v=group:b=3,raw=4", "raw=4", "raw= begins a clause, and semicolons separate clauses"),
+    ("kv=kvpack-4", "kvpack-4", "selects the codecs of keys and values: write 'kvpack-4' as a clause"),
+    ("kivi-2;layers=0:v=octopus-3", "octopus-3", "write layers=0:v=group:b=3,g=32, and add the clause 'raw=4,0.6,4'"),
     ("kivi-2;q=group:b=2", "q", "unknown word 'q'"),
     ("kivi-2;k=group:b=9", "b=9", "from 1 to 8"),
     ("kivi-2;k=group", "group", "needs b="),
@@ -107,15 +128,15 @@ REFUSED = [
     ("kivi-2;k=group:b=2,z=1", "z=1", "its options are b, g"),
     ("kivi-2;k=group:b=2,b=3", "b=3", "given twice"),
     ("kivi-2;k=group:b=2,g=48", "g=48", "4, 8, 16, 32, 64, 128"),
-    ("kivi-2;layers=x:k=raw", "x", "not an integer"),
+    ("kivi-2;layers=x:k=raw", "x", "must be an integer or a range first-last"),
     ("kivi-2;layers=1", "layers=1", "a layers clause has no codec: write layers=<list>"),
     ("kivi-2;layers=2-1:k=raw", "2-1", "the range 2-1 ends before it begins: write 1-2"),
     ("kivi-2;layers=-1--2:k=raw", "-1--2", "the range -1--2 ends before it begins: write -2--1"),
-    ("kivi-2;layers=" + "1" * 5000 + ":k=raw", "1" * 5000, "not an integer"),
-    ("kivi-2;layers=\u0663:k=raw", "\u0663", "not an integer"),
+    ("kivi-2;layers=" + "1" * 5000 + ":k=raw", "1" * 5000, "must be an integer or a range first-last"),
+    ("kivi-2;layers=\u0663:k=raw", "\u0663", "must be an integer or a range first-last"),
     ("kivi-2;tail=" + "3" * 5000, "tail=" + "3" * 5000, "from 0 to"),
     ("kivi-2;tail=-1", "tail=-1", "from 0 to"),
-    ("kivi-2;tail=33", "tail=33", "not a multiple of 32"),
+    ("kivi-2;tail=33", "tail=33", "must be a multiple of 32"),
 ]
 
 

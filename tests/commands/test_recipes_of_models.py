@@ -57,6 +57,16 @@ def test_bytes_are_those_of_a_packed_cache(capsys: pytest.CaptureFixture[str]) -
     assert (found["octopus-4"]["layers"], found["octopus-4"]["heads"], found["octopus-4"]["dim"]) == (4, 1, 64)
 
 
+def test_a_recipe_without_its_basis_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes", "klt-2", "kvpack-4"]) == 2
+    shown = capsys.readouterr()
+    assert "kvpack-4 " in shown.out
+    assert "klt-2 " not in shown.out
+    assert shown.err.startswith("kvpack: recipe 'klt-2' needs a basis: ")
+    assert cli.main(["recipes", "klt-2"]) == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_layers_with_a_window_hold_its_tokens(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = cache_shapes(gemma)
     assert shapes == [LayerShape(2, 64, 64, 128), LayerShape(2, 64, 64, None)] * 2

@@ -395,6 +395,7 @@ def test_what_c_does_not_take_is_left_to_torch() -> None:
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     q, layer = _layer(100)
     assert kvpack.backends()["cpu"].startswith(f"C kernels for {library.levels()[0]}")
+    assert kvpack.backends()["cuda"].startswith("no CUDA device (with one: ") == (not torch.cuda.is_available())
     monkeypatch.setenv(dispatch.VARIABLE, "torch")
     assert attention.cpu_attention(q, layer) is None
     assert kvpack.backends()["cpu"] == "PyTorch operations (KVPACK_KERNELS=torch)"

@@ -10,7 +10,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.columns import constant_at
-from kvpack.kernels.encode.polar import MAX_ANGLES, directions_of
+from kvpack.kernels.encode.polar import MAX_ANGLES, level_directions
 
 from .digits import CodeStream, code_streams, load_digit
 from .kernel import TileDecoder, prepare_rows
@@ -55,7 +55,7 @@ def prepare(
     if levels is None:
         return None
     constants = PolarConstants(code_streams(codec), levels, codec.radii, len(codec.row_layouts) - 1)
-    directions = directions_of(codec.levels[0].bits, codec.tables[1:], out.device)
+    directions = level_directions(codec.levels[0].bits, codec.tables[1:], out.device)
     return prepare_rows(codec, packed, out, rotated, pages, TileDecoder(_decode_polar, constants), directions, min_channels=2)
 
 

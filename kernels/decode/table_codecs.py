@@ -13,7 +13,7 @@ from kvpack.formats.octahedral import Octahedral, norm_extends_index, signed_dir
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.token_norms import LOG8
-from kvpack.kernels.encode.rows import values_of
+from kvpack.kernels.encode.rows import table_values
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -111,7 +111,7 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
     Octahedral: TableCodec(
         _octahedral_form,
         lambda codec, device: signed_directions(codec.direction_table, device),
-        lambda codec, device: values_of(codec.norm_table, device),
+        lambda codec, device: table_values(codec.norm_table, device),
     ),
     Angle: TableCodec(_angle_form, lambda codec, device: bin_directions(codec.bins, device)),
     Quaternion: TableCodec(_quaternion_form, lambda codec, device: codewords(codec.seed, codec.secondary, device)),

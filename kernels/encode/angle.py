@@ -1,4 +1,4 @@
-"""Encode angle on the GPU (spec/codecs/angle.md); ``formats/angle.py`` is the oracle."""
+"""Encoder of codec angle on the GPU (spec/codecs/angle.md), tested against ``formats/angle.py``."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -13,9 +13,9 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 
-from .columns import SMALLEST_AXIS, Term
+from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, flag_unless, limit_of, nearest_integer, rule_of, unbiased_factor
+from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 TILE_PAIRS = 1 << 11
-"""Pairs of one program, over all its tokens."""
+"""Number of channel pairs per program, over all its tokens."""
 
 SMALLEST_SUM = 2.0**-40
 LARGEST_SUM = 2.0**60
-"""Bounds between which sums of a token's norms lose nothing in float32."""
+"""Range of sums of a token's pair norms in which float32 is accurate; other tokens are left to ``formats/``."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
-"""The logarithm of a norm of zero, and how far below the largest logarithms reach; both as in formats/angle.py."""
+"""Logarithm that stands for a norm of zero, and range of logarithms below a token's largest, as in ``formats/angle.py``."""
 
 _SMALLEST, _LARGEST, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (SMALLEST_SUM, LARGEST_SUM, ZERO, OCTAVES, math.pi))
 
 
 class AngleConstants(NamedTuple):
-    """The bins of angles, the codec's ``norm``, its largest code (``steps``), and the ``rule`` of ``rows.rule_of``.
+    """Compile-time constants of a codec: angle ``bins``, the ``norm`` format and its largest code (``steps``).
 
-    ``limit`` is the least number that does not fit a range, ``smallest_step`` the smallest normal step.
+    ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` the smallest normal step. ``rule`` is the
+    result of ``rows.norm_rule_limit``.
     """
 
     bins: int
@@ -51,22 +52,30 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
     if codec.dim > MAX_PRODUCTS:
         return False
-    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))
+    symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))
     ((name, layout),) = codec.scales(1, 1, 1).items()
     stored = output.streams[name]
     constants = AngleConstants(
-        codec.bins, codec.norm, (1 << codec.norm_bits) - 1, limit_of(layout.dtype), torch.finfo(stored.dtype).smallest_normal,
-        rule_of(codec.norm_rule, "F32"),
+        codec.bins, codec.norm, (1 << codec.norm_bits) - 1, norm_limit(layout.dtype), torch.finfo(stored.dtype).smallest_normal,
+        norm_rule_limit(codec.norm_rule, "F32"),
     )  # fmt: skip
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants), _terms, [stored], coordinates=2, symbols=symbols, tokens=TILE_PAIRS // symbols
+        codec,
+        x,
+        output,
+        Quantizer(_quantize, constants),
+        _digit_terms,
+        [stored],
+        coordinates=2,
+        symbols=symbols,
+        tokens=TILE_PAIRS // symbols,
     )
 
 
-def _terms(codec: Angle) -> dict[str, list[Term]]:
+def _digit_terms(codec: Angle) -> dict[str, list[Term]]:
     # The quantizer's digits: the bin, and the code of the norm.
     packings = codec.packings()
     whole = (codec.bins - 1).bit_length()
@@ -82,14 +91,14 @@ def _terms(codec: Angle) -> dict[str, list[Term]]:
 
 
 @triton.jit
-def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
-    """Return the angle of (first, second) in turns, in [0, 1], and its norm; (0, 0) has both 0."""
+def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
+    """Return the angle of (``first``, ``second``), in turns in [0, 1], and the norm; both are 0 for (0, 0)."""
     a = tl.abs(first)
     b = tl.abs(second)
     longer = tl.maximum(a, b)
     ratio = tl.minimum(a, b) / tl.maximum(longer, 1e-37)
     square = ratio * ratio
-    # The arc tangent over 2 pi of [0, 1], an odd polynomial: the Chebyshev interpolant of degree 15, off by 1e-8 at most.
+    # atan(x) / (2 pi) on [0, 1] as an odd polynomial: the Chebyshev interpolant of degree 15, with an error of at most 1e-8.
     turn = -0.000725713434 * square + 0.00378478708
     turn = turn * square - 0.00936304601
     turn = turn * square + 0.0157067872
@@ -105,8 +114,8 @@ def turns(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr) -> tl.tensor:
-    """Return the factor by which norm_rule=unbiased multiplies the norms of each token, ``[token, 1]``."""
+def _unbiased_norm_factor(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr) -> tl.tensor:
+    """Return the factor ``[token, 1]`` by which norm_rule=unbiased multiplies each token's norms."""
     product = tl.sum(projected * decoded, 1)[:, None]
     one = tl.zeros(product.shape, tl.float32) + 1.0
     return unbiased_factor(one, squares, product, tl.sum(decoded * decoded, 1)[:, None], float("inf"), RULE)
@@ -116,7 +125,7 @@ def _unbiased(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of a token's pairs, and the codes of their norms unless these are stored as float32."""
+    """Return the bins of all pairs, and the codes of their norms unless these are float32; store the ranges or float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins
@@ -127,29 +136,29 @@ def _quantize(
     norms = block.stored[0]
     row = block.row
     valid = block.valid
-    turn, norm = turns(values[0], values[1])
+    turn, norm = angle_and_norm(values[0], values[1])
     norm = norm * SHAPE.scale
     bins = tl.minimum((turn * BINS).to(tl.int32), BINS - 1)
     total = tl.sum(norm, 1)
     flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
     pair = tl.arange(0, SYMBOLS)[None, :]
-    inside = pair < DIM // 2
+    is_pair = pair < DIM // 2
     if RULE > 0:
-        # Each pair's norm along the direction to which its bin decodes; what pads a row has none.
+        # Project each pair onto the direction to which its bin decodes; padding has norm 0.
         projected = norm * tl.cos((turn * BINS - bins - 0.5) * (2 * _PI / BINS))
         squares = tl.sum(norm * norm, 1)[:, None]
     if NORM == "fp32":
         if RULE > 0:
-            norm = norm * _unbiased(projected, norm, squares, RULE)
-        tl.store(norms + row * (DIM // 2) + pair, norm, valid & inside)
+            norm = norm * _unbiased_norm_factor(projected, norm, squares, RULE)
+        tl.store(norms + row * (DIM // 2) + pair, norm, valid & is_pair)
         digits = (bins,)
     else:
         if NORM == "log":
             norm = tl.where(norm > 0, tl.log2(tl.maximum(norm, 1e-37)), _ZERO)
-            norm = tl.maximum(norm, tl.max(tl.where(inside, norm, _ZERO), 1)[:, None] - _OCTAVES)
+            norm = tl.maximum(norm, tl.max(tl.where(is_pair, norm, _ZERO), 1)[:, None] - _OCTAVES)
             norm = tl.maximum(norm, _ZERO)
-        low = tl.min(tl.where(inside, norm, float("inf")), 1)[:, None]
-        high = tl.max(tl.where(inside, norm, float("-inf")), 1)[:, None]
+        low = tl.min(tl.where(is_pair, norm, float("inf")), 1)[:, None]
+        high = tl.max(tl.where(is_pair, norm, float("-inf")), 1)[:, None]
         step = (high - low) / STEPS
         fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
         flag_unless(fits, block.flag)
@@ -163,7 +172,7 @@ def _quantize(
             decoded = low + step * code.to(tl.float32)
             if NORM == "log":
                 decoded = tl.exp2(decoded)
-            factor = _unbiased(projected, tl.where(inside, decoded, 0.0), squares, RULE)
+            factor = _unbiased_norm_factor(projected, tl.where(is_pair, decoded, 0.0), squares, RULE)
             if NORM == "log":
                 low = low + tl.log2(factor)
             else:
@@ -171,7 +180,7 @@ def _quantize(
                 step = step * factor
             fits = (tl.abs(step) < LIMIT) & (tl.abs(low) < LIMIT)
             if NORM == "linear":
-                # See formats/angle.py.
+                # A subnormal step would lose too much precision, as in ``formats/angle.py``.
                 fits = fits & ((step >= CONSTANTS.smallest_step) | (step == 0))
             stored_step = tl.where(fits, step, stored_step.to(tl.float32)).to(norms.dtype.element_ty)
             stored_low = tl.where(fits, low, stored_low.to(tl.float32)).to(norms.dtype.element_ty)

@@ -1,7 +1,7 @@
-"""Encode on the GPU in one pass over the input, for codecs with a kernel here; ``formats/`` encodes the rest.
+"""Encoding on the GPU, in one pass over the input, for codecs with a kernel; ``formats/`` encodes the others.
 
-A kernel supports every option that its codec stores, and local searches. Anything else, and every run with a value that it flags
-(``rows.flag_unless``), is left to ``formats/``, which returns the same streams or raises the error.
+Kernels support all stored options, and local searches. Other options, and inputs with values that a kernel flags (``rows.flag_unless``),
+are left to ``formats/``, which returns the same streams or raises an error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from kvpack.kernels import codecs
 
-from .kernel import output_of
-from .rows import LARGEST_ROW
+from .kernel import create_output
+from .rows import MAX_ROW_BYTES
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -24,9 +24,9 @@ _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": 
 
 
 class Encoding(NamedTuple):
-    """Streams to be filled: ``run()`` launches the kernels, and returns False if they do not support the codec's options.
+    """A prepared encoding: ``run()`` launches the kernels, and returns False if they do not support the codec's options.
 
-    The streams are valid once ``flag``, int32 ``[1]``, has been read as 0.
+    After the launch, ``streams`` are valid if ``flag``, int32 ``[1]``, is 0.
     """
 
     streams: dict[str, torch.Tensor]
@@ -37,8 +37,8 @@ class Encoding(NamedTuple):
 def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` contains the streams of the run that it continues. Returns None if ``formats/`` must encode it, because the kernels do not
-    support the codec, its options or the values.
+    ``before`` contains the streams of the preceding tokens, if any. Returns None if ``formats/`` must encode ``x``, because the kernels do
+    not support the codec, its options or some values.
     """
     encoding = prepare(codec, x, before)
     if encoding is None or not encoding.run() or encoding.flag.item():
@@ -46,26 +46,26 @@ def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | N
     return encoding.streams
 
 
-def has_products(device: torch.device) -> bool:
-    """Return True if the matrix units of ``device`` multiply bfloat16 (from Ampere on), or the kernels are interpreted."""
+def supports_bf16_products(device: torch.device) -> bool:
+    """Return True if ``device`` has bfloat16 matrix products (Ampere or later), or if kernels are interpreted."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> Encoding | None:
-    """Return the launch of ``encode``, with its memory allocated; None for a codec or device without a kernel, and for an empty ``x``.
+    """Prepare ``encode`` and allocate its streams; return None if there is no kernel for the codec and device, or if ``x`` is empty.
 
-    Run rows start as those of the run ``before``, or 0 without one.
+    Streams with one row for all tokens are copied from ``before``, or are 0 without it.
     """
     encoder = codecs.of_codec(codec).encode
     batch, heads, tokens, dim = x.shape
-    if encoder is None or dim * x.element_size() > LARGEST_ROW or not x.numel() or not has_products(x.device):
+    if encoder is None or dim * x.element_size() > MAX_ROW_BYTES or not x.numel() or not supports_bf16_products(x.device):
         return None
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():
         if layout.per == "run" and before is not None:
             streams[name] = before[name].clone()
         else:
-            make = torch.zeros if layout.per == "run" else torch.empty
-            streams[name] = make(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
+            allocate = torch.zeros if layout.per == "run" else torch.empty
+            streams[name] = allocate(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
     flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-    return Encoding(streams, flag, partial(encoder, codec, x, output_of(codec, streams, flag)))
+    return Encoding(streams, flag, partial(encoder, codec, x, create_output(codec, streams, flag)))

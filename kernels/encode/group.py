@@ -1,4 +1,7 @@
-"""Encode group on the GPU (spec/codecs/group.md); ``formats/group.py`` is the oracle, bit for bit without rotation and token scales."""
+"""Encoder of codec group on the GPU (spec/codecs/group.md), tested against ``formats/group.py``.
+
+Streams are identical bit for bit without a rotation and token scales.
+"""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -16,9 +19,19 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import SMALLEST_HALF
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
-from .columns import SMALLEST_AXIS, WARPS, Term
+from .columns import MIN_AXIS, WARPS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import flag_unless, input_of, limit_of, load_rows, moved, nearest_integer, origin_of, rule_of, unbiased_factor
+from .rows import (
+    flag_unless,
+    input_arguments,
+    load_origin,
+    load_rows,
+    move_pointer,
+    nearest_integer,
+    norm_limit,
+    norm_rule_limit,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     from kvpack.formats.group import Group
@@ -29,23 +42,23 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 CHANNELS = 128
-"""Channels that a program encodes at once: fewer if they come from a product, whose tiles fill the registers."""
+"""Number of channels that a program encodes at once; fewer after a rotation, whose product fills the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
 SCALE_WARPS = 4
-"""Tokens of a program that computes token scales, heads that it loads at once, and its warps."""
+"""For a program that computes token scales: its tokens, the heads that it loads at once, and its warps."""
 
 _HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.MAX_ENCODED))
 
 
 class GroupConstants(NamedTuple):
-    """Groups of ``size`` tokens (``along_tokens``) or channels; ``middle``: they have centers.
+    """Compile-time constants of a codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
-    ``ranged``, ``token_scale`` and ``products`` are indices of tensors, -1 for none. ``ranged`` is the range of 8-bit scales, whose
-    extremes are the first table. ``token_scale`` are the token scales, one per head with ``per_head``. Both are among the streams, the
-    first of which is int32 ``[batch, kv_head, token or token group, dim or channel group]``, each a (scale, center), or int16 for 8-bit
-    scales. ``products`` is the table for ``_unbiased_token_scales``.
+    ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center), int32 or, for 8-bit scales, int16, of shape
+    ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` and ``token_scale`` are the indices of the streams with the
+    range of 8-bit scales and with token scales (one per head with ``per_head``), and ``products`` is the index of the table that
+    ``_correct_token_scales`` needs; -1 if missing. With ``ranged``, table 0 contains the extremes of scales.
     """
 
     bits: int
@@ -59,9 +72,9 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
 
-    8-bit scales depend on the whole run and on the run before it; a page of an engine has one run.
+    8-bit scales are only supported for engine pages, because elsewhere they also depend on other tokens.
     """
     small = codec.scale_dtype == "u8"
     if small and output.origins is None:
@@ -74,12 +87,12 @@ def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
         tables.append(torch.full((batch, heads, 3), -(2**31), dtype=torch.int32, device=x.device))
     token_scale, products = streams.get("token_scale"), None
     if token_scale is not None:
-        _token_scales(codec, x, output, token_scale)
+        _compute_token_scales(codec, x, output, token_scale)
         stored.append(token_scale)
         if codec.norm_rule != "norm":
             products = torch.empty(batch, heads, tokens, 3, dtype=torch.float32, device=x.device)
             tables.append(products)
-    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
+    symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
     along_tokens, rotated = codec.axis == "token", codec.rotation.kind != "none"
     block_tokens = max(BLOCK_TOKENS, codec.size) if along_tokens else BLOCK_TOKENS
     block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else CHANNELS
@@ -87,39 +100,39 @@ def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
         codec.bits, codec.size, along_tokens, codec.centre == "middle", codec.scale_per_head, 1 if small else -1,
         -1 if token_scale is None else len(stored) - 1, -1 if products is None else len(tables) - 1,
     )  # fmt: skip
-    quantizer = Quantizer(_quantize, constants, _begin, None if products is None else _end)
-    for result in (Quantizer(_measure, constants, _begin_measuring), quantizer) if small else (quantizer,):
+    quantizer = Quantizer(_quantize, constants, _begin, None if products is None else _store_products)
+    for result in (Quantizer(_measure_extremes, constants, _load_reciprocals), quantizer) if small else (quantizer,):
         encode_rows(
-            codec, x, output, result, _terms, stored, tables, symbols=symbols, tokens=block_tokens,
+            codec, x, output, result, _digit_terms, stored, tables, symbols=symbols, tokens=block_tokens,
             block=min(symbols, block if along_tokens else max(block, codec.size)), rotated=rotated, packs=result is quantizer, fusion=False,
-            # With one warp, most tokens of a group are in one thread.
+            # With one warp, one thread has most tokens of a group.
             warps=1 if along_tokens and not rotated and token_scale is None and block_tokens == BLOCK_TOKENS else WARPS,
         )  # fmt: skip
     if token_scale is not None and products is not None:
-        _unbiased_token_scales(codec, x, output, token_scale, products)
+        _correct_token_scales(codec, x, output, token_scale, products)
     return True
 
 
-def _terms(codec: Group) -> dict[str, list[Term]]:
+def _digit_terms(codec: Group) -> dict[str, list[Term]]:
     return {"codes": [Term(0, codec.bits)]}
 
 
-def _token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor) -> None:
-    """Fill ``token_scale`` with root mean squares."""
-    arguments, constants = input_of(x, output.origins)
+def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor) -> None:
+    """Write the root mean square of every token to ``token_scale``."""
+    arguments, constants = input_arguments(x, output.origins)
     launch(
         _root_mean_squares, _scaling_programs(codec, x), x.device, *arguments, token_scale, output.flag,
-        DIM=x.shape[3], PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=limit_of(_scale_dtype(codec)),
+        DIM=x.shape[3], PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=norm_limit(_scale_dtype(codec)),
         AT_ONCE=SCALE_HEADS, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
     )  # fmt: skip
 
 
-def _unbiased_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
-    """Replace the scales written by ``_token_scales`` with those of norm_rule=unbiased."""
+def _correct_token_scales(codec: Group, x: torch.Tensor, output: Output, token_scale: torch.Tensor, products: torch.Tensor) -> None:
+    """Replace the root mean squares in ``token_scale`` with the scales of norm_rule=unbiased."""
     dtype = _scale_dtype(codec)
     launch(
-        _unbiased_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
-        None if output.origins is None else output.origins.table, LIMIT=limit_of(dtype), RULE=rule_of(codec.norm_rule, dtype),
+        _correct_scales, _scaling_programs(codec, x), x.device, products, token_scale, x.shape[1], x.shape[2],
+        None if output.origins is None else output.origins.table, LIMIT=norm_limit(dtype), RULE=norm_rule_limit(codec.norm_rule, dtype),
         PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
     )  # fmt: skip
 
@@ -152,19 +165,18 @@ def _root_mean_squares(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write the root mean square of every token to ``scales``; a rotation does not change it.
+    """Write the root mean square of every token to ``scales``, which rotations do not change.
 
-    It is computed over all heads, ``[batch, 1, token]``, or per head with ``PER_HEAD``, ``[batch, kv_head, token]``. Tiles are ``[token,
-    channel]``.
+    It is computed over all heads, ``[batch, 1, token]``, or, with ``PER_HEAD``, per head, ``[batch, kv_head, token]``.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     else:
         batch, head, first = tile_origin(1, tokens, BLOCK_TOKENS)
     if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
+        origin = load_origin(origins, batch, ALIGNED)
         x += origin.input
-        scales = moved(scales, origin.streams)
+        scales = move_pointer(scales, origin.streams)
         flag += origin.flag
         batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -176,12 +188,14 @@ def _root_mean_squares(
         scales += (batch * heads + head) * tokens
     else:
         squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
-        for some in range(0, heads, AT_ONCE):
-            # Unrolled, so that the loads of several heads are under way together.
-            for number in tl.static_range(AT_ONCE):
-                one = some + number
-                known = token < tl.where(one < heads, tokens, 0)
-                rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, one, token, known, DIM, PADDED_DIM)
+        for first_head in range(0, heads, AT_ONCE):
+            # Unrolled, so that the loads of several heads are in flight at once.
+            for offset in tl.static_range(AT_ONCE):
+                current_head = first_head + offset
+                exists = token < tl.where(current_head < heads, tokens, 0)
+                rows = load_rows(
+                    x, batch_stride, head_stride, token_stride, channel_stride, batch, current_head, token, exists, DIM, PADDED_DIM
+                )
                 value = rows.to(tl.float32)
                 squares += value * value
         mean = tl.sum(squares, 1)[:, None] / (heads * DIM)
@@ -193,7 +207,7 @@ def _root_mean_squares(
 
 
 @triton.jit
-def _unbiased_scales(
+def _correct_scales(
     products: tl.tensor,
     scales: tl.tensor,
     heads: tl.tensor,
@@ -204,10 +218,10 @@ def _unbiased_scales(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Replace the ``scales`` written by ``_root_mean_squares`` with those of norm_rule=unbiased.
+    """Replace the root mean squares in ``scales`` with the scales of norm_rule=unbiased.
 
-    ``products`` is ``[batch, kv_head, token, 3]``: the values' squared norm, their product with the decoded values, and the squared norm of
-    those.
+    ``products`` is ``[batch, kv_head, token, 3]``: the values' squared norm, their product with the decoded values, and the decoded values'
+    squared norm.
     """
     if PER_HEAD:
         batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -218,88 +232,91 @@ def _unbiased_scales(
     squares = tl.zeros((BLOCK_TOKENS,), tl.float32)
     product = tl.zeros((BLOCK_TOKENS,), tl.float32)
     decoded = tl.zeros((BLOCK_TOKENS,), tl.float32)
-    for number in range(1 if PER_HEAD else heads):
-        place = products + ((batch * heads + head + number) * tokens + token) * 3
-        squares += tl.load(place, valid, 0.0)
-        product += tl.load(place + 1, valid, 0.0)
-        decoded += tl.load(place + 2, valid, 0.0)
+    for offset in range(1 if PER_HEAD else heads):
+        address = products + ((batch * heads + head + offset) * tokens + token) * 3
+        squares += tl.load(address, valid, 0.0)
+        product += tl.load(address + 1, valid, 0.0)
+        decoded += tl.load(address + 2, valid, 0.0)
     if origins is not None:
-        scales = moved(scales, origin_of(origins, batch, 1).streams)
+        scales = move_pointer(scales, load_origin(origins, batch, 1).streams)
         batch = batch * 0
-    place = scales + batch * tokens + token
+    address = scales + batch * tokens + token
     if PER_HEAD:
-        place = scales + (batch * heads + head) * tokens + token
-    factor = unbiased_factor(tl.load(place, valid, 0.0).to(tl.float32), squares, product, decoded, LIMIT, RULE)
-    tl.store(place, factor.to(scales.dtype.element_ty), valid)
+        address = scales + (batch * heads + head) * tokens + token
+    factor = unbiased_factor(tl.load(address, valid, 0.0).to(tl.float32), squares, product, decoded, LIMIT, RULE)
+    tl.store(address, factor.to(scales.dtype.element_ty), valid)
 
 
 @triton.jit
-def _stored_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Round each value to binary16; values that do not fit become zero and are flagged."""
+def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
+    """Round ``value`` to binary16; values that do not fit become zero and set the flag."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
 
 
 @triton.jit
-def _key(value: tl.tensor) -> tl.tensor:
-    """Map float32 bits to int32 in the order of their values; the function is its own inverse."""
+def _ordered_bits(value: tl.tensor) -> tl.tensor:
+    """Map float32 bits to int32 numbers with the same order as the float values; the function is its own inverse."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _largest(value: tl.tensor) -> tl.tensor:
-    return tl.max(tl.max(_key(value.to(tl.int32, bitcast=True)), 1), 0)
+def _largest_key(value: tl.tensor) -> tl.tensor:
+    return tl.max(tl.max(_ordered_bits(value.to(tl.int32, bitcast=True)), 1), 0)
 
 
 @triton.jit
-def _root(value: tl.tensor) -> tl.tensor:
+def _signed_root(value: tl.tensor) -> tl.tensor:
     root = tl.sqrt_rn(tl.abs(value))
     return tl.where(value < 0, -root, root)
 
 
 @triton.jit
-def _extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
-    """Return an extreme found by the measuring launch, float32 ``[1, 1]``."""
-    return _key(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
+def _load_extreme(extremes: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    """Load extreme ``number`` that ``_measure_extremes`` found, float32 ``[1, 1]``."""
+    return _ordered_bits(tl.load(extremes + tl.full((1, 1), number, tl.int32))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _chosen_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
-    """Compute ``scale_range.choose_range`` for a first run: step and minimum of scales, then of centers, binary16 ``[1, 1]``."""
-    high = _root(_extreme(extremes, 0))
+def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.constexpr) -> tl.tuple:
+    """Choose the range of 8-bit scales as ``formats/scale_range.py`` does for the first tokens of a layer.
+
+    Returns the step and minimum of scales, and then of centers, binary16 ``[1, 1]`` each.
+    """
+    high = _signed_root(_load_extreme(extremes, 0))
     high = tl.minimum(high + 0.125 * high, LIMIT)
-    last = _root(_extreme(extremes, 1))
-    first = _root(-_extreme(extremes, 2))
-    span = last - first
-    first = tl.maximum(first - 0.125 * span, -LIMIT)
-    last = tl.minimum(last + 0.125 * span, LIMIT)
-    root = tl.maximum(tl.abs(first), tl.abs(last))
-    off = tl.div_rn(last - first, tl.full(root.shape, 510.0, tl.float32)) + root * (2.0**-10)
-    further = tl.div_rn((2.0 * root + off) * off, tl.full(root.shape, MIDDLE_STEPS, tl.float32))
-    high = tl.minimum(tl.sqrt_rn(high * high + further), LIMIT)
+    max_root = _signed_root(_load_extreme(extremes, 1))
+    min_root = _signed_root(-_load_extreme(extremes, 2))
+    span = max_root - min_root
+    min_root = tl.maximum(min_root - 0.125 * span, -LIMIT)
+    max_root = tl.minimum(max_root + 0.125 * span, LIMIT)
+    root = tl.maximum(tl.abs(min_root), tl.abs(max_root))
+    half_step = tl.div_rn(max_root - min_root, tl.full(root.shape, 510.0, tl.float32)) + root * (2.0**-10)
+    center_error = tl.div_rn((2.0 * root + half_step) * half_step, tl.full(root.shape, MIDDLE_STEPS, tl.float32))
+    high = tl.minimum(tl.sqrt_rn(high * high + center_error), LIMIT)
     steps = tl.full(root.shape, 255.0, tl.float32)
     zero = tl.zeros(root.shape, tl.float16)
-    return tl.div_rn(high, steps).to(tl.float16), zero, tl.div_rn(last - first, steps).to(tl.float16), first.to(tl.float16)
+    return tl.div_rn(high, steps).to(tl.float16), zero, tl.div_rn(max_root - min_root, steps).to(tl.float16), min_root.to(tl.float16)
 
 
 @triton.jit
-def _nearest_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the codes, int32, and the binary16 values that they decode to, as ``scale_range.encode_nearest`` does."""
+def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
+    """Return the nearest 8-bit codes, int32, and the binary16 values they decode to, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(
-        tl.div_rn(_root(value) - minimum, tl.zeros(value.shape, tl.float32) + tl.where(step > 0, step, float("inf"))), 255.0
+        tl.div_rn(_signed_root(value) - minimum, tl.zeros(value.shape, tl.float32) + tl.where(step > 0, step, float("inf"))), 255.0
     )
     root = minimum + step * code.to(tl.float32)
     return code, (root * tl.abs(root)).to(tl.float16)
 
 
 class GroupState(NamedTuple):
-    """The reciprocal scale of each token, ``[token, 1]``, and the range of 8-bit scales.
+    """State of a program's tokens: reciprocal token scales ``[token, 1]``, and the ``chosen`` range of 8-bit scales.
 
-    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: its squares, its products with the decoded values, and the
-    squares of those. Fields that the codec does not use are 1, empty or 0.
+    ``squares``, ``product`` and ``decoded`` are sums per token, ``[token]``: of squared values, of values times decoded values, and of
+    squared decoded values. Fields that the codec does not use are 1, empty or 0.
     """
 
     inverse: Any
@@ -310,7 +327,7 @@ class GroupState(NamedTuple):
 
 
 @triton.jit
-def _begin_measuring(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+def _load_reciprocals(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
     TOKENS: tl.constexpr = SHAPE.tokens
     zeros = tl.zeros((TOKENS,), tl.float32)
     inverse = zeros[:, None] + 1.0
@@ -325,21 +342,21 @@ def _begin_measuring(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the first state, after choosing and storing the range of 8-bit scales."""
-    state = _begin_measuring(block, CONSTANTS, SHAPE)
+    """Return the initial ``GroupState``; with 8-bit scales, choose and store their range."""
+    state = _load_reciprocals(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
         MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
-        chosen = _chosen_range(block.tables[0] + (block.sequence * block.heads + block.head) * 3, MIDDLE_STEPS, _LARGEST**0.5)
-        # All programs of a run store the same.
-        at = block.stored[CONSTANTS.ranged] + (block.batch * block.heads + block.head) * 4 + tl.zeros((1, 1), tl.int32)
-        for number in tl.static_range(4):
-            tl.store(at + number, chosen[number])
+        chosen = _choose_range(block.tables[0] + (block.sequence * block.heads + block.head) * 3, MIDDLE_STEPS, _LARGEST**0.5)
+        # All programs of a page store the same values.
+        address = block.stored[CONSTANTS.ranged] + (block.batch * block.heads + block.head) * 4 + tl.zeros((1, 1), tl.int32)
+        for index in tl.static_range(4):
+            tl.store(address + index, chosen[index])
     return GroupState(state.inverse, chosen, state.squares, state.product, state.decoded)
 
 
 @triton.jit
-def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
+def _group_values(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
     """Reshape ``[token, channel]`` to ``[token group, token, channel]`` or ``[token, channel group, channel]``."""
     SIZE: tl.constexpr = CONSTANTS.size
     TOKENS: tl.constexpr = value.shape[0]
@@ -351,10 +368,10 @@ def _in_groups(value: tl.tensor, CONSTANTS: tl.constexpr) -> tl.tensor:
     return grouped
 
 
-class Extent(NamedTuple):
-    """The values of a block divided by token scales, and each group's minimum, maximum, center, and whether it has values.
+class GroupExtents(NamedTuple):
+    """The values of a block divided by token scales, and the minimum, maximum and center of each group.
 
-    Group fields are ``[token group, channel]`` or ``[token, channel group]``.
+    ``known`` is True for groups that have values. Group fields are ``[token group, channel]`` or ``[token, channel group]``.
     """
 
     value: Any
@@ -365,47 +382,47 @@ class Extent(NamedTuple):
 
 
 @triton.jit
-def _extent(
-    value: tl.tensor, inside: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+def _group_extents(
+    value: tl.tensor, in_tensor: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the ``Extent`` of values, ``[token, channel]``, of which those ``inside`` belong to the tensor."""
+    """Return the ``GroupExtents`` of ``value`` ``[token, channel]``; the mask ``in_tensor`` excludes padding."""
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     if SHAPE.scale != 1.0:
         value = value * SHAPE.scale
     if CONSTANTS.token_scale >= 0:
         value = value * state.inverse
-    # No comparison holds for a NaN, and the extremes below would ignore it.
+    # Comparisons with NaN are false; the minima and maxima below would ignore it.
     flag_unless(tl.abs(value) < float("inf"), block.flag)
-    low = tl.min(_in_groups(tl.where(inside, value, float("inf")), CONSTANTS), AXIS)
-    high = tl.max(_in_groups(tl.where(inside, value, float("-inf")), CONSTANTS), AXIS)
-    known = low <= high
-    low = tl.where(known, low, 0.0)
-    high = tl.where(known, high, 0.0)
+    low = tl.min(_group_values(tl.where(in_tensor, value, float("inf")), CONSTANTS), AXIS)
+    high = tl.max(_group_values(tl.where(in_tensor, value, float("-inf")), CONSTANTS), AXIS)
+    has_values = low <= high
+    low = tl.where(has_values, low, 0.0)
+    high = tl.where(has_values, high, 0.0)
     centre = tl.zeros(low.shape, tl.float32)
     if CONSTANTS.middle:
-        # Half of each term, because the sum may be infinite; the scale is computed in the same way.
+        # Halve the terms before adding them, because the sum could overflow.
         centre = low * 0.5 + high * 0.5
-    return Extent(value, low, high, centre, known)
+    return GroupExtents(value, low, high, centre, has_values)
 
 
 @triton.jit
-def _measure(
+def _measure_extremes(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Measure the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``, without producing digits.
+    """Update the extremes of 8-bit scales, int32 ``[batch, kv_head, 3]``, without producing digits.
 
-    They are the keys of the largest scale, of the largest center, and of the largest negated center.
+    They are the largest scale, the largest center and the largest negated center, as ``_ordered_bits``.
     """
     BLOCK: tl.constexpr = SHAPE.block
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
-    inside = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
-    found = _extent(values[0], inside, block, state, CONSTANTS, SHAPE)
-    scale = tl.maximum(found.high - found.centre, found.centre - found.low) * (1.0 / MIDDLE_STEPS)
-    flag_unless((scale <= _LARGEST) & (tl.abs(found.centre) <= _LARGEST), block.flag)
+    in_tensor = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
+    extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
+    scale = tl.maximum(extents.high - extents.centre, extents.centre - extents.low) * (1.0 / MIDDLE_STEPS)
+    flag_unless((scale <= _LARGEST) & (tl.abs(extents.centre) <= _LARGEST), block.flag)
     extremes = block.tables[0] + (block.sequence * block.heads + block.head) * 3
-    tl.atomic_max(extremes, _largest(scale))
-    tl.atomic_max(extremes + 1, _largest(tl.where(found.known, found.centre, float("-inf"))))
-    tl.atomic_max(extremes + 2, _largest(tl.where(found.known, -found.centre, float("-inf"))))
+    tl.atomic_max(extremes, _largest_key(scale))
+    tl.atomic_max(extremes + 1, _largest_key(tl.where(extents.known, extents.centre, float("-inf"))))
+    tl.atomic_max(extremes + 2, _largest_key(tl.where(extents.known, -extents.centre, float("-inf"))))
     return (), state
 
 
@@ -413,7 +430,7 @@ def _measure(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels, and store their scales."""
+    """Return the codes of a block of channels, and store their groups' scales and centers."""
     BLOCK: tl.constexpr = SHAPE.block
     TOKENS: tl.constexpr = SHAPE.tokens
     DIM: tl.constexpr = SHAPE.dim
@@ -421,38 +438,38 @@ def _quantize(
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
     channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = block.valid & (channel < DIM)
-    found = _extent(values[0], inside, block, state, CONSTANTS, SHAPE)
-    value = found.value
+    in_tensor = block.valid & (channel < DIM)
+    extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
+    value = extents.value
     if CONSTANTS.ranged < 0:
-        centre = _stored_half(found.centre, block.flag)
+        centre = _round_to_half(extents.centre, block.flag)
     else:
-        centre_code, centre = _nearest_code(found.centre, state.chosen[2], state.chosen[3])
-    reach = tl.maximum(found.high - centre.to(tl.float32), centre.to(tl.float32) - found.low)
+        centre_code, centre = _nearest_scale_code(extents.centre, state.chosen[2], state.chosen[3])
+    reach = tl.maximum(extents.high - centre.to(tl.float32), centre.to(tl.float32) - extents.low)
     if CONSTANTS.ranged < 0:
-        scale = _stored_half(tl.minimum(reach, 1e30) * (1.0 / MIDDLE_STEPS), block.flag)
+        scale = _round_to_half(tl.minimum(reach, 1e30) * (1.0 / MIDDLE_STEPS), block.flag)
         pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
-        scale_code, scale = _nearest_code(reach * (1.0 / MIDDLE_STEPS), state.chosen[0], state.chosen[1])
+        scale_code, scale = _nearest_scale_code(reach * (1.0 / MIDDLE_STEPS), state.chosen[0], state.chosen[1])
         pair = (scale_code | centre_code << 8).to(tl.int16)
     if CONSTANTS.along_tokens:
         groups = tl.cdiv(block.tokens, SIZE)
         group = block.first // SIZE + tl.arange(0, TOKENS // SIZE)[:, None]
-        place = block.stored[0] + ((block.batch * block.heads + block.head) * groups + group) * DIM + channel
-        tl.store(place, pair, (group < groups) & (channel < DIM))
+        address = block.stored[0] + ((block.batch * block.heads + block.head) * groups + group) * DIM + channel
+        tl.store(address, pair, (group < groups) & (channel < DIM))
     else:
         GROUPS: tl.constexpr = (DIM + SIZE - 1) // SIZE
         group = number * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
         tl.store(block.stored[0] + block.row * GROUPS + group, pair, block.valid & (group < GROUPS))
 
-    per_step = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _SMALLEST))
-    offset = MIDDLE_STEPS - centre.to(tl.float32) * per_step
-    steps = _in_groups(value, CONSTANTS) * tl.expand_dims(per_step, AXIS) + tl.expand_dims(offset, AXIS)
+    inverse_scale = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _SMALLEST))
+    offset = MIDDLE_STEPS - centre.to(tl.float32) * inverse_scale
+    steps = _group_values(value, CONSTANTS) * tl.expand_dims(inverse_scale, AXIS) + tl.expand_dims(offset, AXIS)
     code = tl.reshape(nearest_integer(steps, 2 * MIDDLE_STEPS), (TOKENS, BLOCK))
     if CONSTANTS.products >= 0:
-        steps = _in_groups(code, CONSTANTS).to(tl.float32) - MIDDLE_STEPS
+        steps = _group_values(code, CONSTANTS).to(tl.float32) - MIDDLE_STEPS
         decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
-        decoded = tl.where(inside, tl.reshape(decoded, (TOKENS, BLOCK)), 0.0)
+        decoded = tl.where(in_tensor, tl.reshape(decoded, (TOKENS, BLOCK)), 0.0)
         squares = state.squares + tl.sum(value * value, 1)
         product = state.product + tl.sum(value * decoded, 1)
         state = GroupState(state.inverse, state.chosen, squares, product, state.decoded + tl.sum(decoded * decoded, 1))
@@ -460,8 +477,8 @@ def _quantize(
 
 
 @triton.jit
-def _end(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the sums of tokens."""
+def _store_products(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
+    """Store the sums that ``_correct_token_scales`` needs, one row of three per token."""
     row = (block.sequence * block.heads + block.head) * block.tokens + block.token
     products = block.tables[CONSTANTS.products] + row * 3
     tl.store(products, state.squares[:, None], block.valid)

@@ -1,6 +1,6 @@
-"""The kernel that encodes rows: it loads them, rotates them to the coded frame, and packs the digits that a codec computes.
+"""The kernel that encodes tokens in one pass, with a ``Quantizer`` per codec.
 
-A codec contributes its ``Quantizer``: up to four Triton functions and their constants. A rotation is a matrix-unit product.
+The kernel loads rows of values, rotates them to the coded frame by a matrix product, lets the quantizer compute digits, and packs these.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -19,23 +19,23 @@ from triton import language as tl
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 from kvpack.kernels.triton_internals import code_key
 
-from .columns import WARPS, Plan, add_digits, empty_columns, plan_of, store_columns
-from .rows import all_moved, component, components, input_of, load_rows, origin_of, scale_of
+from .columns import WARPS, PackingPlan, add_digits, empty_columns, plan_packing, store_columns
+from .rows import coordinate_matrices, input_arguments, load_origin, load_rows, move_pointers, multiply_coordinates, rotation_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
-    from .columns import Stream, Term
+    from .columns import StreamPacking, Term
     from .rows import Origins
 
 
 class Output(NamedTuple):
-    """The memory that an encoder fills: a codec's ``streams``, and the code ``planes`` in the form that kernels write.
+    """The memory to which an encoder writes: a codec's ``streams``, and views of the code ``planes`` that kernels write to.
 
-    ``flag``, int32 ``[1]``, is raised where ``formats/`` must encode. With ``origins``, streams and flag are those of the first batch
-    entry.
+    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag are those of the first
+    batch entry.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -44,8 +44,8 @@ class Output(NamedTuple):
     origins: Origins | None = None
 
 
-def output_of(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Tensor, origins: Origins | None = None) -> Output:
-    """Return the output with these ``streams`` of ``codec``."""
+def create_output(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Tensor, origins: Origins | None = None) -> Output:
+    """Create the ``Output`` with ``streams`` of ``codec``; a plane of bytes is viewed as uint8."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -54,13 +54,15 @@ def output_of(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Ten
 
 
 class Quantizer(NamedTuple):
-    """A codec's functions, for which the kernel is compiled, and the ``constants`` that they all receive, a tuple of numbers.
+    """A codec's Triton functions, for which the kernel is compiled, and their compile-time ``constants``.
 
-    ``quantize(values, block, state, number, constants, shape)`` returns the digits of a block of symbols, int32 ``[token, symbol]`` each,
-    and the next state; ``values`` are float32 ``[token, symbol]``, one tile for each coordinate of a symbol. ``above(block, state, level,
-    constants, shape)`` returns the same for the symbols of each level above the first, if there are ``levels``. ``begin(block, constants,
-    shape)`` returns the first state, and ``end(block, state, constants, shape)`` stores what belongs to whole tokens. ``block`` is a
-    ``TokenBlock``, and ``shape`` a ``Shape``.
+    - ``quantize(values, block, state, number, constants, shape)`` returns the digits of block ``number`` of symbols, int32
+      ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
+    - ``above(block, state, level, constants, shape)`` does the same for each level above the first, if there are several ``levels``.
+    - ``begin(block, constants, shape)`` returns the initial state.
+    - ``end(block, state, constants, shape)`` stores results per token.
+
+    ``block`` is a ``TokenBlock``, and ``shape`` an ``EncodeShape``.
     """
 
     quantize: Any
@@ -72,15 +74,16 @@ class Quantizer(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key by which Triton names compiled code."""
+        """Key under which Triton caches compiled code."""
         return code_key(self)
 
 
-class Shape(NamedTuple):
-    """Constants of a launch: ``dim`` channels in rows of ``padded_dim``, ``tokens`` per program, and ``blocks`` of ``block`` symbols.
+class EncodeShape(NamedTuple):
+    """Compile-time shape of a launch: rows of ``dim`` channels padded to ``padded_dim``, and ``tokens`` tokens per program.
 
-    ``symbols`` counts those of all levels. Products with ``components`` use ``parts`` of a value in the type ``operand``, and are then
-    multiplied by ``scale``; each symbol has ``coordinates``. The digits go to ``streams``, which is empty for a quantizer without digits.
+    There are ``blocks`` blocks of ``block`` symbols with ``coordinates`` coordinates each; ``symbols`` counts the symbols of all levels.
+    Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed to
+    ``streams``, which is empty for a quantizer without digits.
     """
 
     dim: int
@@ -93,15 +96,15 @@ class Shape(NamedTuple):
     block: int
     blocks: int
     tokens: int
-    streams: tuple[Stream, ...]
+    streams: tuple[StreamPacking, ...]
 
 
 class TokenBlock(NamedTuple):
-    """The tokens of a program, from one ``head`` of one sequence: ``token`` are their numbers from ``first`` on, of ``tokens``.
+    """The tokens of a program, from one ``head`` of one sequence with ``tokens`` tokens, beginning with token ``first``.
 
-    ``token``, ``row`` (their numbers over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are their values ``[token, channel]``, or
-    pointers to these if nothing is rotated. The sequence has index ``batch`` in the ``stored`` streams of scales, and ``sequence`` in the
-    other ``tables``.
+    ``token`` (indices in the sequence), ``row`` (indices over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values
+    ``[token, channel]``, or pointers to them if nothing is rotated. The sequence's index is ``batch`` in the ``stored`` streams of scales,
+    and ``sequence`` in ``tables``.
     """
 
     rows: Any
@@ -138,33 +141,36 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output``. Returns False, and does nothing, if the digits of ``codec`` cannot be packed here.
+    """Encode ``x`` to ``output`` with ``quantizer``; return False, and do nothing, if the digits of ``codec`` cannot be packed exactly.
 
-    A program encodes ``tokens`` tokens, ``block`` (0: all) of their ``symbols`` at a time, of ``coordinates`` values each; ``padding``
-    counts further symbols, of levels above the first. ``terms(codec)`` is the input of ``plan_of``, ``stored`` are the streams of scales,
-    and ``tables`` the quantizer's other tensors and numbers. Without ``packs`` it has no digits. ``fusion`` is passed to ``launch``.
+    A program encodes ``tokens`` tokens, ``block`` symbols at a time (0 for all ``symbols``), with ``coordinates`` values each. ``padding``
+    counts symbols of levels above the first. ``terms(codec)`` is the input of ``plan_packing``, ``stored`` are the streams of scales, and
+    ``tables`` are the quantizer's other tensors and numbers. ``packs`` is False if the quantizer returns no digits. ``fusion`` is passed to
+    ``launch``.
     """
-    plan = _plan(codec, terms, symbols + padding, x.device)
+    plan = _cached_plan(codec, terms, symbols + padding, x.device)
     if plan is None:
         return False
     block = block or symbols
-    arguments, constants = input_of(x, output.origins)
+    arguments, constants = input_arguments(x, output.origins)
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
-        *arguments, components(codec.rotation, coordinates, symbols, block, x) if rotated else None, plan.places, output.planes,
+        *arguments, coordinate_matrices(codec.rotation, coordinates, symbols, block, x) if rotated else None, plan.places, output.planes,
         tuple(stored), tuple(tables) or (output.flag,), output.flag,
         ALIGNED=constants["ALIGNED"], QUANTIZER=quantizer,
-        SHAPE=Shape(
-            constants["DIM"], constants["PADDED_DIM"], constants["PARTS"], constants["OPERAND"], scale_of(codec.rotation), coordinates,
-            symbols + padding, block, symbols // block, tokens, plan.streams if packs else (),
+        SHAPE=EncodeShape(
+            constants["DIM"], constants["PADDED_DIM"], constants["PARTS"], constants["OPERAND"], rotation_scale(codec.rotation),
+            coordinates, symbols + padding, block, symbols // block, tokens, plan.streams if packs else (),
         ), warps=warps, fusion=fusion,
     )  # fmt: skip
     return True
 
 
 @lru_cache(maxsize=256)
-def _plan(codec: Codec, terms: Callable[[Any], Mapping[str, Sequence[Term]]], symbols: int, device: torch.device) -> Plan | None:
-    return plan_of(codec, terms(codec), symbols, device)
+def _cached_plan(
+    codec: Codec, terms: Callable[[Any], Mapping[str, Sequence[Term]]], symbols: int, device: torch.device
+) -> PackingPlan | None:
+    return plan_packing(codec, terms(codec), symbols, device)
 
 
 @triton.jit
@@ -189,7 +195,7 @@ def _encode(
 ) -> None:
     """Encode ``SHAPE.tokens`` tokens of one head; ``x`` is ``[batch, kv_head, token, dim]`` of any strides.
 
-    Without a ``matrix`` of ``components``, values are loaded directly, block by block.
+    ``matrix`` is the result of ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
     """
     CONSTANTS: tl.constexpr = QUANTIZER.constants
     LEVELS: tl.constexpr = QUANTIZER.levels
@@ -203,10 +209,10 @@ def _encode(
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     sequence = batch
     if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
+        origin = load_origin(origins, batch, ALIGNED)
         x += origin.input
-        planes = all_moved(planes, origin.streams)
-        stored = all_moved(stored, origin.streams)
+        planes = move_pointers(planes, origin.streams)
+        stored = move_pointers(stored, origin.streams)
         flag += origin.flag
         batch = batch * 0
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -222,29 +228,29 @@ def _encode(
         state = QUANTIZER.begin(block, CONSTANTS, SHAPE)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     if BLOCKS == 1:
-        values = _values(rows, valid, matrix, channel_stride, 0, SHAPE)
+        values = _load_values(rows, valid, matrix, channel_stride, 0, SHAPE)
         digits, state = QUANTIZER.quantize(values, block, state, 0, CONSTANTS, SHAPE)
         sums = add_digits(sums, digits, places, 0, BLOCK, SYMBOLS, STREAMS)
     else:
-        for number in range(BLOCKS):
-            values = _values(rows, valid, matrix, channel_stride, number, SHAPE)
-            digits, state = QUANTIZER.quantize(values, block, state, number, CONSTANTS, SHAPE)
-            sums = add_digits(sums, digits, places, number * BLOCK, BLOCK, SYMBOLS, STREAMS)
-    at = BLOCKS * BLOCK
+        for block_index in range(BLOCKS):
+            values = _load_values(rows, valid, matrix, channel_stride, block_index, SHAPE)
+            digits, state = QUANTIZER.quantize(values, block, state, block_index, CONSTANTS, SHAPE)
+            sums = add_digits(sums, digits, places, block_index * BLOCK, BLOCK, SYMBOLS, STREAMS)
+    first_symbol = BLOCKS * BLOCK
     for level in tl.static_range(1, LEVELS):
         digits, state = QUANTIZER.above(block, state, level, CONSTANTS, SHAPE)
-        sums = add_digits(sums, digits, places, at, digits[0].shape[1], SYMBOLS, STREAMS)
-        at += digits[0].shape[1]
+        sums = add_digits(sums, digits, places, first_symbol, digits[0].shape[1], SYMBOLS, STREAMS)
+        first_symbol += digits[0].shape[1]
     if QUANTIZER.end is not None:
         QUANTIZER.end(block, state, CONSTANTS, SHAPE)
     store_columns(sums, planes, row, valid, STREAMS)
 
 
 @triton.jit
-def _values(
-    rows: tl.tensor, valid: tl.tensor, matrix: tl.tensor | None, channel_stride: tl.tensor, number: tl.tensor, SHAPE: tl.constexpr
+def _load_values(
+    rows: tl.tensor, valid: tl.tensor, matrix: tl.tensor | None, channel_stride: tl.tensor, block_index: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the coordinates of block ``number``, float32 ``[token, symbol]`` each."""
+    """Return the coordinates of symbol block ``block_index``, float32 ``[token, symbol]`` each."""
     BLOCK: tl.constexpr = SHAPE.block
     COORDINATES: tl.constexpr = SHAPE.coordinates
     PADDED_DIM: tl.constexpr = SHAPE.padded_dim
@@ -252,10 +258,12 @@ def _values(
     OPERAND: tl.constexpr = SHAPE.operand
     values = ()
     if matrix is None:
-        channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
-        place = rows + channel.to(tl.int64) * channel_stride
-        values = values + (tl.load(place, valid & (channel < SHAPE.dim), 0.0).to(tl.float32),)
+        channel = block_index * BLOCK + tl.arange(0, BLOCK)[None, :]
+        address = rows + channel.to(tl.int64) * channel_stride
+        values = values + (tl.load(address, valid & (channel < SHAPE.dim), 0.0).to(tl.float32),)
     else:
         for coordinate in tl.static_range(COORDINATES):
-            values = values + (component(rows, matrix, COORDINATES * number + coordinate, BLOCK, PADDED_DIM, PARTS, OPERAND),)
+            values = values + (
+                multiply_coordinates(rows, matrix, COORDINATES * block_index + coordinate, BLOCK, PADDED_DIM, PARTS, OPERAND),
+            )
     return values

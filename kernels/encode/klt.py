@@ -1,10 +1,10 @@
-"""Encode klt on the GPU (spec/codecs/klt.md); ``formats/klt.py`` is the oracle.
+"""Encoder of codec klt on the GPU (spec/codecs/klt.md), tested against ``formats/klt.py``.
 
-Widths are data to the kernels, so that all layers and sides of a model share compiled kernels: one kernel writes a byte per column, and
-another packs the columns of a width.
+Widths are run-time data, so that all layers of a model share compiled kernels: one kernel writes a byte per column, and another packs the
+columns of one width.
 
-Basis matrices are float32. The matrix units receive them, and rows, as sums of bfloat16; products of parts below the last bit of float32
-are left out.
+Basis matrices are float32. For matrix products, they and the values are split into sums of bfloat16 numbers; products below the last bit of
+float32 are left out.
 """
 
 # ruff: noqa: RUF005
@@ -24,7 +24,7 @@ from kvpack.formats.klt import used_widths
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import WARPS
-from .rows import LARGEST_SQUARE, all_moved, block_tokens, flag_unless, input_of, load_rows, moved, origin_of
+from .rows import MAX_SQUARE, block_tokens, flag_unless, input_arguments, load_origin, load_rows, move_pointer, move_pointers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,24 +39,26 @@ BLOCK_WORDS = 1024
 COLUMNS = tl.constexpr(RUN_COLUMNS)
 
 PARTS = tl.constexpr(3)
-"""bfloat16 numbers whose sum is a float32."""
+"""Number of bfloat16 parts into which a float32 number is split."""
 
-PARTS_OF = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-"""bfloat16 numbers whose sum is a value of a row."""
+VALUE_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""Number of bfloat16 parts into which an input value is split, by dtype."""
 
 _PACKING_WARPS = 4
 
-_OF_RUN, _WIDEST = tl.constexpr(3), tl.constexpr(8)
+_RUN_INTEGERS, _MAX_WIDTH = tl.constexpr(3), tl.constexpr(8)
 
 
-class OnDevice(NamedTuple):
-    """The rows of a basis in device memory, in the form that the kernels read, for some widths.
+class DeviceBasis(NamedTuple):
+    """A device copy of a basis for some column widths, in the layout that kernels read.
 
-    ``matrix``, bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, maps channels to the columns of runs with a width; the sum of
-    its parts is float32. ``columns``, float32 ``[kv_head, run, 2, RUN_COLUMNS]``, has means and squared weights. ``tables``, float32
-    ``[kv_head, entry]``, has for each run its entries, the bounds between these, and a value. ``runs``, int32 ``[run, _OF_RUN]``, are their
-    widths, their first entries and their first columns in stream order. If heads have their own widths, it is ``[kv_head, run, 2,
-    RUN_COLUMNS]``, with the width and the first entry of each column, and ``places`` are the positions by which ``klt_heads`` packs.
+    - ``matrix``: bfloat16 ``[kv_head, run, part, padded dim, RUN_COLUMNS]``, from channels to the columns of runs that have codes; the
+      parts add up to float32.
+    - ``columns``: float32 ``[kv_head, run, 2, RUN_COLUMNS]``, means and squared weights.
+    - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
+    - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
+      int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
+    - ``places``: the byte positions by which ``klt_heads`` packs, else None.
     """
 
     matrix: torch.Tensor
@@ -66,29 +68,29 @@ class OnDevice(NamedTuple):
     places: torch.Tensor | None = None
 
 
-_KEPT: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, str], OnDevice | None]] = WeakKeyDictionary()
+_device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, str], DeviceBasis | None]] = WeakKeyDictionary()
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernels do not support.
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernels do not support ``codec``.
 
-    These are codecs with a basis in the streams or for several sequences, and with tables that do not ascend. Raises MissingBasis, and
-    InvalidParameter for another number of heads and for a matrix without an inverse.
+    They do not support a basis that is stored in the streams or differs between sequences, or tables that do not ascend. Raises
+    MissingBasis, and InvalidParameter for a wrong number of heads or a singular matrix.
     """
     if codec.rows != "basis":
         return False
     source = codec.source_for(x.shape[1])
-    resident = kept_rows(codec, source, x, _made)
-    if resident is None:
+    basis = cached_basis(codec, source, x, _build_basis)
+    if basis is None:
         return False
     batch, heads, tokens, _ = x.shape
-    levels, origins = levels_of(x, output, resident), output.origins
+    levels, origins = compute_levels(x, output, basis), output.origins
     columns = levels.shape[3]
     first_plane = first_column = 0
     for width, packing in zip(used_widths(codec.widths), codec.packings().values(), strict=True):
-        places = packing.width + packing.width % 2
+        padded_width = packing.width + packing.width % 2
         launch(
-            _pack, batch * -(-heads * tokens * places // BLOCK_WORDS), x.device,
+            _pack, batch * -(-heads * tokens * padded_width // BLOCK_WORDS), x.device,
             levels, output.planes[first_plane : first_plane + len(packing.planes)], None if origins is None else origins.table,
             heads * tokens, columns, first_column, packing.symbols, width, packing.width, BLOCK_WORDS=BLOCK_WORDS, warps=_PACKING_WARPS,
         )  # fmt: skip
@@ -97,49 +99,54 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     return True
 
 
-def levels_of(x: torch.Tensor, output: Output, there: OnDevice) -> torch.Tensor:
-    """Launch the kernel that fills the gains of ``output``; return the levels, uint8 ``[batch, kv_head, token, column]``, in run order."""
-    arguments, constants = input_of(x, output.origins)
+def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
+    """Launch the kernel that computes levels and gains; return the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
+
+    Gains are written to ``output``, if the codec stores them.
+    """
+    arguments, constants = input_arguments(x, output.origins)
     del constants["PARTS"]
     batch, heads, tokens, _ = x.shape
-    runs, block = there.matrix.shape[1], block_tokens(x, BLOCK_TOKENS)
+    runs, block = basis.matrix.shape[1], block_tokens(x, BLOCK_TOKENS)
     levels = torch.empty(batch, heads, tokens, RUN_COLUMNS * runs, dtype=torch.uint8, device=x.device)
     launch(
         _encode, batch * heads * -(-tokens // block), x.device,
-        *arguments, there.matrix, there.columns, there.tables, there.runs, levels, output.streams.get("gain"), output.flag, runs,
-        there.tables.shape[1], **constants, PARTS_OF_ROWS=PARTS_OF[x.dtype], LARGEST=LARGEST_SQUARE, LARGEST_GAIN=LARGEST_GAIN,
-        OWN_WIDTHS=there.runs.dim() > 2, BLOCK_TOKENS=block, warps=WARPS, fusion=True,
+        *arguments, basis.matrix, basis.columns, basis.tables, basis.runs, levels, output.streams.get("gain"), output.flag, runs,
+        basis.tables.shape[1], **constants, PARTS_OF_ROWS=VALUE_PARTS[x.dtype], LARGEST=MAX_SQUARE, LARGEST_GAIN=LARGEST_GAIN,
+        OWN_WIDTHS=basis.runs.dim() > 2, BLOCK_TOKENS=block, warps=WARPS, fusion=True,
     )  # fmt: skip
     return levels
 
 
-def kept_rows(codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], OnDevice | None]) -> OnDevice | None:
-    """Return ``make`` applied to ``source`` for the padded dim of ``x``, on its device, cached as long as ``source`` lives."""
-    kept = _KEPT.setdefault(source, {})
-    padded_dim = int(input_of(x).constants["PADDED_DIM"])
+def cached_basis(
+    codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], DeviceBasis | None]
+) -> DeviceBasis | None:
+    """Return ``make`` applied to ``source`` for the padded dim of ``x``, on its device; cached as long as ``source`` lives."""
+    cached = _device_bases.setdefault(source, {})
+    padded_dim = int(input_arguments(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
-    if key not in kept:
+    if key not in cached:
         # Tensors made in inference mode could not be used with autograd later; the caller's default device may be another.
         with torch.inference_mode(False), torch.device("cpu"):
             created = make(codec, source, padded_dim)
-            kept[key] = created and created._replace(
+            cached[key] = created and created._replace(
                 **{name: part.to(x.device) for name, part in created._asdict().items() if part is not None}
             )
-    return kept[key]
+    return cached[key]
 
 
-def in_parts(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
-    """Split float32 ``[kv_head, run, dim, RUN_COLUMNS]`` into the parts of ``OnDevice.matrix``."""
-    rest = torch.nn.functional.pad(matrix, (0, 0, 0, padded_dim - matrix.shape[2]))
+def split_matrix(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
+    """Split a float32 matrix ``[kv_head, run, dim, RUN_COLUMNS]`` into the parts of ``DeviceBasis.matrix``, padded to ``padded_dim``."""
+    remainder = torch.nn.functional.pad(matrix, (0, 0, 0, padded_dim - matrix.shape[2]))
     parts = []
     for _ in range(PARTS.value):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].to(torch.float32)
+        parts.append(remainder.to(torch.bfloat16))
+        remainder = remainder - parts[-1].to(torch.float32)
     return torch.stack(parts, 2).contiguous()
 
 
-def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
-    """Build the rows on the device; None unless the level of a value is its code in every table."""
+def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
+    """Build the ``DeviceBasis`` of ``source``; None unless every table ascends, so that a value's level is its code."""
     if len(source.rows) != 1:
         return None
     widths = codec.widths
@@ -150,21 +157,21 @@ def _made(codec: Klt, source: BasisRows, padded_dim: int) -> OnDevice | None:
             table = source.table(run, width)[0].cpu()
             if not (table[:, 1:] >= table[:, :-1]).all():
                 return None
-            narrower = sum(0 < other < width for other in widths) + widths[:run].count(width)
-            runs.append([width, first_entry, RUN_COLUMNS * narrower])
+            preceding_runs = sum(0 < other < width for other in widths) + widths[:run].count(width)
+            runs.append([width, first_entry, RUN_COLUMNS * preceding_runs])
             tables += [table, (table[:, 1:] + table[:, :-1]) / 2, table[:, :1]]
             first_entry += 2 << width
     columns = torch.cat([source.mean[0], source.weights[0].square()], 1).cpu()
-    return OnDevice(
-        in_parts(_coded(source.inverse[0].cpu(), widths), padded_dim),
-        _coded(columns, widths).contiguous(),
+    return DeviceBasis(
+        split_matrix(_coded_runs(source.inverse[0].cpu(), widths), padded_dim),
+        _coded_runs(columns, widths).contiguous(),
         torch.cat(tables, 1),
         torch.tensor(runs, dtype=torch.int32, device="cpu"),
     )
 
 
-def _coded(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
-    """Return ``[head, ..., column]`` as ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros after the last column."""
+def _coded_runs(rows: torch.Tensor, widths: bytes) -> torch.Tensor:
+    """Reshape ``[head, ..., column]`` to ``[head, run with codes, ..., RUN_COLUMNS]``, with zeros after the last column."""
     dim = rows.shape[-1]
     runs = [rows[..., run_columns(run, dim)] for run, width in enumerate(widths) if width]
     return torch.stack([torch.nn.functional.pad(run, (0, RUN_COLUMNS - run.shape[-1])) for run in runs], 1)
@@ -201,9 +208,8 @@ def _encode(
 ) -> None:
     """Write the levels and gains of ``BLOCK_TOKENS`` tokens of one head, one run of columns at a time.
 
-    ``x`` is ``[batch, kv_head, token, dim]`` of any strides, ``levels`` uint8 ``[batch, kv_head, token, column]``, columns in stream order,
-    and ``gains`` ``[batch, kv_head, token]``, if the codec stores them; tiles are ``[token, column]``. A tile is flagged unless the
-    weighted squared lengths of its tokens are below ``LARGEST``.
+    ``x`` is ``[batch, kv_head, token, dim]`` of any strides. ``levels`` is uint8 ``[batch, kv_head, token, column]``, columns in stream
+    order; ``gains`` is ``[batch, kv_head, token]``, or None. The flag is set if a token's weighted squared length is not below ``LARGEST``.
     """
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
@@ -211,31 +217,31 @@ def _encode(
     row = head * tokens + token
     levels += (batch * heads * tokens + row) * (run_count * COLUMNS)
     if origins is not None:
-        origin = origin_of(origins, batch, ALIGNED)
+        origin = load_origin(origins, batch, ALIGNED)
         x += origin.input
         if gains is not None:
-            gains = moved(gains, origin.streams)
+            gains = move_pointer(gains, origin.streams)
         flag += origin.flag
         batch = batch * 0
     rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    parts = split(rows.to(tl.float32), PARTS_OF_ROWS)
+    parts = split_rows(rows.to(tl.float32), PARTS_OF_ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     matrix += head * run_count * (PARTS * PADDED_DIM * COLUMNS) + tl.arange(0, PADDED_DIM)[:, None] * COLUMNS + column
     columns += head * run_count * (2 * COLUMNS) + column
     tables += head * table_values
     if OWN_WIDTHS:
         runs += head * run_count * (2 * COLUMNS) + column
-    own = tl.zeros(token.shape, tl.float32)
-    common = tl.zeros(token.shape, tl.float32)
+    squares = tl.zeros(token.shape, tl.float32)
+    products = tl.zeros(token.shape, tl.float32)
     decoded = tl.zeros(token.shape, tl.float32)
     for run in range(run_count):
         value = tl.zeros((BLOCK_TOKENS, COLUMNS), tl.float32)
         for last in tl.static_range(PARTS):
             # The smallest products first.
             factor = tl.load(matrix + (run * PARTS + (PARTS - 1 - last)) * (PADDED_DIM * COLUMNS)).to(OPERAND)
-            for number in tl.static_range(PARTS_OF_ROWS):
-                if number <= last:
-                    value = tl.dot(parts[number].to(OPERAND), factor, value, input_precision="ieee")
+            for value_part in tl.static_range(PARTS_OF_ROWS):
+                if value_part <= last:
+                    value = tl.dot(parts[value_part].to(OPERAND), factor, value, input_precision="ieee")
         value -= tl.load(columns + run * (2 * COLUMNS))
         square = tl.load(columns + (run * 2 + 1) * COLUMNS)
         # The level of a value is the number of bounds below it.
@@ -243,34 +249,34 @@ def _encode(
         if OWN_WIDTHS:
             width = tl.load(runs + run * (2 * COLUMNS))
             entries = tables + tl.load(runs + (run * 2 + 1) * COLUMNS)
-            for step in range(_WIDEST):
-                left = width - 1 - step
-                half = tl.where(left >= 0, 1 << tl.maximum(left, 0), 0)
+            for step in range(_MAX_WIDTH):
+                bit = width - 1 - step
+                half = tl.where(bit >= 0, 1 << tl.maximum(bit, 0), 0)
                 bound = tl.load(entries + (tl.where(half > 0, (1 << width) + half - 1, 0) + level))
                 level += tl.where(value > bound, half, 0)
-            place = run * COLUMNS
+            first_level = run * COLUMNS
         else:
-            width = tl.load(runs + run * _OF_RUN)
-            entries = tables + tl.load(runs + (run * _OF_RUN + 1))
+            width = tl.load(runs + run * _RUN_INTEGERS)
+            entries = tables + tl.load(runs + (run * _RUN_INTEGERS + 1))
             for step in range(width):
                 half = 1 << (width - 1 - step)
                 bound = tl.load(entries + ((1 << width) + half - 1) + level)
                 level += tl.where(value > bound, half, 0)
-            place = tl.load(runs + (run * _OF_RUN + 2))
+            first_level = tl.load(runs + (run * _RUN_INTEGERS + 2))
         entry = tl.load(entries + level)
-        own += tl.sum(value * value * square, 1)[:, None]
-        common += tl.sum(value * entry * square, 1)[:, None]
+        squares += tl.sum(value * value * square, 1)[:, None]
+        products += tl.sum(value * entry * square, 1)[:, None]
         decoded += tl.sum(entry * entry * square, 1)[:, None]
-        tl.store(levels + place + column, level.to(tl.uint8), valid)
-    flag_unless(own < LARGEST, flag)
+        tl.store(levels + first_level + column, level.to(tl.uint8), valid)
+    flag_unless(squares < LARGEST, flag)
     if gains is not None:
-        gain = gain_of(own, common, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)
+        gain = compute_gain(squares, products, decoded, LARGEST_GAIN).to(gains.dtype.element_ty)
         tl.store(gains + (batch * heads * tokens + row), gain, valid)
 
 
 @triton.jit
-def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
-    """Split ``rows``, float32, into ``COUNT`` bfloat16 tiles with that sum."""
+def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
+    """Split float32 ``rows`` into ``COUNT`` bfloat16 tiles that add up to them."""
     parts = ()
     for _ in tl.static_range(COUNT):
         part = rows.to(tl.bfloat16)
@@ -280,13 +286,13 @@ def split(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def gain_of(own: tl.tensor, common: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """Return the gains of tokens as ``formats/klt.py`` does, or 1 if there is none."""
-    near = (common > 0) & (own * decoded <= 2 * common * common)
-    above = tl.where(near, own, tl.maximum(common, 0.0))
-    below = tl.where(near, common, decoded)
-    found = above / tl.where(below > 0, below, 1.0)
-    return tl.where((below > 0) & (found < float("inf")), tl.minimum(found, LARGEST_GAIN), 1.0)
+def compute_gain(squares: tl.tensor, products: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
+    """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists; arguments are weighted sums of products."""
+    is_close = (products > 0) & (squares * decoded <= 2 * products * products)
+    numerator = tl.where(is_close, squares, tl.maximum(products, 0.0))
+    denominator = tl.where(is_close, products, decoded)
+    gain = numerator / tl.where(denominator > 0, denominator, 1.0)
+    return tl.where((denominator > 0) & (gain < float("inf")), tl.minimum(gain, LARGEST_GAIN), 1.0)
 
 
 @triton.jit(do_not_specialize=["rows", "stored", "first", "symbols", "bits", "width"])
@@ -304,23 +310,23 @@ def _pack(
 ) -> None:
     """Write ``BLOCK_WORDS`` words of each plane of one stream: columns(``symbols``, 2^``bits``, F) of ``width`` words (spec/README.md).
 
-    ``levels`` is uint8 ``[batch, row, stored]``, whose columns from ``first`` on are the stream's symbols. A plane of bytes is passed as
-    uint8.
+    ``levels`` is uint8 ``[batch, row, stored]``, whose columns beginning with ``first`` are the stream's symbols. A plane of bytes is
+    passed as uint8.
     """
     # Planes of bytes have one for an odd number of columns, too.
-    places = width + width % 2
-    blocks = tl.cdiv(rows.to(tl.int64) * places, BLOCK_WORDS)
+    padded_width = width + width % 2
+    blocks = tl.cdiv(rows.to(tl.int64) * padded_width, BLOCK_WORDS)
     program = tl.program_id(0).to(tl.int64)
     batch = program // blocks
     start = program % blocks * BLOCK_WORDS
-    place = (start % places).to(tl.int32) + tl.arange(0, BLOCK_WORDS)
-    column = place % places
-    row = start // places + place // places
+    position = (start % padded_width).to(tl.int32) + tl.arange(0, BLOCK_WORDS)
+    column = position % padded_width
+    row = start // padded_width + position // padded_width
     inside = row < rows
     valid = inside & (column < width)
     levels += (batch * rows + row) * stored + first + column
     if origins is not None:
-        planes = all_moved(planes, origin_of(origins, batch, 1).streams)
+        planes = move_pointers(planes, load_origin(origins, batch, 1).streams)
     else:
         row += batch * rows
     for plane in tl.static_range(len(planes)):
@@ -330,8 +336,8 @@ def _pack(
             shift = field * bits - 16 * plane
             word |= (level << tl.maximum(shift, 0)) >> tl.maximum(-shift, 0)
         if planes[plane].dtype.element_ty == tl.uint8:
-            half = places // 2
+            half = padded_width // 2
             # Byte c of the last plane's W is the low or the high one of word c mod W / 2.
-            tl.store(planes[plane] + row * places + (column % half * 2 + column // half), (word & 0xFF).to(tl.uint8), inside)
+            tl.store(planes[plane] + row * padded_width + (column % half * 2 + column // half), (word & 0xFF).to(tl.uint8), inside)
         else:
             tl.store(planes[plane] + row * width + column, (word & 0xFFFF).to(tl.uint16), valid)

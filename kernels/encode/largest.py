@@ -1,4 +1,4 @@
-"""Largest magnitudes of an engine's pages, from which one scale per page or head is chosen: one launch for a whole job."""
+"""Largest magnitudes of an inference engine's pages, from which page or head scales are chosen, in one launch for all pages."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -13,7 +13,7 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
-from .rows import origin_of
+from .rows import load_origin
 
 if TYPE_CHECKING:
     from .rows import Origins
@@ -25,7 +25,7 @@ WARPS = 4
 def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
     """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
-    The result is float32 ``[batch, kv_head or 1, 1]``, and NaN if any value is.
+    The result is float32 ``[batch, kv_head or 1, 1]``; it is NaN wherever a value is NaN.
     """
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)
@@ -47,7 +47,7 @@ def _largest(
     heads: tl.tensor,
     tokens: tl.tensor,
     origins: tl.tensor,
-    found: tl.tensor,
+    result: tl.tensor,
     DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -55,11 +55,11 @@ def _largest(
     PER_HEAD: tl.constexpr,
 ) -> None:
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    origin = origin_of(origins, batch, ALIGNED)
+    origin = load_origin(origins, batch, ALIGNED)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
-    place = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
-    value = tl.load(place, (token < tokens) & (channel < DIM), 0).to(tl.float32)
+    address = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
+    value = tl.load(address, (token < tokens) & (channel < DIM), 0).to(tl.float32)
     # Bits of magnitudes are in the order of their values, and above all of them are those of NaN.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(found + (batch * heads + head if PER_HEAD else batch), tl.max(tl.max(bits, 1), 0))
+    tl.atomic_max(result + (batch * heads + head if PER_HEAD else batch), tl.max(tl.max(bits, 1), 0))

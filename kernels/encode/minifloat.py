@@ -1,4 +1,4 @@
-"""Encode minifloat on the GPU (spec/codecs/minifloat.md); ``formats/minifloat.py`` is the oracle, bit for bit."""
+"""Encoder of codec minifloat on the GPU (spec/codecs/minifloat.md), with the same bits as ``formats/minifloat.py``."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -15,7 +15,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.minifloat import floor_log2, max_quotient, run_scales
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
-from .columns import SMALLEST_AXIS, Term
+from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
 from .largest import largest_magnitudes
 from .rows import MAX_PRODUCTS, flag_unless, nearest_integer
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 TILE_VALUES = 1 << 12
-"""Values of a program's tile: whole tokens, whose largest value is needed before the first code."""
+"""Number of values in a program's tile of whole tokens; a token's largest value is needed before its first code."""
 
-PER_RUN, PER_TOKEN, POWERS, NESTED = (tl.constexpr(number) for number in range(4))
-"""Scales of a run, of a token, of blocks as e8m0, and of blocks as e4m3 over one of a run."""
+PER_RUN, PER_TOKEN, E8M0_BLOCKS, E4M3_BLOCKS = (tl.constexpr(number) for number in range(4))
+"""Kinds of scales: for all tokens, per token, e8m0 per block, and e4m3 per block times one for all tokens."""
 
 _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
-class ElementForm(NamedTuple):
-    """Parameters of an element: ``fraction`` bits, exponent ``bias``, the number of ``finite`` codes without a sign, and total ``bits``."""
+class ElementFormat(NamedTuple):
+    """An element format: ``fraction`` bits, exponent ``bias``, number of ``finite`` codes without the sign, and total ``bits``."""
 
     fraction: int
     bias: int
@@ -44,15 +44,15 @@ class ElementForm(NamedTuple):
 
 
 class MinifloatConstants(NamedTuple):
-    """The element format, its ``largest`` value and that value's exponent ``emax``, the e4m3 format, and the ``kind`` of scales.
+    """Compile-time constants of a codec: the element ``form``, its ``largest`` value and that value's exponent ``emax``.
 
-    Scales cover ``blocks`` of ``size`` channels, and are binary16 if ``half``; run scales make quotients at most ``most``, per head with
-    ``per_head``. The streams are scales, and for ``NESTED`` also run scales. ``chosen``: the table, float32 ``[batch, kv_head or 1]``,
-    holds the magnitudes from which run scales are chosen here.
+    ``kind`` is the kind of scales, of which each covers ``size`` channels; a token has ``blocks`` scales, which are binary16 if ``half``.
+    ``scale_form`` is e4m3. Run scales make the largest quotient ``most``, and are per head with ``per_head``. Streams are scales and, for
+    ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``.
     """
 
-    form: ElementForm
-    scale_form: ElementForm
+    form: ElementFormat
+    scale_form: ElementFormat
     largest: float
     emax: int
     kind: int
@@ -65,9 +65,9 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
 
-    A run scale starts as that of the run before, or 0 without one; in the pages of an engine each batch entry is its own run.
+    Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
     """
     if codec.dim > MAX_PRODUCTS:
         return False
@@ -76,7 +76,7 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     tables = []
     if codec.run_scale is not None and origins is None:
         scale = streams[codec.run_scale]
-        result, finite = chosen_scales(codec, x, scale.clone())
+        result, finite = choose_run_scales(codec, x, scale.clone())
         flag = output.flag
         flag |= (~finite).any()
         scale.copy_(result)
@@ -84,29 +84,29 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
         tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
     # Whole blocks.
-    symbols = max(SMALLEST_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
-    kind = (NESTED if codec.run_scale else POWERS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
+    symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
+    kind = (E4M3_BLOCKS if codec.run_scale else E8M0_BLOCKS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     form = codec.format
     constants = MinifloatConstants(
-        ElementForm(form.fraction_bits, form.bias, form.finite, form.bits), ElementForm(3, 7, 0x7F, 8), form.largest,
+        ElementFormat(form.fraction_bits, form.bias, form.finite, form.bits), ElementFormat(3, 7, 0x7F, 8), form.largest,
         floor_log2(form.largest), kind.value, codec.block if in_blocks else symbols, codec.blocks if in_blocks else 1,
         codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
     )  # fmt: skip
-    stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == NESTED.value else [])]
+    stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == E4M3_BLOCKS.value else [])]
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants, _scale_of_run if codec.run_scale else None), _terms, stored, tables,
+        codec, x, output, Quantizer(_quantize, constants, _load_run_scale if codec.run_scale else None), _digit_terms, stored, tables,
         symbols=symbols, tokens=TILE_VALUES // symbols, rotated=False, fusion=False,
     )  # fmt: skip
 
 
-def _terms(codec: Minifloat) -> dict[str, list[Term]]:
+def _digit_terms(codec: Minifloat) -> dict[str, list[Term]]:
     return {"codes": [Term(0, codec.format.bits)]}
 
 
-def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales of the run that contains ``x``, chosen as for the run ``before``, and a mask of those that are numbers.
+def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the run scales for ``x``, given those of earlier tokens in ``before`` (0 if none), and a mask of the finite ones.
 
-    Computed by torch: one pass over the input, without waiting for the device.
+    PyTorch computes them in one pass over the input, without waiting for the device.
     """
     largest = x.abs().amax((2, 3))[..., None].to(torch.float32)
     if codec.granularity != "head":
@@ -117,8 +117,8 @@ def chosen_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -> tu
 
 
 @triton.jit
-def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
-    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even: ``formats.minifloat.encode_elements``."""
+def _encode_elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Encode finite float32 values to the codes, int32, of the nearest elements, ties to even, as ``formats/minifloat.py`` does."""
     FRACTION: tl.constexpr = FORM.fraction
     BIAS: tl.constexpr = FORM.bias
     SPARE: tl.constexpr = 23 - FRACTION
@@ -134,13 +134,16 @@ def _elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _quotient(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def _divide_by_scale(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
     return tl.div_rn(value, tl.where(scale > 0, scale, float("inf")))
 
 
 @triton.jit
-def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """Compute ``formats.minifloat._scale_for`` of magnitudes up to 3.4e38; 0, and flagged, if it does not fit."""
+def _choose_scale(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
+    """Return the scale for values up to ``largest`` (at most 3.4e38), as ``formats/minifloat.py`` does.
+
+    If it does not fit, the scale is 0 and the flag is set.
+    """
     exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
     if HALF:
         fits = exact < _HALF_LIMIT
@@ -155,25 +158,25 @@ def _scale_for(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the scale of a run, float32 ``[1, 1]``; if scales are chosen here, the run's first program stores it."""
-    scales = block.stored[1 if CONSTANTS.kind == NESTED else 0]
-    at = tl.zeros((1, 1), tl.int32)
-    place = scales + block.batch
+def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Return the run scale, float32 ``[1, 1]``; with ``chosen``, compute it, and let the page's first program store it."""
+    scales = block.stored[1 if CONSTANTS.kind == E4M3_BLOCKS else 0]
+    zero = tl.zeros((1, 1), tl.int32)
+    address = scales + block.batch
     first = block.first == 0
     if CONSTANTS.per_head:
-        place = scales + block.batch * block.heads + block.head
+        address = scales + block.batch * block.heads + block.head
     else:
         first = first & (block.head == 0)
     if CONSTANTS.chosen:
-        of_run = block.sequence
+        run_index = block.sequence
         if CONSTANTS.per_head:
-            of_run = block.sequence * block.heads + block.head
-        largest = tl.load(block.tables[0] + of_run + at)
-        scale = _scale_for(tl.minimum(largest, 3.4e38), block.flag, CONSTANTS.most, CONSTANTS.half)
-        tl.store(place + at, scale, (at == 0) & first)
+            run_index = block.sequence * block.heads + block.head
+        largest = tl.load(block.tables[0] + run_index + zero)
+        scale = _choose_scale(tl.minimum(largest, 3.4e38), block.flag, CONSTANTS.most, CONSTANTS.half)
+        tl.store(address + zero, scale, (zero == 0) & first)
     else:
-        scale = tl.load(place + at)
+        scale = tl.load(address + zero)
     return (scale.to(tl.float32),)
 
 
@@ -181,7 +184,7 @@ def _scale_of_run(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr)
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a token's channels, and store scales that are not given."""
+    """Return the codes of all channels of the tokens, and store token or block scales."""
     KIND: tl.constexpr = CONSTANTS.kind
     FORM: tl.constexpr = CONSTANTS.form
     E4M3: tl.constexpr = CONSTANTS.scale_form
@@ -192,27 +195,27 @@ def _quantize(
     value = values[0]
     flag_unless(tl.abs(value) < float("inf"), block.flag)
     if KIND == PER_RUN:
-        scaled = _quotient(value, state[0])
+        scaled = _divide_by_scale(value, state[0])
     elif KIND == PER_TOKEN:
         largest = tl.minimum(tl.max(tl.abs(value), 1), 3.4e38)[:, None]
-        stored = _scale_for(largest, block.flag, LARGEST, CONSTANTS.half)
+        stored = _choose_scale(largest, block.flag, LARGEST, CONSTANTS.half)
         tl.store(block.stored[0] + block.row, stored, block.valid)
-        scaled = _quotient(value, stored.to(tl.float32))
+        scaled = _divide_by_scale(value, stored.to(tl.float32))
     else:
         COUNT: tl.constexpr = SYMBOLS // SIZE
         TOKENS: tl.constexpr = SHAPE.tokens
-        part = tl.arange(0, COUNT)[None, :]
+        block_index = tl.arange(0, COUNT)[None, :]
         grouped = tl.reshape(value, (TOKENS, COUNT, SIZE))
         largest = tl.max(tl.abs(grouped), 2)
-        if KIND == POWERS:
+        if KIND == E8M0_BLOCKS:
             code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - CONSTANTS.emax, 0)
             # 2^(127 - code): the reciprocal of a power of two is one.
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (TOKENS, SYMBOLS))
         else:
             factor = state[0]
-            code = _elements(_quotient(tl.div_rn(largest, LARGEST), factor), E4M3)
+            code = _encode_elements(_divide_by_scale(tl.div_rn(largest, LARGEST), factor), E4M3)
             scale = e4m3_as_f16(code).to(tl.float32) * factor
-            scaled = tl.reshape(_quotient(grouped, scale[:, :, None]), (TOKENS, SYMBOLS))
-        tl.store(block.stored[0] + block.row * BLOCKS + part, code.to(tl.uint8), block.valid & (part < BLOCKS))
-    return (_elements(scaled, FORM),), state
+            scaled = tl.reshape(_divide_by_scale(grouped, scale[:, :, None]), (TOKENS, SYMBOLS))
+        tl.store(block.stored[0] + block.row * BLOCKS + block_index, code.to(tl.uint8), block.valid & (block_index < BLOCKS))
+    return (_encode_elements(scaled, FORM),), state

@@ -1,4 +1,4 @@
-"""Token norms of codecs that encode within a unit vector: the first and last steps of their quantizers."""
+"""First and last steps of the quantizers that encode unit vectors and store one norm per token."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 from triton import language as tl
 
-from .rows import LARGEST_SQUARE, SMALLEST_SQUARE, limit_of, log8_bounds_of, norms_of, rule_of, store_norms, unbiased_factor
+from .rows import MAX_SQUARE, MIN_SQUARE, compute_norms, norm_byte_bounds, norm_limit, norm_rule_limit, store_norms, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
     from kvpack.formats.scalar import Scalar
 
-_SMALLEST_SQUARE, _LARGEST_SQUARE = tl.constexpr(SMALLEST_SQUARE), tl.constexpr(LARGEST_SQUARE)
+_SMALLEST_SQUARE, _LARGEST_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 
 
 class Norms(NamedTuple):
-    """The least norm that does not fit, the ``rule`` of ``rows.rule_of``, and the index of the table for ``store_norms``, or -1."""
+    """Compile-time constants for norms: the smallest norm that does not fit (``limit``), and ``rule`` (``rows.norm_rule_limit``).
+
+    ``log8`` is the index of the table that ``store_norms`` needs for norms stored as bytes, or -1.
+    """
 
     limit: float
     rule: float
@@ -29,7 +32,10 @@ class Norms(NamedTuple):
 
 
 class NormState(NamedTuple):
-    """Per token, ``[token, 1]``: its norm, the factor that scales its values to a unit vector, and sums over decoded values."""
+    """State of a program's tokens, ``[token, 1]`` each.
+
+    ``norm`` is a token's norm, ``factor`` scales its values to a unit vector, and ``product`` and ``decoded`` are sums over decoded values.
+    """
 
     norm: Any
     factor: Any
@@ -37,33 +43,33 @@ class NormState(NamedTuple):
     decoded: Any
 
 
-def norms_for(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> Norms:
-    """Return the constants of ``codec``, and add its table to ``tables`` if it has one."""
-    bounds = log8_bounds_of(codec.norm, device)
+def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> Norms:
+    """Return the ``Norms`` of ``codec``, and append its table to ``tables`` if it needs one."""
+    bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
-    return Norms(limit_of(dtype), rule_of(codec.norm_rule, dtype), -1 if bounds is None else len(tables) - 1)
+    return Norms(norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype), -1 if bounds is None else len(tables) - 1)
 
 
 @triton.jit
 def begin_norms(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the ``NormState`` of tokens before any decoded value is added."""
-    norm = norms_of(block.rows, block.flag, CONSTANTS.norms.limit, _SMALLEST_SQUARE, _LARGEST_SQUARE)
+    """Return the initial ``NormState``, before any block is added."""
+    norm = compute_norms(block.rows, block.flag, CONSTANTS.norms.limit, _SMALLEST_SQUARE, _LARGEST_SQUARE)
     factor = SHAPE.scale / tl.maximum(norm, 1e-37)
     return NormState(norm, factor, tl.zeros(norm.shape, tl.float32), tl.zeros(norm.shape, tl.float32))
 
 
 @triton.jit
-def with_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
-    """Add a block's values within the unit vector, and their decoded values, to ``state``."""
+def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tuple:
+    """Add a block's values, scaled to the unit vector, and their decoded values to ``state``."""
     product = state.product + tl.sum(value * decoded, 1)[:, None]
     return NormState(state.norm, state.factor, product, state.decoded + tl.sum(decoded * decoded, 1)[:, None])
 
 
 @triton.jit
 def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the norms in the first stream of scales."""
+    """Store the tokens' norms in the first stream of scales, after applying norm_rule=unbiased if requested."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule
     LOG8: tl.constexpr = CONSTANTS.norms.log8

@@ -1,4 +1,4 @@
-"""Encode polar on the GPU (spec/codecs/polar.md); ``formats/polar.py`` is the oracle."""
+"""Encoder of codec polar on the GPU (spec/codecs/polar.md), tested against ``formats/polar.py``."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -18,10 +18,10 @@ from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import cache_per_device
 
-from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, turns
-from .columns import SMALLEST_AXIS, Term
+from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, angle_and_norm
+from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, flag_unless, level_of, limit_of, rule_of, unbiased_factor
+from .rows import MAX_PRODUCTS, find_level, flag_unless, norm_limit, norm_rule_limit, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 MAX_ANGLES = 1 << 8
-"""Angles in the table of a level above the first, at most."""
+"""Maximum number of angles in the table of a level above the first."""
 
-_MOST, _SMALLEST, _LARGEST = tl.constexpr(MAX_ANGLES), tl.constexpr(SMALLEST_SUM), tl.constexpr(LARGEST_SUM)
+_MAX_ANGLES, _SMALLEST, _LARGEST = tl.constexpr(MAX_ANGLES), tl.constexpr(SMALLEST_SUM), tl.constexpr(LARGEST_SUM)
 
 
 class PolarConstants(NamedTuple):
-    """The bits of each level's angles, the radii of a token, the least radius that does not fit, and the ``rule`` of ``rows.rule_of``.
+    """Compile-time constants of a codec: the ``bits`` of each level's angles, and the number of ``radii`` per token.
 
-    The tables are the bounds ``[level, MAX_ANGLES]`` and ``directions_of`` the levels. ``compiled``: for a device.
+    ``limit`` is the smallest radius that does not fit, ``rule`` the result of ``rows.norm_rule_limit``, and ``compiled`` is False in the
+    interpreter. Tables are the bounds of angles ``[level, MAX_ANGLES]`` and the result of ``level_directions``.
     """
 
     bits: tuple[int, ...]
@@ -48,86 +49,86 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support.
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
 
-    It does not support a level with an odd number of radii, the last of which has no partner, or dims that need more than one product.
+    It does not support levels with an odd number of radii, or head dims above ``MAX_PRODUCTS``.
     """
     radii = [codec.dim, *(level.angles for level in codec.levels)]
     if codec.dim > MAX_PRODUCTS or any(2 * half != whole for whole, half in pairwise(radii)):
         return False
-    tiles = _tiles(codec)
+    tiles = _tile_symbols(codec)
     ((name, layout),) = codec.scales(1, 1, 1).items()
     bits = tuple(level.bits for level in codec.levels)
-    constants = PolarConstants(bits, codec.radii, limit_of(layout.dtype), rule_of(codec.norm_rule, layout.dtype), x.device.type == "cuda")
+    constants = PolarConstants(
+        bits, codec.radii, norm_limit(layout.dtype), norm_rule_limit(codec.norm_rule, layout.dtype), x.device.type == "cuda"
+    )
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants, end=_end, above=_above, levels=len(bits)), _terms, [output.streams[name]],
-        [_bounds(codec.tables[1:], x.device), directions_of(bits[0], codec.tables[1:], x.device)], coordinates=2, symbols=tiles[0],
-        padding=sum(tiles[1:]), tokens=TILE_PAIRS // tiles[0],
+        codec, x, output, Quantizer(_quantize, constants, end=_store_radii, above=_quantize_level, levels=len(bits)), _digit_terms,
+        [output.streams[name]],
+        [_angle_bounds(codec.tables[1:], x.device), level_directions(bits[0], codec.tables[1:], x.device)],
+        coordinates=2, symbols=tiles[0], padding=sum(tiles[1:]), tokens=TILE_PAIRS // tiles[0],
     )  # fmt: skip
 
 
-def _first_tile(codec: Polar) -> int:
+def _padded_pairs(codec: Polar) -> int:
     """Return the number of channel pairs per token, including padding."""
-    return max(SMALLEST_AXIS, next_power_of_two(codec.dim // 2))
+    return max(MIN_AXIS, next_power_of_two(codec.dim // 2))
 
 
-def _tiles(codec: Polar) -> tuple[int, ...]:
-    """Return the symbols in each level's tile, including padding.
-
-    That is half those of the level below, down to the minimum of the matrix units.
-    """
-    return tuple(max(SMALLEST_AXIS, _first_tile(codec) >> level) for level in range(len(codec.levels)))
+def _tile_symbols(codec: Polar) -> tuple[int, ...]:
+    """Return the number of symbols in each level's tile, including padding: half of the level below, but at least ``MIN_AXIS``."""
+    return tuple(max(MIN_AXIS, _padded_pairs(codec) >> level) for level in range(len(codec.levels)))
 
 
-def _terms(codec: Polar) -> dict[str, list[Term]]:
-    tiles = _tiles(codec)
+def _digit_terms(codec: Polar) -> dict[str, list[Term]]:
+    tiles = _tile_symbols(codec)
     streams = iter(codec.packings())
     terms: dict[str, list[Term]] = {}
     symbols: list[int] = []
-    for number, level in enumerate(codec.levels):
-        if number == 0 or level.bits != codec.levels[number - 1].bits:
+    for index, level in enumerate(codec.levels):
+        if index == 0 or level.bits != codec.levels[index - 1].bits:
             name, symbols = next(streams), []
-        # Where a level has fewer symbols than the shortest tile, they are apart in it (``_widened``).
-        apart = tiles[number] // (_first_tile(codec) >> number)
-        symbols += [sum(tiles[:number]) + symbol * apart for symbol in range(level.angles)]
+        # Where a level has fewer symbols than the shortest tile, they are apart in it (``_widen_tile``).
+        spacing = tiles[index] // (_padded_pairs(codec) >> index)
+        symbols += [sum(tiles[:index]) + symbol * spacing for symbol in range(level.angles)]
         terms[name] = [Term(0, level.bits, symbols=tuple(symbols))]
     return terms
 
 
 @cache_per_device
-def _bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return the bounds between neighbors in each level's table above the first, in turns, ``[level, MAX_ANGLES]``.
+def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
+    """Return the bounds between neighboring angles of each level above the first, in turns, ``[level, MAX_ANGLES]``.
 
-    The last one is above all angles.
+    A bound above all angles follows the last one.
     """
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):
-        between = midpoints(table)
-        row[: len(between)] = torch.tensor(between, dtype=torch.float64) / (2 * math.pi)
+        midpoint_list = midpoints(table)
+        row[: len(midpoint_list)] = torch.tensor(midpoint_list, dtype=torch.float64) / (2 * math.pi)
     return bounds
 
 
 @cache_per_device
-def directions_of(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return (cos, sin) of the angles of every level, ``[level, MAX_ANGLES, 2]``; those of the first level are the bin centers."""
+def level_directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
+    """Return (cos, sin) of all angles of all levels, ``[level, MAX_ANGLES, 2]``; the first level's angles are its bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
-    result = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
-    for row, level in zip(directions, result, strict=True):
+    levels = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
+    for row, level in zip(directions, levels, strict=True):
         row[: len(level)] = level
     return directions
 
 
 @triton.constexpr_function
-def _width(pairs: int) -> int:
-    """Return the columns of the tile for a level with this many pairs: at least the shortest axis of the matrix units."""
+def _tile_width(pairs: int) -> int:
+    """Return the number of columns in the tile of a level with ``pairs`` pairs per token, at least 16 for matrix products."""
     return max(16, pairs)
 
 
 @triton.jit
-def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
-    """Keep the compiler from recomputing ``values`` for every layout in which they are used.
+def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
+    """Return ``values`` through opaque PTX, so that the compiler does not recompute them for every layout in which they are used.
 
-    Otherwise each level would double the work.
+    Otherwise, each level would double the work.
     """
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
@@ -135,9 +136,9 @@ def _computed_once(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Reshape ``codes`` of tokens with ``PAIRS`` pairs each to a tile; codes go to the first of every few columns if it has more."""
-    WIDTH: tl.constexpr = _width(PAIRS)
+def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile; if it is wider, only the first of every few columns has a code."""
+    WIDTH: tl.constexpr = _tile_width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:
         first = (tl.arange(0, TIMES) == 0)[None, :]
@@ -146,15 +147,15 @@ def _widened(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _projected(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
-    """Return the products of pairs with the directions of their codes."""
+def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directions: tl.tensor) -> tl.tensor:
+    """Return the projections of pairs onto the directions of their codes."""
     return first * tl.load(directions + 2 * code) + second * tl.load(directions + 2 * code + 1)
 
 
 class PolarState(NamedTuple):
-    """The radii of a level, and the products of the values below each radius with their decoded direction (zeros if no rule needs them).
+    """State of one level: its radii, and the projections of each radius's values onto their decoded direction.
 
-    Above the first level they are flat, ``[token * pair]``, until codes are put in tiles again (``_widened``).
+    Projections are only computed if the norm rule needs them. Above the first level, fields are flat, ``[token * pair]``.
     """
 
     radius: Any
@@ -165,41 +166,41 @@ class PolarState(NamedTuple):
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of a token's pairs of values."""
+    """Return the bins of the angles of all channel pairs."""
     BINS: tl.constexpr = 1 << CONSTANTS.bits[0]
     SCALE: tl.constexpr = SHAPE.scale
-    found = turns(values[0], values[1])
-    radius = found[1] * SCALE
+    polar = angle_and_norm(values[0], values[1])
+    radius = polar[1] * SCALE
     total = tl.sum(radius, 1)
     flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
-    code = tl.minimum((found[0] * BINS).to(tl.int32), BINS - 1)
+    code = tl.minimum((polar[0] * BINS).to(tl.int32), BINS - 1)
     product = radius
     if CONSTANTS.rule > 0:
-        product = _projected(values[0] * SCALE, values[1] * SCALE, code, block.tables[1])
+        product = _project_pairs(values[0] * SCALE, values[1] * SCALE, code, block.tables[1])
     return (code,), PolarState(radius, product)
 
 
 @triton.jit
-def _above(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the codes of a level's pairs of radii."""
+def _quantize_level(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Return the codes of the angles of one level above the first."""
     PAIRS: tl.constexpr = SHAPE.block >> LEVEL
     ANGLES: tl.constexpr = 1 << CONSTANTS.bits[LEVEL]
     COMPILED: tl.constexpr = CONSTANTS.compiled
     TOKENS: tl.constexpr = SHAPE.tokens
     pair = tl.split(tl.reshape(state.radius, (TOKENS * PAIRS, 2)))
-    found = turns(pair[0], pair[1])
-    radius = _computed_once(found[1], COMPILED)
-    code = _computed_once(level_of(found[0], block.tables[0] + (LEVEL - 1) * _MOST, ANGLES), COMPILED)
+    polar = angle_and_norm(pair[0], pair[1])
+    radius = _prevent_recomputation(polar[1], COMPILED)
+    code = _prevent_recomputation(find_level(polar[0], block.tables[0] + (LEVEL - 1) * _MAX_ANGLES, ANGLES), COMPILED)
     product = radius
     if CONSTANTS.rule > 0:
         pair = tl.split(tl.reshape(state.product, (TOKENS * PAIRS, 2)))
-        product = _computed_once(_projected(pair[0], pair[1], code, block.tables[1] + LEVEL * 2 * _MOST), COMPILED)
-    return (_widened(code, PAIRS),), PolarState(radius, product)
+        product = _prevent_recomputation(_project_pairs(pair[0], pair[1], code, block.tables[1] + LEVEL * 2 * _MAX_ANGLES), COMPILED)
+    return (_widen_tile(code, PAIRS),), PolarState(radius, product)
 
 
 @triton.jit
-def _end(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
-    """Store the radii of the last level."""
+def _store_radii(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
+    """Store the radii of the last level, after applying norm_rule=unbiased if requested."""
     LEVELS: tl.constexpr = len(CONSTANTS.bits)
     TOKENS: tl.constexpr = SHAPE.tokens
     WIDTH: tl.constexpr = SHAPE.block >> (LEVELS - 1)
@@ -211,7 +212,7 @@ def _end(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.co
     if RULE > 0:
         product = tl.reshape(state.product, (TOKENS, WIDTH)) / tl.where(radius > 0, radius, 1.0)
         radius = unbiased_factor(radius, 1.0, product, 1.0, LIMIT, RULE)
-    number = tl.arange(0, WIDTH)[None, :]
+    index = tl.arange(0, WIDTH)[None, :]
     radii = block.stored[0]
     stored = tl.where(radius < LIMIT, radius, 0.0).to(radii.dtype.element_ty)
-    tl.store(radii + block.row * RADII + number, stored, block.valid & (number < RADII))
+    tl.store(radii + block.row * RADII + index, stored, block.valid & (index < RADII))

@@ -1,6 +1,6 @@
-"""Encode quaternion on the GPU (spec/codecs/quaternion.md); ``formats/quaternion.py`` is the oracle.
+"""Encoder of codec quaternion on the GPU (spec/codecs/quaternion.md), tested against ``formats/quaternion.py``.
 
-The search covers all secondary quaternions: after rotation by the inverse of one, the nearest Hurwitz unit is a closed form.
+The search tries all secondary quaternions: after a rotation by the inverse of one, the nearest Hurwitz unit has a closed form.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -16,9 +16,9 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.quaternion import secondary_quaternions
 from kvpack.formats.quaternion_search import UNITS
 
-from .columns import SMALLEST_AXIS, Term
+from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, flag_unless, limit_of, nearest_integer, rule_of, unbiased_factor
+from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 TILE_CHUNKS = 1 << 10
-"""Chunks of one program, over all its tokens."""
+"""Number of chunks of four channels per program, over all its tokens."""
 
 SMALLEST_RADIUS = 2.0**-40
 LARGEST_RADIUS = 2.0**60
-"""Bounds between which the largest radii of tokens lose nothing in float32."""
+"""Range of a token's largest radius in which float32 is accurate; other tokens are left to ``formats/``."""
 
 _UNITS, _SMALLEST, _LARGEST = tl.constexpr(UNITS), tl.constexpr(SMALLEST_RADIUS), tl.constexpr(LARGEST_RADIUS)
 
 
 class QuaternionConstants(NamedTuple):
-    """The largest code of a radius (``steps``), the least scale that does not fit (``limit``), and the ``rule`` of ``rows.rule_of``.
+    """Compile-time constants of a codec: the largest radius code (``steps``), and the smallest scale that does not fit (``limit``).
 
-    The tables are the secondary quaternions, ``[count, 4]``, and their count.
+    ``rule`` is the result of ``rows.norm_rule_limit``. Tables are the secondary quaternions ``[count, 4]``, and their number.
     """
 
     steps: int
@@ -49,20 +49,20 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for codecs that the kernel does not support."""
+    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
     if codec.dim > MAX_PRODUCTS:
         return False
-    symbols = max(SMALLEST_AXIS, next_power_of_two(-(-codec.dim // 4)))
+    symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))
     dtype = codec.scales(1, 1, 1)["scale"].dtype
-    constants = QuaternionConstants((1 << codec.radius_bits) - 1, limit_of(dtype), rule_of(codec.norm_rule, dtype))
+    constants = QuaternionConstants((1 << codec.radius_bits) - 1, norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype))
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants), _terms, [output.streams["scale"]],
+        codec, x, output, Quantizer(_quantize, constants), _digit_terms, [output.streams["scale"]],
         [secondary_quaternions(codec.seed, codec.secondary, x.device), codec.secondary],
         coordinates=4, symbols=symbols, tokens=TILE_CHUNKS // symbols,
     )  # fmt: skip
 
 
-def _terms(codec: Quaternion) -> dict[str, list[Term]]:
+def _digit_terms(codec: Quaternion) -> dict[str, list[Term]]:
     # The quantizer's digits: the codeword, and the code of the radius.
     packings = codec.packings()
     whole = (UNITS * codec.secondary - 1).bit_length()
@@ -78,10 +78,10 @@ def _terms(codec: Quaternion) -> dict[str, list[Term]]:
 
 
 @triton.jit
-def _rotated_back(
+def _rotate_by_conjugate(
     w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor
 ) -> tl.tuple:
-    """Return the Hamilton product of (w, x, y, z) with the conjugate of (a, b, c, d)."""
+    """Return the Hamilton product of (w, x, y, z) and the conjugate of (a, b, c, d)."""
     return (
         w * a + x * b + y * c + z * d,
         x * a - w * b + z * c - y * d,
@@ -92,31 +92,31 @@ def _rotated_back(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """Return 1 if the float32 is negative, including -0, else 0."""
+    """Return the sign bit of a float32 value: 1 if it is negative or -0, else 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 
 @triton.jit
 def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """Return the number of the nearest Hurwitz unit: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
+    """Return the index of the nearest Hurwitz unit: 2 i + sign for axis i, or 8 plus one sign bit per component for a half unit."""
     best = tl.abs(w)
-    number = _sign_bit(w)
-    number = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), number)
+    index = _sign_bit(w)
+    index = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), index)
     best = tl.maximum(best, tl.abs(x))
-    number = tl.where(tl.abs(y) > best, 4 + _sign_bit(y), number)
+    index = tl.where(tl.abs(y) > best, 4 + _sign_bit(y), index)
     best = tl.maximum(best, tl.abs(y))
-    number = tl.where(tl.abs(z) > best, 6 + _sign_bit(z), number)
+    index = tl.where(tl.abs(z) > best, 6 + _sign_bit(z), index)
     best = tl.maximum(best, tl.abs(z))
     half = 0.5 * (tl.abs(w) + tl.abs(x) + tl.abs(y) + tl.abs(z))
     signs = _sign_bit(w) + (_sign_bit(x) << 1) + (_sign_bit(y) << 2) + (_sign_bit(z) << 3)
-    return tl.where(half > best, 8 + signs, number)
+    return tl.where(half > best, 8 + signs, index)
 
 
 @triton.jit
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codewords and radii of a token's chunks, and store the scale."""
+    """Return the codewords and radius codes of all chunks of the tokens, and store the tokens' scales."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LIMIT: tl.constexpr = CONSTANTS.limit
     RULE: tl.constexpr = CONSTANTS.rule
@@ -128,10 +128,10 @@ def _quantize(
     largest = tl.max(radius, 1)[:, None]
     # A NaN reaches the sum, while the maximum ignores it.
     total = tl.sum(radius, 1)[:, None]
-    ok = (largest > _SMALLEST) & (total < _LARGEST) & (largest < LIMIT)
-    if tl.min(ok.to(tl.int32)) == 0:
-        peak = tl.max(tl.abs(block.rows.to(tl.float32)), 1)[:, None]
-        flag_unless(ok | ((total == 0) & (peak == 0)), block.flag)
+    in_range = (largest > _SMALLEST) & (total < _LARGEST) & (largest < LIMIT)
+    if tl.min(in_range.to(tl.int32)) == 0:
+        max_magnitude = tl.max(tl.abs(block.rows.to(tl.float32)), 1)[:, None]
+        flag_unless(in_range | ((total == 0) & (max_magnitude == 0)), block.flag)
     stored = tl.where(largest < LIMIT, largest, 0.0).to(scales.dtype.element_ty)
     scale = stored.to(tl.float32)
     code = nearest_integer(radius * (tl.where(scale > 0, STEPS, 0.0) / tl.where(scale > 0, scale, 1.0)), STEPS)
@@ -139,7 +139,7 @@ def _quantize(
     best = tl.full(radius.shape, -1.0, tl.float32)
     winner = tl.zeros(radius.shape, tl.int32)
     for s in range(block.tables[1]):
-        a, b, c, d = _rotated_back(
+        a, b, c, d = _rotate_by_conjugate(
             w, i, j, k, tl.load(secondary + 4 * s), tl.load(secondary + 4 * s + 1), tl.load(secondary + 4 * s + 2),
             tl.load(secondary + 4 * s + 3),
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _quantize(
         winner = tl.where(score > best, s, winner)
         best = tl.maximum(best, score)
     chosen = secondary + 4 * winner
-    a, b, c, d = _rotated_back(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
+    a, b, c, d = _rotate_by_conjugate(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
     codeword = winner * _UNITS + _nearest_unit(a, b, c, d)
 
     if RULE > 0:

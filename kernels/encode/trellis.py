@@ -1,7 +1,7 @@
-"""Encode trellis on the GPU (spec/codecs/trellis.md); ``formats/trellis.py`` is the oracle.
+"""Encoder of codec trellis on the GPU (spec/codecs/trellis.md), with the same results as ``formats/trellis.py``.
 
-The searches run in a kernel, a row at a time: the costs of all states stay in registers. Rotations, norms and packing, a small part of the
-work, are those of ``formats/``, and a search finds the same path.
+A kernel searches the paths, one row at a time, with the costs of all states in registers. ``formats/`` does the rotations, norms and
+packing, a small part of the work.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 ROWS = 1 << 16
-"""Rows whose searches are launched together."""
+"""Maximum number of rows that are searched in one launch."""
 WARPS = 1
-"""Warps of a program: a single one never waits at a barrier, and the costs of 1,024 states fit its registers."""
+"""Warps per program; a single one needs no barriers, and the costs of 1,024 states fit in its registers."""
 PROGRAMS_PER_CORE = 32
 BACK_BYTES = 1 << 27
-"""The most memory for the ways back of all programs: a byte per channel for every set of states that share what remains in the window."""
+"""Maximum memory for back-pointers of all programs: a byte per channel and set of states that share their remaining symbols."""
 
 
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
-    """Fill ``output`` from ``x``. Returns False, and does nothing, for the pages of an engine.
+    """Encode ``x`` to ``output``; return False, and do nothing, for engine pages.
 
     Raises OutOfRange for norms that the codec cannot store.
     """
@@ -43,13 +43,16 @@ def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows that ``formats.trellis.nearest_path`` finds, int32 ``[row, dim]``, given float32 rows ``x`` ``[row, dim]``."""
+    """Return the windows of the nearest path, as ``formats.trellis.nearest_path`` does.
+
+    ``x`` is float32 ``[row, dim]``; the result is int32 ``[row, dim]``.
+    """
     rows, dim = x.shape
     windows = torch.empty(rows, dim, dtype=torch.int32, device=x.device)
-    kept = table.numel() >> bits
+    shared_windows = table.numel() >> bits
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 1
-    programs = max(1, min(rows, cores * PROGRAMS_PER_CORE, BACK_BYTES // (dim * kept)))
-    back = torch.empty(programs, dim, kept, dtype=torch.uint8, device=x.device)
+    programs = max(1, min(rows, cores * PROGRAMS_PER_CORE, BACK_BYTES // (dim * shared_windows)))
+    back = torch.empty(programs, dim, shared_windows, dtype=torch.uint8, device=x.device)
     launch(
         _find_paths, programs, x.device, x.contiguous(), table, back, windows, rows, dim, programs,
         STATES=table.numel(), BITS=bits, warps=WARPS,
@@ -71,7 +74,8 @@ def _find_paths(
 ) -> None:
     """Search every ``programs``-th row of ``x`` ``[row, dim]`` twice, and store the windows of the second path.
 
-    The first search is over the row turned by half. Its path gives the bits that the first and the last window of the second one share.
+    The first search begins in the middle of the row. Its path determines the bits that the first and last window of the second search
+    share.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
@@ -101,16 +105,16 @@ def _search(
     table: tl.tensor,
     back: tl.tensor,
     dim: tl.tensor,
-    turn: tl.tensor,
+    first_channel: tl.tensor,
     shared: tl.tensor,
     STATES: tl.constexpr,
     BITS: tl.constexpr,
     CIRCULAR: tl.constexpr,
 ) -> tl.tensor:
-    """Return the last window of the path with the least squared error through ``values``, which begins at channel ``turn``.
+    """Return the last window of the path through ``values`` with the least squared error, beginning at channel ``first_channel``.
 
-    The ways back go to ``back`` ``[channel, KEPT]``. ``CIRCULAR``: ``shared`` are the low bits of the first window and the high bits of the
-    last one.
+    Back-pointers are stored in ``back`` ``[channel, KEPT]``. With ``CIRCULAR``, ``shared`` are the low bits of the first window and the
+    high bits of the last one.
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
@@ -123,20 +127,20 @@ def _search(
     window = (entering * MIDDLE + middle) * SYMBOLS + leaving
     kept = tl.arange(0, SYMBOLS)[:, None] * MIDDLE + tl.arange(0, MIDDLE)[None, :]
     entries = tl.load(table + window)
-    apart = tl.load(values + turn) - entries
-    cost = apart * apart
+    difference = tl.load(values + first_channel) - entries
+    cost = difference * difference
     if CIRCULAR:
         cost = tl.where((window & (KEPT - 1)) == shared, cost, float("inf"))
     for channel in range(1, dim):
         # Costs are not negative, so their order is that of their bits, of which the lowest give way to the symbol that leaves: one minimum
         # then finds both.
-        marked = (cost.to(tl.int32, bitcast=True) & -SYMBOLS) | leaving
-        least = tl.min(marked, 2)
+        keyed_cost = (cost.to(tl.int32, bitcast=True) & -SYMBOLS) | leaving
+        least = tl.min(keyed_cost, 2)
         tl.store(back + channel * KEPT + kept, least & (SYMBOLS - 1))
-        before = tl.reshape(least, (1, MIDDLE, SYMBOLS)).to(tl.float32, bitcast=True)
-        place = channel + turn
-        apart = tl.load(values + tl.where(place < dim, place, place - dim)) - entries
-        cost = apart * apart + before
+        previous_cost = tl.reshape(least, (1, MIDDLE, SYMBOLS)).to(tl.float32, bitcast=True)
+        position = channel + first_channel
+        difference = tl.load(values + tl.where(position < dim, position, position - dim)) - entries
+        cost = difference * difference + previous_cost
     if CIRCULAR:
         cost = tl.where((window >> BITS) == shared, cost, float("inf"))
     # Until every lane has stored its ways.
@@ -148,6 +152,6 @@ def _search(
 
 @triton.jit
 def _step_back(back: tl.tensor, channel: tl.tensor, state: tl.tensor, KEPT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the window before ``state``, which is that of ``channel``."""
+    """Return the window that precedes ``state``, the window of ``channel``, on the best path."""
     low = state & (KEPT - 1)
     return (low << BITS) | tl.load(back + channel * KEPT + low).to(tl.int32)

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.columns import launch, tile_origin
-from kvpack.kernels.encode.rows import moved, origin_of
+from kvpack.kernels.encode.rows import load_origin, move_pointer
 
 if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import Origins
@@ -54,12 +54,12 @@ def _copy(
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    origin = origin_of(origins, batch, ALIGNED)
+    origin = load_origin(origins, batch, ALIGNED)
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = (token < tokens) & (channel < DIM)
     place = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
-    row = moved(stream, origin.streams) + (head * tokens + token) * DIM + channel
+    row = move_pointer(stream, origin.streams) + (head * tokens + token) * DIM + channel
     if status is None:
         tl.store(row, tl.load(place, inside, 0), inside)
     else:

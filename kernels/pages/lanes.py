@@ -17,9 +17,9 @@ from kvpack.formats.raw import Raw
 from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
-from kvpack.kernels.encode.encode import has_products
-from kvpack.kernels.encode.kernel import output_of
-from kvpack.kernels.encode.rows import LARGEST_ROW, STREAMS_ALIGNED, Origins
+from kvpack.kernels.encode.encode import supports_bf16_products
+from kvpack.kernels.encode.kernel import create_output
+from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, Origins
 
 from .copy import copy
 from .norms import token_norms
@@ -94,7 +94,7 @@ class Job(NamedTuple):
 
 def takes_rows(rows: torch.Tensor) -> bool:
     """Return True if the kernels can read and write ``rows``, uint8 ``[page, byte]``, in place."""
-    return not (rows.data_ptr() % STREAMS_ALIGNED or rows.stride(0) % STREAMS_ALIGNED or rows.stride(1) != 1)
+    return not (rows.data_ptr() % STREAM_ALIGNMENT or rows.stride(0) % STREAM_ALIGNMENT or rows.stride(1) != 1)
 
 
 def encode(lane: Lane, job: Job) -> bool:
@@ -111,9 +111,9 @@ def encode(lane: Lane, job: Job) -> bool:
         return True
     encoder = codecs.of_codec(codec).encode
     row = first.shape[3] * first.element_size()
-    if encoder is None or row > LARGEST_ROW or first.dtype not in DTYPES.values() or not has_products(first.device):
+    if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not supports_bf16_products(first.device):
         return False
-    return encoder(codec, x, output_of(codec, streams, job.status, origins))
+    return encoder(codec, x, create_output(codec, streams, job.status, origins))
 
 
 def decode(lane: Lane, job: Job) -> bool:
@@ -134,7 +134,7 @@ def decode(lane: Lane, job: Job) -> bool:
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAMS_ALIGNED`` bytes apart."""
+    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
     _copy_pages(layers, slots, pages, None)
 
 
@@ -177,7 +177,7 @@ def _origins(moves: Places, x: torch.Tensor) -> Origins:
 
 def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
     """Return the streams of the first layer in the first row."""
-    row = job.rows[0, : job.rows.shape[1] // STREAMS_ALIGNED * STREAMS_ALIGNED]
+    row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}
     for name, dtype, begin, shape, strides in lane.streams:

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.bitpack.columns import launch, tile_origin
-from kvpack.kernels.encode.rows import origin_of
+from kvpack.kernels.encode.rows import load_origin
 
 if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import Origins
@@ -50,7 +50,7 @@ def _norms(
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
-    origin = origin_of(origins, batch, ALIGNED)
+    origin = load_origin(origins, batch, ALIGNED)
     token = first + tl.arange(0, BLOCK_TOKENS)
     channel = tl.arange(0, CHANNELS)[None, :]
     place = x + origin.input + head * head_stride + token[:, None] * token_stride + channel.to(tl.int64) * channel_stride

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .lanes import Lane
 
 ALIGNED = 16
-"""Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAMS_ALIGNED``)."""
+"""Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
 
 MAX_BYTES = 64 << 20
 """Bytes of values that are gathered or decoded at once; codecs use a few times as many, and engines leave little memory."""

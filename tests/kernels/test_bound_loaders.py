@@ -34,8 +34,8 @@ def test_a_quantizer_is_named_by_the_source_of_its_functions() -> None:
     from kvpack.kernels.encode.kernel import Quantizer
 
     names = set()
-    for quantize in (group._quantize, group._measure, scalar._quantize):
-        for end in (None, group._end):
+    for quantize in (group._quantize, group._measure_extremes, scalar._quantize):
+        for end in (None, group._store_products):
             quantizer = Quantizer(quantize, (1,), end=end)
             assert quantize.cache_key in quantizer.cache_key
             names |= {quantizer.cache_key, quantizer._replace(constants=(2,)).cache_key}

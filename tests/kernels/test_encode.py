@@ -248,12 +248,12 @@ def test_what_the_kernels_lack_is_left_to_the_format(codec_id: str, dim: int, wo
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.encode.encode import has_products
+    from kvpack.kernels.encode.encode import supports_bf16_products
 
     for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert has_products(torch.device("cuda:0")) == expected
-        assert has_products(torch.device("cpu"))
+        assert supports_bf16_products(torch.device("cuda:0")) == expected
+        assert supports_bf16_products(torch.device("cpu"))
 
 
 RECIPES = (
@@ -357,13 +357,13 @@ def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch
 @settings(max_examples=20 if INTERPRETED else 10)
 @given(packings(), st.integers(0, 2**32 - 1))
 def test_digits_are_packed_as_the_format_packs_them(packing: Columns, seed: int) -> None:
-    from kvpack.kernels.encode.columns import Term, plan_of
+    from kvpack.kernels.encode.columns import Term, plan_packing
 
     generator = torch.Generator().manual_seed(seed)
     digits = [torch.randint(alphabet, (5, packing.symbols), generator=generator) for alphabet in packing.alphabets]
     terms = [Term(number, (base - 1).bit_length(), digit=number) for number, base in enumerate(packing.bases)]
     codec: Any = SimpleNamespace(packings=lambda: {"codes": packing})
-    plan = plan_of(codec, {"codes": terms}, max(16, 1 << (packing.symbols - 1).bit_length()), torch.device(DEVICE))
+    plan = plan_packing(codec, {"codes": terms}, max(16, 1 << (packing.symbols - 1).bit_length()), torch.device(DEVICE))
     assert plan is not None
     for plane, expected in zip(pack(plan, packing, digits, DEVICE), packing.pack(digits), strict=True):
         assert torch.equal(bits(plane), bits(expected))

@@ -179,7 +179,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
     plan.overlaps = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
-    rows.operand_of = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
+    rows.operand_type = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
     # What is attended depends on the values of outliers, which no kernel decodes here.
     decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 

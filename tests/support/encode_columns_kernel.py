@@ -12,12 +12,12 @@ from kvpack.kernels.encode.columns import WARPS, add_digits, empty_columns, stor
 
 if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
-    from kvpack.kernels.encode.columns import Plan
+    from kvpack.kernels.encode.columns import PackingPlan
 
 BLOCK_TOKENS = 16
 
 
-def pack(plan: Plan, packing: Columns, digits: list[torch.Tensor], device: str) -> list[torch.Tensor]:
+def pack(plan: PackingPlan, packing: Columns, digits: list[torch.Tensor], device: str) -> list[torch.Tensor]:
     """Return the planes of ``digits``, each ``[token, symbols]`` of at most ``BLOCK_TOKENS`` tokens, uint16 on the CPU."""
     tokens, symbols = digits[0].shape
     # Digits beyond the symbols are not stored, whatever their values.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
+_ADAPTER_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
 """Attributes of a layer that say which adapters are in effect; they are described separately."""
-_INCIDENTAL = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
+_IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
 """Attributes of a layer that change no value: names of all adapters, recomputed state, and other layers, described on their own."""
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
@@ -82,7 +82,7 @@ def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]
     import torch
 
     check_determined(where, type(module))
-    usual = vars(torch.nn.Module()).keys() | _STATE | _INCIDENTAL
+    usual = vars(torch.nn.Module()).keys() | _ADAPTER_STATE | _IGNORED_ATTRIBUTES
     state = [[name, _value(f"{where}.{name}", value, others)] for name, value in sorted(vars(module).items()) if name not in usual]
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()]):
         if tensor is not None:
@@ -123,11 +123,11 @@ def _prompt_state(model: Any, names: set[str]) -> list[Any]:
         raise InvalidParameter(f"the adapter {name!r} is {class_name(type(config))}, whose prompt depends on task_ids: {BY_HAND}")
     names.add(name)
     encoder = encoders[name]
-    settings = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL_PROMPT_SETTINGS}
+    settings = {key: value for key, value in config.to_dict().items() if key not in _IGNORED_PROMPT_SETTINGS}
     return [[name, class_name(type(encoder)), plain(f"peft_config[{name!r}]", settings), _module_state("prompt_encoder", encoder, ())]]
 
 
-_INCIDENTAL_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "tokenizer_kwargs"}
+_IGNORED_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "tokenizer_kwargs"}
 """Settings of a prompt's configuration that change no value."""
 
 

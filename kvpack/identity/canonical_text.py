@@ -56,8 +56,8 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def plain(where: str, value: Any, most: int | None = None) -> Any:
-    """Convert ``value`` to JSON values; tensors become their digests, of ``most`` values each.
+def plain(where: str, value: Any, max_values: int | None = None) -> Any:
+    """Convert ``value`` to JSON values; tensors become their digests, of ``max_values`` values each.
 
     Raises InvalidParameter, naming ``where``, if it has no such form.
     """
@@ -68,29 +68,31 @@ def plain(where: str, value: Any, most: int | None = None) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
-        return plain(where, value.value, most)
+        return plain(where, value.value, max_values)
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value)
     if isinstance(value, torch.Tensor):
-        return tensor_digest(where, value, most)
+        return tensor_digest(where, value, max_values)
     if isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS:
         return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_128_hexdigest(numpy.ascontiguousarray(value).data)}"
     if _is_structure(value):
-        return plain(where, vars(value), most)
+        return plain(where, vars(value), max_values)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):
-        return [plain(f"{where}[{number}]", item, most) for number, item in enumerate(value)]
+        return [plain(f"{where}[{number}]", item, max_values) for number, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(where, item, most) for item in value), key=json_text)
+        return sorted((plain(where, item, max_values) for item in value), key=json_text)
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            return {key: plain(f"{where}.{key}", item, most) for key, item in value.items()}
-        return sorted(([plain(where, key, most), plain(f"{where}[{key!r}]", item, most)] for key, item in value.items()), key=json_text)
+            return {key: plain(f"{where}.{key}", item, max_values) for key, item in value.items()}
+        return sorted(
+            ([plain(where, key, max_values), plain(f"{where}[{key!r}]", item, max_values)] for key, item in value.items()), key=json_text
+        )
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return plain(where, value.item(), most)
+        return plain(where, value.item(), max_values)
     raise InvalidParameter(f"{where} is a {class_name(type(value))}, and kvpack cannot tell what it does: {BY_HAND}")
 
 
@@ -124,10 +126,10 @@ def _is_structure(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__") and not hasattr(value, "to_dict")
 
 
-def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> str:
+def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
     """Return dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, of all its parts.
 
-    With ``most``, only this many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose values
+    With ``max_values``, only this many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose values
     are not in memory or cannot be read as bytes.
     """
     import torch
@@ -143,10 +145,10 @@ def tensor_digest(where: str, tensor: torch.Tensor, most: int | None = None) -> 
     described = tensor_text(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), most)] for name in names]
+        parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), max_values)] for name in names]
         return f"{kind} {described} {text_digest([parts, plain(where, context)])}"
     try:
-        values = _spaced(tensor.detach(), most)
+        values = _spaced_values(tensor.detach(), max_values)
         data = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
@@ -162,9 +164,8 @@ def tensor_text(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
-    """Return ``plain(name, value, most)`` for each of ``named``. Tensors are read together, because each read from a device waits for it.
-    """
+def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
+    """Return ``plain(name, value, most)`` for each of ``named``. Tensors are read together, because each read from a device waits for it."""
     import torch
 
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
@@ -181,19 +182,19 @@ def sampled(named: Sequence[tuple[str, Any]], most: int) -> list[Any]:
         # Where they cannot be read together, one that cannot be read alone is named below.
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
-                result |= _digests_together(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), most)
-    return [result[number] if number in result else plain(name, value, most) for number, (name, value) in enumerate(named)]
+                result |= _batch_digests(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), max_values)
+    return [result[number] if number in result else plain(name, value, max_values) for number, (name, value) in enumerate(named)]
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Dtypes as which samples are read, by the number of bytes of their own dtype."""
 
 
-def _digests_together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, most: int) -> dict[int, str]:
+def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
     """Return the ``tensor_digest`` of tensors with one device and dtype, by number, reading values as integers of ``dtype``."""
     import torch
 
-    samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced(tensor, most) for _, tensor in tensors)]
+    samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced_values(tensor, max_values) for _, tensor in tensors)]
     data = torch.cat(samples).cpu().view(dtype).numpy().data.cast("B")
     result, start = {}, 0
     described: dict[torch.Size, str] = {}
@@ -207,13 +208,13 @@ def _digests_together(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.
     return result
 
 
-def _spaced(values: torch.Tensor, most: int | None) -> torch.Tensor:
-    """Return ``most`` of the values, evenly spaced, or all if there are fewer."""
+def _spaced_values(values: torch.Tensor, max_values: int | None) -> torch.Tensor:
+    """Return ``max_values`` of the values, evenly spaced, or all if there are fewer."""
     import torch
 
-    if most is None or values.numel() <= most:
+    if max_values is None or values.numel() <= max_values:
         return values
-    step = values.numel() // most
+    step = values.numel() // max_values
     if values.is_contiguous():
-        return values.as_strided((most,), (step,))
-    return values[torch.unravel_index(torch.arange(most, device=values.device) * step, values.shape)]
+        return values.as_strided((max_values,), (step,))
+    return values[torch.unravel_index(torch.arange(max_values, device=values.device) * step, values.shape)]

@@ -28,7 +28,7 @@ PIECE_BYTES = 1 << 26
 BUFFER_BYTES = 1 << 22
 THREADS = 16
 """Maximum number of threads that read at a time; a fast disk needs several."""
-SETTLED = 2.0
+SETTLED_SECONDS = 2.0
 """Seconds after which a file's times tell its next change from its last: before, its digest is not kept."""
 MAX_KEPT_BYTES = 1 << 16
 _FORMAT = "kvpack checkpoint digest 1"
@@ -47,7 +47,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def _file_digest(path: str) -> str:
-    with _kept(path) as kept:
+    with _open_record(path) as kept:
         before = _status(path)
         digest = kept.read(before)
         if digest is None:
@@ -87,7 +87,7 @@ def _status(path: str) -> dict[str, int]:
     return {name: getattr(status, attribute) for name, attribute in names.items()}
 
 
-class _Kept:
+class _CachedDigest:
     """The cached digest of one file, in its own cache file; ``place`` is None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
@@ -115,7 +115,7 @@ class _Kept:
     def write(self, status: Mapping[str, int], digest: str) -> None:
         """Store the digest; does nothing if the cache is not writable or the file changed just now."""
         newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
-        if self._place is None or not 0 <= newest < time.time() - SETTLED:
+        if self._place is None or not 0 <= newest < time.time() - SETTLED_SECONDS:
             return
         text = json.dumps({"format": _FORMAT, "path": self._path, "status": status, "digest": digest})
         with contextlib.suppress(OSError):
@@ -127,11 +127,11 @@ class _Kept:
 
 
 @contextlib.contextmanager
-def _kept(path: str) -> Iterator[_Kept]:
+def _open_record(path: str) -> Iterator[_CachedDigest]:
     """Yield the cached record of a file. One process at a time reads the file; others wait and find its digest."""
     folder = _folder()
     if folder is None:
-        yield _Kept(path, None)
+        yield _CachedDigest(path, None)
         return
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
     descriptor = None
@@ -139,7 +139,7 @@ def _kept(path: str) -> Iterator[_Kept]:
         with contextlib.suppress(OSError):
             descriptor = os.open(os.path.join(folder, f"lock-{name[0]}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield _Kept(path, os.path.join(folder, f"{name}.json"))
+        yield _CachedDigest(path, os.path.join(folder, f"{name}.json"))
     finally:
         if descriptor is not None:
             os.close(descriptor)

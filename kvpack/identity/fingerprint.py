@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, plain, sampled, tensor_digest, text_digest
+from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, plain, sample_values, tensor_digest, text_digest
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .modules import ModelPart
 
-_INCIDENTAL_SETTINGS = {
+_IGNORED_SETTINGS = {
     "_attn_implementation",
     "_name_or_path",
     "architectures",
@@ -36,7 +36,7 @@ _INCIDENTAL_SETTINGS = {
     "use_cache",
 }
 """Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
-_INCIDENTAL_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
+_IGNORED_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that change no key and no value."""
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
@@ -47,7 +47,7 @@ _NOTED_LENGTH = "max_seq_len_cached"
 """The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
 _NOTED_POSITIONS = "rope_deltas"
 """Attribute in which a model notes the position of the text after the last prompt's images; None before the first prompt."""
-_OF_CALLS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
+_CALL_WORDS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
 """Words in the names of attributes in which calls leave values."""
 _HUB_FOLDER = "models--"
 """Prefix of a model's folder in the hub's cache folder."""
@@ -85,7 +85,7 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
     lines = [
         # As ``json_text`` writes two strings, in less time.
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
-        for (name, _), value in zip(named, sampled(named, SAMPLED_VALUES), strict=True)
+        for (name, _), value in zip(named, sample_values(named, SAMPLED_VALUES), strict=True)
     ]
     return f"{SAMPLE}:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
@@ -158,11 +158,11 @@ def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
     for name, x in chain(module._parameters.items(), module._buffers.items()):
         if x is not None and name not in unsaved:
             if x.device.type == "meta":
-                x = _offloaded(module, name, x)
+                x = _fetch_offloaded(module, name, x)
             yield prefix + name, x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.detach()
 
 
-def _offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
+def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
     """Return the values of ``x``, which accelerate may offload until a call needs them."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
@@ -199,7 +199,7 @@ def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
 def _settings(config: Any) -> Any:
     def kept(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kept(item) for key, item in value.items() if key not in _INCIDENTAL_SETTINGS}
+            return {key: kept(item) for key, item in value.items() if key not in _IGNORED_SETTINGS}
         return [kept(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     return plain("config", kept(config.to_dict()))
@@ -218,11 +218,11 @@ def _module(part: ModelPart) -> list[Any]:
         class_name(type(module)),
         attributes,
         [[name, _kind(f"{where}.{name}", tensor)] for name, tensor in parameters],
-        [[name, tensor_digest(f"{where}.{name}", _unstretched(module, name, tensor))] for name, tensor in buffers],
+        [[name, tensor_digest(f"{where}.{name}", _short_sequence_frequencies(module, name, tensor))] for name, tensor in buffers],
     ]
 
 
-def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
+def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
     """Return a rotary embedding's frequencies for short sequences if ``buffer`` depends on its last pass, else ``buffer``."""
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
@@ -241,7 +241,7 @@ def _unstretched(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> to
 def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
     """Return the plain attributes that are settings, by name."""
     attributes = []
-    for name in _settings_among(tuple(found)):
+    for name in _setting_names(tuple(found)):
         value = None if name == _NOTED_POSITIONS else found[name]
         # Most are scalars, which are as they are.
         if type(value) in SCALARS:
@@ -262,7 +262,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
     attributes = vars(module)
     is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
     constants = []
-    for name in _constants_among(tuple(attributes), is_home_made):
+    for name in _constant_names(tuple(attributes), is_home_made):
         value = attributes[name]
         kind = type(value)
         # Private integers often count calls; _attributes has the public scalars.
@@ -272,23 +272,23 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _constants_among(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
+def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
     """Return the names of attributes that may be constants, sorted, including ``private`` ones."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()
-    kept = (name for name in names if name not in usual and _is_setting(name) and not any(word in name for word in _OF_CALLS))
+    kept = (name for name in names if name not in usual and _is_setting(name) and not any(word in name for word in _CALL_WORDS))
     return tuple(sorted(name for name in kept if private or not name.startswith("_")))
 
 
 @lru_cache(maxsize=4096)
-def _settings_among(names: tuple[str, ...]) -> tuple[str, ...]:
+def _setting_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of attributes that may be settings, sorted; modules of a class have the same."""
     return tuple(sorted(name for name in names if not name.startswith("_") and _is_setting(name)))
 
 
 def _is_setting(name: str) -> bool:
-    return name != "training" and name not in _INCIDENTAL_ATTRIBUTES and not name.endswith(_NOTED_LENGTH)
+    return name != "training" and name not in _IGNORED_ATTRIBUTES and not name.endswith(_NOTED_LENGTH)
 
 
 def _is_plain(value: Any) -> bool:

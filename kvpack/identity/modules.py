@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     import torch
 
-_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"}
+_ADAPTER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper"}
 """PEFT classes that replace one module of the model."""
-_AROUND = {"PeftModel", "PeftMixedModel", "BaseTuner"}
+_ADAPTER_WRAPPERS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 """PEFT classes that contain the whole model."""
-_UNDETERMINED = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
+_UNSUPPORTED_ADAPTERS = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
 """PEFT classes whose output depends on arguments of a call, or on later tokens."""
-_OF_TORCH = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+_TORCH_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """PyTorch's wrappers, which change no value, and the attribute of each with the wrapped module."""
 _WRAPPER = "of torch"
-_BASES = ("base_layer", "original_module")
+_BASE_ATTRIBUTES = ("base_layer", "original_module")
 """Attributes of PEFT layers that store the module that they replace."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
 """Adapter libraries whose state is outside their modules, each with a name that distinguishes it from a user's own file."""
@@ -58,11 +58,11 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
         seen.add(id(module))
         kind = type(module)
         if kind not in known:
-            wraps = kind.__module__.startswith("torch.") and kind.__name__ in _OF_TORCH
+            wraps = kind.__module__.startswith("torch.") and kind.__name__ in _TORCH_WRAPPERS
             known[kind] = _WRAPPER if wraps else _adapter(name, kind)
         adapter = known[kind]
         if adapter == _WRAPPER:
-            waiting.append((name, getattr(module, _OF_TORCH[kind.__name__])))
+            waiting.append((name, getattr(module, _TORCH_WRAPPERS[kind.__name__])))
             continue
         result.append(ModelPart(name, module, adapter))
         children = module._modules
@@ -70,7 +70,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
             waiting.append((name, _inner_module(module)))
         elif adapter == "layer":
             # A wrapper may keep its own layer between itself and the module.
-            inside = [children.get(place) for place in (*_BASES, "token_adapter")]
+            inside = [children.get(place) for place in (*_BASE_ATTRIBUTES, "token_adapter")]
             waiting += [(name, child) for child in reversed(inside) if child is not None]
         elif children:
             before = f"{name}." if name else ""
@@ -102,13 +102,13 @@ def base_model(found: Iterable[ModelPart]) -> Any:
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules of an adapter's layer by name, except the one that it replaces."""
     for name, child in layer._modules.items():
-        if child is not None and name not in (*_BASES, "token_adapter"):
+        if child is not None and name not in (*_BASE_ATTRIBUTES, "token_adapter"):
             yield name, child
 
 
 def check_determined(where: str, kind: type) -> None:
     """Raise InvalidParameter for a class of adapters whose output the tokens of a prefix do not determine."""
-    undetermined = _names(kind) & _UNDETERMINED
+    undetermined = _names(kind) & _UNSUPPORTED_ADAPTERS
     if undetermined:
         raise InvalidParameter(
             f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the tokens before: "
@@ -120,9 +120,9 @@ def _adapter(name: str, kind: type) -> str:
     library = kind.__module__.partition(".")[0]
     check_determined(name, kind)
     names = _names(kind)
-    if names & _LAYERS:
+    if names & _ADAPTER_LAYERS:
         return "layer"
-    if names & _AROUND:
+    if names & _ADAPTER_WRAPPERS:
         return "around"
     if library == "peft" or hasattr(sys.modules.get(library), _OTHER_LIBRARIES.get(library, "")):
         raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not know: {BY_HAND}")

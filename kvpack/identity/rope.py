@@ -10,9 +10,9 @@ from .canonical_text import json_text, plain, text_digest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LONGEST_BYTES = 1024
+_MAX_TEXT_BYTES = 1024
 """Maximum number of bytes of settings that are kept as text, because every entry's header contains them."""
-_LIMIT = "same_up_to"
+_LIMIT_KEY = "same_up_to"
 """The setting that is added if longer sequences have other frequencies."""
 
 
@@ -22,10 +22,10 @@ def rope_text(config: Any) -> str:
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }
     settings = plain("config.rope_parameters", settings)
-    if len(json_text(settings)) > _LONGEST_BYTES:
+    if len(json_text(settings)) > _MAX_TEXT_BYTES:
         settings = {"digest": text_digest(settings), "rope_type": settings.get("rope_type")}
     limit = same_up_to(config)
-    return json_text(settings if limit is None else {**settings, _LIMIT: limit})
+    return json_text(settings if limit is None else {**settings, _LIMIT_KEY: limit})
 
 
 def same_up_to(config: Any) -> int | None:
@@ -43,7 +43,7 @@ def longest_sequence(rope: str) -> int | None:
         settings = json.loads(rope)
     except ValueError:
         return None
-    limit = settings.get(_LIMIT) if isinstance(settings, dict) else None
+    limit = settings.get(_LIMIT_KEY) if isinstance(settings, dict) else None
     return limit if isinstance(limit, int) else None
 
 

@@ -52,7 +52,7 @@ class Weights:
                 self._found[number] = plain(name, value)
         self._host_numbers = host
         self._host = Begun(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
-        self._devices = [_OnDevice(device, named, values) for device, values in devices.items()]
+        self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
 
     def hold(self) -> None:
         """Wait until later changes of the weights cannot affect the digest."""
@@ -72,7 +72,7 @@ class Weights:
         return f"{ALL}:{total.hexdigest()}"
 
 
-class _OnDevice:
+class _DeviceDigests:
     """The digests of tensors on one CUDA device, by their numbers in ``named``, on a separate stream."""
 
     def __init__(self, device: torch.device, named: Sequence[tuple[str, Any]], values: dict[int, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from .cpu_steps import CpuSteps
 from .layer import LiveLayer
-from .new_layers import checked_windows, empty_layer, live_layer
+from .new_layers import check_windows, empty_layer, live_layer
 from .operators import Tickets
 from .steps import Steps
 
@@ -84,7 +84,7 @@ class LiveCache:
         self._text, self.model, self.start = self._recipe.canonical, MappingProxyType(model_fields(model)), 0
         if self._recipe.basis is not None:
             self._recipe.basis.check_model(self.model)
-        self.sliding_windows = checked_windows(sliding_windows, self._count)
+        self.sliding_windows = check_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
         self._kept: set[int] = set()
         self._shared: set[int] = set()
@@ -110,12 +110,12 @@ class LiveCache:
         live._text = live._recipe.canonical
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept, live._shared = set(), set()
-        live.sliding_windows = checked_windows(sliding_windows, len(cache))
+        live.sliding_windows = check_windows(sliding_windows, len(cache))
         # Set once: each side would set them again.
         with contextlib.ExitStack() as modes:
             for device in {side.device for layer in cache for side in layer.sides.values()}:
                 modes.enter_context(float32_no_grad(device))
-            live._layers = [live._made(number, layer) if layer.sides else None for number, layer in enumerate(cache)]
+            live._layers = [live._create_layer(number, layer) if layer.sides else None for number, layer in enumerate(cache)]
         live._prepare()
         return live
 
@@ -135,9 +135,9 @@ class LiveCache:
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:
-        return self._continued(self.snapshot())
+        return self._continue_with(self.snapshot())
 
-    def _continued(self, cache: Cache) -> LiveCache:
+    def _continue_with(self, cache: Cache) -> LiveCache:
         """Return a live cache like this one with the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
         # With its basis, which layers without tokens need.
@@ -166,22 +166,22 @@ class LiveCache:
 
     def seen(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
-        live = self._settled(layer)
+        live = self._settled_layer(layer)
         return 0 if live is None else live.seen
 
     def held(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` contains. Raises OutOfBounds."""
-        live = self._settled(layer)
+        live = self._settled_layer(layer)
         return 0 if live is None else live.tokens
 
     def skipped(self, layer: int) -> int:
         """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds."""
-        live = self._own(layer)
+        live = self._layer_or_none(layer)
         return 0 if live is None else live.skipped
 
     def batch(self, layer: int) -> int:
         """Return the number of sequences of ``layer``; 1 if it has no tokens. Raises OutOfBounds."""
-        live = self._own(layer)
+        live = self._layer_or_none(layer)
         return 1 if live is None or not live.seen else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
@@ -189,7 +189,7 @@ class LiveCache:
 
         A layer that was reset accepts another batch.
         """
-        live = self._own(layer)
+        live = self._layer_or_none(layer)
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -208,18 +208,18 @@ class LiveCache:
             return
         self._check_captured(layer)
         live = self._layer(layer, k, v)
-        self._settled(layer)
+        self._settled_layer(layer)
         if live.is_due:
             live.roll()
         live.update(k, v)
-        self._changed(layer)
+        self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
         """Add a few tokens like the previous ones, as ``update`` does, and return the number of tokens that the layer has seen.
 
         Returns None and adds nothing if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
         """
-        live, steps = self._own(layer), self._steps[layer]
+        live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
             return None
         if following is not None and following != layer and self.seen(following) < self.seen(layer):
@@ -247,7 +247,7 @@ class LiveCache:
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
             return self._calls.compiled_attend(layer, q, self._value_dims[layer], sink_logits, starts, **options)
-        live = self._own(layer)
+        live = self._layer_or_none(layer)
         if live is None:
             raise OutOfBounds(f"layer {layer} contains no tokens: call update before attend")
         if not live.pending_tokens:
@@ -259,7 +259,7 @@ class LiveCache:
                 if result is not None:
                     return result
         self._check_captured(layer)
-        self._settled(layer)
+        self._settled_layer(layer)
         if not self._known:
             self._known = True
             both = (candidate.sides for candidate in self._chosen(None) if len(candidate.sides) == len(SIDES))
@@ -269,7 +269,7 @@ class LiveCache:
         )
         if live.pending_tokens > DEFERRED and layer not in self._shared:
             live.commit()
-            self._changed(layer)
+            self._refresh_steps(layer)
         return result
 
     def roll(self) -> bool:
@@ -284,7 +284,7 @@ class LiveCache:
         changed = False
         for number, layer in enumerate(self._layers):
             if layer is not None and layer.roll():
-                changed |= self._changed(number)
+                changed |= self._refresh_steps(number)
         return changed
 
     @property
@@ -341,19 +341,19 @@ class LiveCache:
         """Change the number of valid tokens in the raw tails by ``tokens``; a repeated step first drops its own tokens."""
         self.replayed(tokens)
         for number in range(self._count):
-            self._changed(number)
+            self._refresh_steps(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
         """Return all tokens of ``layer`` as an immutable layer that shares the pages; ``packed`` is as for ``freeze``.
 
         Raises OutOfBounds.
         """
-        live = self._settled(layer)
+        live = self._settled_layer(layer)
         if live is None:
             return Layer(None, None)
         check_flag(packed, "packed")
-        frozen = live.frozen(packed)
-        self._changed(layer)
+        frozen = live.freeze(packed)
+        self._refresh_steps(layer)
         return frozen
 
     def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -362,7 +362,7 @@ class LiveCache:
         Raises OutOfBounds.
         """
         check_floating(dtype)
-        live = self._settled(layer)
+        live = self._settled_layer(layer)
         return (None, None) if live is None else live.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
@@ -398,7 +398,7 @@ class LiveCache:
 
     def keep_past(self, layer: int) -> None:
         """Let a sliding-window layer drop unseen tokens only in ``truncate``, so that it can go back before them."""
-        live = self._own(layer)
+        live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
             live.keeps_past = True
@@ -406,7 +406,7 @@ class LiveCache:
     def share(self, layer: int) -> None:
         """Let other layers of the model also attend to the tokens of ``layer``; those of a long update are encoded only before the next
         one."""
-        self._own(layer)
+        self._layer_or_none(layer)
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
@@ -428,23 +428,23 @@ class LiveCache:
 
     def to(self, device: torch.device | str) -> LiveCache:
         """Return a live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
-        return self._continued(self.freeze().to(checked_device(device)))
+        return self._continue_with(self.freeze().to(checked_device(device)))
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
-        return [live for live in (self._layers if layer is None else [self._own(layer)]) if live is not None]
+        return [live for live in (self._layers if layer is None else [self._layer_or_none(layer)]) if live is not None]
 
     def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
         self._settle()
         for number in range(self._count) if layer is None else [layer]:
-            live = self._own(number)
+            live = self._layer_or_none(number)
             if live is not None:
                 change(live)
-                self._changed(number)
+                self._refresh_steps(number)
 
-    def _changed(self, layer: int) -> bool:
+    def _refresh_steps(self, layer: int) -> bool:
         """Prepare the steps over a layer for its current state; return True if launches changed."""
         steps = self._steps[layer]
-        changed = steps is not None and steps.changed()
+        changed = steps is not None and steps.refresh()
         self.launches += changed
         return changed
 
@@ -459,9 +459,9 @@ class LiveCache:
             if steps is not None:
                 steps.settle()
 
-    def _settled(self, layer: int) -> LiveLayer | None:
-        """Return ``_own`` after reading from the device how many tokens replays of graphs have added to the layer."""
-        live, steps = self._own(layer), self._steps[layer]
+    def _settled_layer(self, layer: int) -> LiveLayer | None:
+        """Return ``_layer_or_none`` after reading from the device how many tokens replays of graphs have added to the layer."""
+        live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()
         return live
@@ -475,7 +475,7 @@ class LiveCache:
         if lost:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 
-    def _own(self, layer: int) -> LiveLayer | None:
+    def _layer_or_none(self, layer: int) -> LiveLayer | None:
         """Return layer ``layer``, or None before its first tokens; negative numbers do not count from the end."""
         if type(layer) is not int:
             as_integer(layer, "layer")
@@ -484,18 +484,18 @@ class LiveCache:
         raise OutOfBounds(f"layer {layer} is out of range: the cache has {self._count} layers")
 
     def _layer(self, number: int, k: torch.Tensor | None, v: torch.Tensor | None) -> LiveLayer:
-        live = self._own(number)
+        live = self._layer_or_none(number)
         if live is None:
-            live = self._layers[number] = self._made(number, empty_layer(self._recipe, number, self._count, k, v))
+            live = self._layers[number] = self._create_layer(number, empty_layer(self._recipe, number, self._count, k, v))
             self._value_dims[number] = live.value_dim
         given = k if v is None else v
         if not live.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, live.batch):
-            live = self._layers[number] = self._made(number, live.without_tokens(given.shape[0]))
+            live = self._layers[number] = self._create_layer(number, live.without_tokens(given.shape[0]))
             self._steps[number] = None
             self.launches += 1
         return live
 
-    def _made(self, number: int, layer: Layer) -> LiveLayer:
+    def _create_layer(self, number: int, layer: Layer) -> LiveLayer:
         created = live_layer(layer, number, self.sliding_windows[number], self.start)
         created.keeps_past = number in self._kept
         return created

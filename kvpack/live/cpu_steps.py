@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .layer import LiveLayer
 
 
-_NUMBERS = {type(None), bool, int, float}
+_NUMBER_TYPES = {type(None), bool, int, float}
 """The types of options that calls are kept by."""
 
 
@@ -78,7 +78,7 @@ class CpuSteps:
         tokens, queries = self._older + layer.raw_tokens, q.shape[2] if q.dim() == 4 else 0
         if not 1 <= queries <= tokens or (layer.skipped and (window is None or tokens - queries < window - 1)):
             return None
-        if {type(scale), type(causal), type(softcap), type(window)} - _NUMBERS or not isinstance(sink_logits, torch.Tensor | None):
+        if {type(scale), type(causal), type(softcap), type(window)} - _NUMBER_TYPES or not isinstance(sink_logits, torch.Tensor | None):
             return None
         sinks = None if sink_logits is None else (sink_logits.shape, sink_logits.dtype)
         request = (q.shape, q.dtype, q.device, scale, causal, softcap, window, sinks, dispatch.environment_key())
@@ -93,7 +93,7 @@ class CpuSteps:
             starts = checked_tokens("starts", starts, q.shape[0], layer.skipped, tokens)
         return call(q, sink_logits=sink_logits, starts=starts, tokens=tokens)
 
-    def changed(self) -> bool:
+    def refresh(self) -> bool:
         """Update to the current state of the layer; return False, because there are no launches."""
         return False
 

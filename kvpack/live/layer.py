@@ -133,7 +133,7 @@ class LiveLayer:
         """Return the layer with the whole buffers of its tails, including the room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
-    def frozen(self, packed: bool = False) -> Layer:
+    def freeze(self, packed: bool = False) -> Layer:
         """Return all tokens as an immutable layer whose values never change, packed in whole windows.
 
         With ``packed``, the tail is packed too, in whole token groups, or in whole windows if the recipe requests a residual window. An
@@ -145,7 +145,7 @@ class LiveLayer:
             return layer
         keys = self._tail("k") if "k" in self.sides else None
         sides = {
-            name: side.frozen(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, keys))
+            name: side.freeze(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, keys))
             for name, side in self.sides.items()
         }
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
@@ -187,7 +187,7 @@ class LiveLayer:
             self._wait({name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {})
             count -= pending
         self.commit()
-        with self._both_sides():
+        with self._update_both_sides():
             raw = min(count, self.raw_tokens)
             self.raw_tokens -= raw
             # Others may be added in their place.
@@ -217,7 +217,7 @@ class LiveLayer:
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64, in that order. Codes are copied, never decoded."""
         self.commit()
-        with self._both_sides():
+        with self._update_both_sides():
             for side in self.sides.values():
                 side.select(indices)
         self.version += 1
@@ -231,16 +231,16 @@ class LiveLayer:
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
         """Encode whole windows of ``values``, the new tails of both sides; the remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
-        unseen = 0 if self.keeps_past else self._unseen(tokens)
+        unseen = 0 if self.keeps_past else self._count_unseen(tokens)
         # Nobody sees them any more: they are not even encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
         # What is dropped includes the tokens before the tail, so both sides end at one token.
         whole = max(dropped, self._windows(tokens)) if dropped else self._whole(tokens)
-        with float32_no_grad(self.device), self._both_sides():
+        with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
             places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
             encoded = {
-                name: self._encoded(
+                name: self._encode_side(
                     name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]), *places[firsts[name]]
                 )
                 for name, x in values.items()
@@ -274,14 +274,13 @@ class LiveLayer:
         before = held.norms(first) if first < held.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
         return position, torch.cat([before, dispatch.norms(k)[:, :, max(0, first - held.tokens) :]], 2)
 
-    def _encoded(
+    def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode the whole groups at the beginning of ``x`` for side ``name``; return their streams, their number of tokens, and the rest.
-        """
+        """Encode the whole groups at the beginning of ``x`` for side ``name``; return their streams, their number of tokens, and the rest."""
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
-        streams = side.encoded(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
+        streams = side.encode(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
         return streams, packed, x[:, :, packed:]
 
     def _whole(self, tokens: int) -> int:
@@ -299,7 +298,7 @@ class LiveLayer:
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
-    def _both_sides(self) -> Iterator[None]:
+    def _update_both_sides(self) -> Iterator[None]:
         """Change both sides or, if that fails (for example for lack of memory), neither, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
@@ -311,12 +310,12 @@ class LiveLayer:
             self.version += 1
             raise
 
-    def _unseen(self, raw: int) -> int:
+    def _count_unseen(self, raw: int) -> int:
         """Return the number of stored tokens, ``raw`` of them in the tail, that no later query sees."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
-        first = min(self._unseen(self.raw_tokens), *(side.packed_tokens for side in self.sides.values()))
+        first = min(self._count_unseen(self.raw_tokens), *(side.packed_tokens for side in self.sides.values()))
         if first < self.window:
             return
         first = self._aligned(first)

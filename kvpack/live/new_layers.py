@@ -63,7 +63,7 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
     return LiveLayer(layer, window, newest, ROOM * window + newest, sliding_window, f"layers[{number}]", start)
 
 
-def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
     """Check the ``sliding_windows`` of a cache of ``layers`` layers, and return them. Raises InvalidParameter and InvalidType."""
     if windows is None:
         return (None,) * layers

@@ -16,7 +16,7 @@ import torch
 from kvpack.formats.errors import InvalidParameter
 
 
-class Live(Protocol):
+class OperatorTarget(Protocol):
     """The part of a ``LiveCache`` that the operators call."""
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None: ...
@@ -34,18 +34,18 @@ class Live(Protocol):
     ) -> torch.Tensor: ...
 
 
-_caches: WeakValueDictionary[int, Live] = WeakValueDictionary()
+_caches: WeakValueDictionary[int, OperatorTarget] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def ticket_of(cache: Live) -> torch.Tensor:
+def ticket_of(cache: OperatorTarget) -> torch.Tensor:
     """Return the first ticket for ``cache``, with a new number."""
     number = next(_numbers)
     _caches[number] = cache
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def cache_of(ticket: torch.Tensor) -> Live:
+def cache_of(ticket: torch.Tensor) -> OperatorTarget:
     """Return the cache of a ticket. Raises InvalidParameter if it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
@@ -56,7 +56,7 @@ def cache_of(ticket: torch.Tensor) -> Live:
 class Tickets:
     """The tickets of a cache's layers, by which compiled code calls the operators."""
 
-    def __init__(self, cache: Live, layers: int) -> None:
+    def __init__(self, cache: OperatorTarget, layers: int) -> None:
         first = ticket_of(cache)
         self.tickets = [first.clone() for _ in range(layers)]
 

@@ -150,21 +150,21 @@ class LiveSide:
         with float32_no_grad(x.device):
             return torch.cat([self.unfinished, x], 2)
 
-    def frozen(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
+    def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
         """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
         With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
-        and ``norms`` are those of the tokens after the packed ones. Raises the errors of ``encoded``.
+        and ``norms`` are those of the tokens after the packed ones. Raises the errors of ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
         side = Side(self.codec, self._all_runs(), raw[:, :, whole:].clone(), self._given_window)
         if not whole:
             return side
-        streams = self.encoded(raw[:, :, :whole], where, position, norms)
+        streams = self.encode(raw[:, :, :whole], where, position, norms)
         return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
 
-    def encoded(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
+    def encode(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """Encode ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones, without changing the side.
 
         ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if

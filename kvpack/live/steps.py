@@ -82,7 +82,7 @@ class Steps:
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
-        if q.requires_grad or not self._takes_starts(starts):
+        if q.requires_grad or not self._supports_starts(starts):
             return None
         if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None
@@ -98,7 +98,7 @@ class Steps:
             starts = starts - self._skipped
         return call(q, self._lengths, sink_logits, starts)
 
-    def changed(self) -> bool:
+    def refresh(self) -> bool:
         """Update to the current state of the layer; return True if launches changed."""
         changed = False
         if self._version != self._layer.version:
@@ -141,7 +141,7 @@ class Steps:
             self._skipped.fill_(layer.skipped)
             self._lengths.fill_(self._packed_tokens + layer.raw_tokens)
 
-    def _takes_starts(self, starts: Any) -> bool:
+    def _supports_starts(self, starts: Any) -> bool:
         """Return True if ``starts`` is None, or a tensor that kernels can read in place."""
         if starts is None:
             return True

@@ -55,21 +55,21 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
     ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``choose_slot_tokens``.
     """
-    for first, some in _some(lane, slots, torch.float32):
-        x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
+    for first, some in _slot_batches(lane, slots, torch.float32):
+        x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
         raw, streams = lane.raw, {}
         if raw is None or key_norms is None:
-            encoded, lost = _encoded(lane, x, x, None)
-            left_out += _without_room(lane, x, key_norms, misfits, lost)
+            encoded, lost = _encode(lane, x, x, None)
+            left_out += _count_without_room(lane, x, key_norms, misfits, lost)
         else:
             choose = partial(store_in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
             result = choose(misfits)
-            encoded, lost = _encoded(lane, x, result.codec_input, result.chosen)
+            encoded, lost = _encode(lane, x, result.codec_input, result.chosen)
             count, costly = result.left_out.sum(0)
             if lost is not None and (lost[0] > 1).any():
                 if raw.high_norm:
                     result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                    encoded, _ = _encoded(lane, x, result.codec_input, None)
+                    encoded, _ = _encode(lane, x, result.codec_input, None)
                     count = result.left_out[:, 0].sum()
                 else:
                     count += (lost[0] > 1).sum()
@@ -95,14 +95,14 @@ def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: tor
     codec, watched = lane.plain, lane.watched
     found = []
     if watched is not None and codec.token_group > 1:
-        found += [_above(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms)[:, None], key_norms)]
+        found += [_above_median(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms)[:, None], key_norms)]
     if HEADS in lane.shared:
-        found.append(_above(norms_over_heads(norms)[:, None], SHARED_RATIO))
+        found.append(_above_median(norms_over_heads(norms)[:, None], SHARED_RATIO))
     if lane.measured:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.error_sizes(streams)
-            found.append(_above(sizes, spread) & _above(sizes / norms, 1.0))
+            found.append(_above_median(sizes, spread) & _above_median(sizes / norms, 1.0))
         if (least := codec.min_sizes(streams)) is not None:
             found.append(norms < least * math.sqrt(codec.dim))
     each = torch.stack([mask.flatten(1).any(1) for mask in found]).any(0)
@@ -115,15 +115,15 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
     The result is int64 ``[2]``, as in ``choose_slot_tokens``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
-    for first, some in _some(lane, slots, torch.float32):
-        x, key_norms, misfits = _measured(lane, layers, keys, some, rows.device)
+    for first, some in _slot_batches(lane, slots, torch.float32):
+        x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
         lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_per_head, x))))
-        result += _without_room(lane, x, key_norms, misfits, lost)
+        result += _count_without_room(lane, x, key_norms, misfits, lost)
     return result
 
 
-def _measured(
+def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the values of pages, ``[page and layer, kv_head, token, dim]``, the norms of their keys, and their misfits.
@@ -143,7 +143,7 @@ def _measured(
     return x, norms, misfits_of(lane.plain, x, lane.shared, _where(lane)) if lane.shared else None
 
 
-def _encoded(
+def _encode(
     lane: Lane, x: torch.Tensor, rest: torch.Tensor, chosen: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """Encode ``codec_input``, the values ``x`` of pages without their ``chosen`` raw tokens; return the streams, and the ``excesses``."""
@@ -152,7 +152,7 @@ def _encoded(
     return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), coded, chosen))
 
 
-def _without_room(
+def _count_without_room(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for pages ``x`` without raw tokens; ``lost`` are their ``excesses``."""
@@ -166,7 +166,7 @@ def _where(lane: Lane) -> str:
     return f"layers[{lane.first}].{lane.side}"
 
 
-def _above(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+def _above_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0."""
     medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
@@ -177,7 +177,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
     from kvpack.kernels.pages.lanes import scatter
 
     geometry, dtype = lane.geometry, layers.first.dtype
-    for first, chosen in _some(lane, slots, geometry.computed_dtype):
+    for first, chosen in _slot_batches(lane, slots, geometry.computed_dtype):
         places = _streams(lane, rows[first : first + len(chosen)])
         streams = {name: place.flatten(0, 1) for name, place in places.items()}
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
@@ -197,7 +197,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
             scatter(layers, chosen, values, status[first : first + len(chosen)])
 
 
-def _some(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
+def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
     """Yield the slots in parts of at most ``MAX_BYTES`` of ``dtype``, with the number of the first of each."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize

@@ -73,7 +73,7 @@ class PageJob:
         return self._outcomes
 
 
-class _Begun(NamedTuple):
+class _StartedEncoding(NamedTuple):
     """An encoding job whose ``status``, int32 ``[page]``, the host has not read: 0, ``_REFUSED`` or ``_SUSPECT``.
 
     ``measured`` are the lanes in which ``batched.count_losses`` measures pages of the latter, their layers, and the layers of their keys.
@@ -94,12 +94,12 @@ class DevicePages:
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
-            self._of_all, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
+            self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
             """Raw tokens for which pages had no slot, as ``LeftOut`` counts them."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Start encoding to ``rows`` in any memory, preferably the device's."""
-        target = rows if self._holds(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
+        target = rows if self._is_usable(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
             begun = self._begin_encoding(pages, slots, target, digests)
@@ -124,7 +124,7 @@ class DevicePages:
             except torch.OutOfMemoryError:
                 # The host counts, too, and has memory of its own.
                 refused += suspects
-            self._of_all.warn(costly)
+            self._shared_left_out.warn(costly)
             for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
                 outcomes[number] = outcome
             return outcomes
@@ -137,7 +137,7 @@ class DevicePages:
         """Start decoding ``rows`` in any memory; rows on the device are checked there, except for ``values``."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
-            if not values and self._holds(rows):
+            if not values and self._is_usable(rows):
                 assert isinstance(rows, torch.Tensor)
                 on_device, status = rows, self._check(rows, digests)
             else:
@@ -159,7 +159,7 @@ class DevicePages:
 
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
-    ) -> _Begun | None:
+    ) -> _StartedEncoding | None:
         """Start encoding to ``rows``; return None if the kernels do not support the whole recipe."""
         if not dispatch.uses_triton(self._device):
             return None
@@ -194,7 +194,7 @@ class DevicePages:
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
         status.clamp_max_(_REFUSED)
-        return _Begun(torch.where((status == 0) & suspects, _SUSPECT, status), measured)
+        return _StartedEncoding(torch.where((status == 0) & suspects, _SUSPECT, status), measured)
 
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
@@ -239,7 +239,7 @@ class DevicePages:
     def _keys(self, digests: Sequence[bytes | None]) -> torch.Tensor:
         return _bytes(b"".join(digest or bytes(KEY_BYTES) for digest in digests)).view(-1, KEY_BYTES).to(self._device, non_blocking=True)
 
-    def _holds(self, rows: Rows) -> bool:
+    def _is_usable(self, rows: Rows) -> bool:
         """Return True if kernels can work on ``rows`` in place."""
         if not isinstance(rows, torch.Tensor) or rows.device != self._device or not dispatch.uses_triton(self._device):
             return False

@@ -102,14 +102,14 @@ class Lane:
         """Codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
 
-    def of(self, pages: PageBuffer) -> _Ready:
+    def of(self, pages: PageBuffer) -> _BoundLane:
         """Return the lane with everything about ``pages`` that does not depend on a slot."""
         tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
-            return _Ready(self, tensors, keys)
-        return _Ready(self, tensors, keys, *self._compiled(), self._choosers(keys))
+            return _BoundLane(self, tensors, keys)
+        return _BoundLane(self, tensors, keys, *self._c_functions(), self._choosers(keys))
 
-    def _compiled(self) -> tuple[Any, Any]:
+    def _c_functions(self) -> tuple[Any, Any]:
         """Return the C encoder and decoder for one layer, and for all of them together; None if C does not support the codec."""
         from kvpack.kernels.cpu import pages
 
@@ -133,7 +133,12 @@ class Lane:
         shared = self.shared
         # C measures keys as they are, and what else shares scales has norms of its own.
         needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
-        if self.watched is None or not encode.supports_raw_choice(geometry.computed_dtype) or not _direct(keys) or needs_norms:
+        if (
+            self.watched is None
+            or not encode.supports_raw_choice(geometry.computed_dtype)
+            or not _has_contiguous_channels(keys)
+            or needs_norms
+        ):
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
         return {n: pages.RawTokenChooser(self.watched, n, *shape, shared) for n in {1, self.count}}
@@ -144,7 +149,7 @@ Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
-class _Made(NamedTuple):
+class _EncodedLayer(NamedTuple):
     """Streams of one layer, and the norms of what they encode, ``[1, kv_head, token]``, if its codec changes norms."""
 
     streams: Mapping[str, torch.Tensor]
@@ -154,7 +159,7 @@ class _Made(NamedTuple):
 class _Layers(Mapping[str, torch.Tensor]):
     """Streams of layers, which are joined as sequences of a batch where they are asked for."""
 
-    def __init__(self, made: Sequence[_Made]) -> None:
+    def __init__(self, made: Sequence[_EncodedLayer]) -> None:
         self._made = made
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -188,7 +193,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
         return len(self._lane.plain.row_layouts)
 
 
-class _Ready:
+class _BoundLane:
     """A lane over the memory of one engine."""
 
     def __init__(
@@ -203,7 +208,7 @@ class _Ready:
         self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
         self._choosers = choosers
         self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
-        if not _direct(tensors):
+        if not _has_contiguous_channels(tensors):
             self._encoders = self._decoders = None
         elif encoders or decoders:
             self._stretches = _stretches(tensors)
@@ -215,7 +220,9 @@ class _Ready:
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
         # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
-        rest = {number: self._rest(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
+        rest = (
+            {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
+        )
         made = self._encode(slot, row, threads, rest)
         misfits = self._misfits(slot, row, made, used)
         if misfits is not None:
@@ -223,7 +230,7 @@ class _Ready:
             left_out = left_out + lost
             if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
                 used = more
-                self._encode(slot, row, threads, rest | {number: self._rest(slot, number, used[number]) for number in changed})
+                self._encode(slot, row, threads, rest | {number: self._without_raw(slot, number, used[number]) for number in changed})
         if raw is None:
             return left_out
         for name in (POSITIONS, VALUES):
@@ -249,7 +256,7 @@ class _Ready:
         token, left_out = choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
-    def _misfits(self, slot: int, row: memoryview, made: Sequence[_Made], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _misfits(self, slot: int, row: memoryview, made: Sequence[_EncodedLayer], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return what tokens beside the ``used`` ones lose, or cost others by a scale of the page; None if all fit.
 
         The result is that of ``excesses``, ``[2, layer, token]``.
@@ -291,7 +298,7 @@ class _Ready:
                 result[number] = torch.cat([own, worst[:room]]).sort().values
         return result, left_out
 
-    def _rest(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
+    def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
@@ -313,7 +320,7 @@ class _Ready:
         begin, end = self._lane.places[name]
         return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
 
-    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[_Made]:
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[_EncodedLayer]:
         """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
 
         Returns what was made of each layer, if C does not code all of them.
@@ -334,7 +341,7 @@ class _Ready:
                 x = x.to(lane.geometry.computed_dtype)[None]
                 coded = room_for_norms(lane.plain, x)
                 encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", coded=coded)
-                result.append(_Made(encoded, coded))
+                result.append(_EncodedLayer(encoded, coded))
                 for name, stream in encoded.items():
                     streams[name].copy_(stream)
         return result
@@ -407,7 +414,7 @@ class _Ready:
         self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
 
 
-def _direct(tensors: Sequence[torch.Tensor]) -> bool:
+def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if channels are contiguous."""
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 

@@ -31,7 +31,7 @@ def shares_with_itself(x: Strided) -> bool:
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
         rest = [(-(size - 1), size - 1, stride) for size, stride in axes[number + 1 :]]
-        if _reaches([(1, size - 1, stride), *rest], 0, x.item):
+        if _can_reach([(1, size - 1, stride), *rest], 0, x.item):
             return True
     return False
 
@@ -45,7 +45,7 @@ def share(x: Strided, y: Strided) -> bool:
         low, high = ranges.get(stride, (0, 0))
         ranges[stride] = (low, high + size - 1) if sign > 0 else (low - size + 1, high)
     terms = [(low, high, stride) for stride, (low, high) in ranges.items()]
-    return _reaches(sorted(terms, key=lambda term: -term[2]), y.begin - x.begin, max(x.item, y.item))
+    return _can_reach(sorted(terms, key=lambda term: -term[2]), y.begin - x.begin, max(x.item, y.item))
 
 
 def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
@@ -53,7 +53,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
     for number, tensor in enumerate(tensors):
         if shares_with_itself(tensor):
             return number, number
-    folded = _folded(tensors)
+    folded = _fold(tensors)
     if folded is not None and not shares_with_itself(folded):
         return None
     order = sorted(range(len(tensors)), key=lambda number: tensors[number].begin)
@@ -66,7 +66,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
     return None
 
 
-def _folded(tensors: list[Strided]) -> Strided | None:
+def _fold(tensors: list[Strided]) -> Strided | None:
     """Combine equal tensors at equal distances into one with another axis; tensors of one pool combine first by layers, then by sides."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
@@ -84,7 +84,7 @@ def _folded(tensors: list[Strided]) -> Strided | None:
     return None
 
 
-def _reaches(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
+def _can_reach(terms: list[tuple[int, int, int]], target: int, item: int) -> bool:
     """Return True if Σ c·stride, with c from low to high for each of ``terms`` (low, high, stride), comes within ``item`` of ``target``."""
     below = [(0, 0)]
     for low, high, stride in reversed(terms):

@@ -22,7 +22,7 @@ DIM = 256
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoints, "SETTLED", 0.0)
+    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 0.0)
     return tmp_path / "cache" / "kvpack-checkpoints"
 
 
@@ -106,7 +106,7 @@ def test_a_file_is_read_again_when_it_may_have_changed(tmp_path: Path, read: lis
 
 def test_a_file_that_was_just_written_is_read_every_time(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next change may have the same time."""
-    monkeypatch.setattr(checkpoints, "SETTLED", 60.0)
+    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 60.0)
     path = folder(tmp_path / "m")
     assert weights(path) == weights(path)
     assert len(read) == 2

@@ -1,1 +1,1 @@
-"""The identity of a model: what the bytes of its caches depend on, as text that files and stores record and compare."""
+"""The identity of a model: everything that its caches' bytes depend on, as text that files and stores record and compare."""

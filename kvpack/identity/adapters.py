@@ -1,4 +1,4 @@
-"""The adapters in effect on a model, as text: their names, and a digest of their weights, scaling and state."""
+"""Describe the adapters in effect on a model as text: their names, and a digest of their weights, scaling and state."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 _ADAPTER_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
-"""Attributes of a layer that say which adapters are in effect; they are described separately."""
+"""Attributes of an adapter layer that determine which adapters are in effect. They are described separately."""
 _IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
-"""Attributes of a layer that change no value: names of all adapters, recomputed state, and other layers, described on their own."""
+"""Attributes of an adapter layer that do not affect values, or that are described elsewhere, such as other layers."""
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """Return the identity field ``adapter``: ``named``, or the names of the adapters in effect, and their digest.
+    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``) and their digest; empty without adapters.
 
-    Empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module, for an
-    adapter that kvpack cannot describe.
+    Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module, for an adapter that kvpack cannot
+    describe.
     """
     states: list[Any] = []
     names: set[str] = set()
@@ -49,7 +49,7 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
 
 
 def _in_effect(layer: Any) -> list[str]:
-    """Return the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
+    """Return the names of the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
     known = _known_attributes(layer)
@@ -78,7 +78,7 @@ def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
 
 
 def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]:
-    """Return the attributes, tensors and inner modules of an adapter's module, without those of the adapters ``others``."""
+    """Describe an adapter module's attributes, tensors and inner modules, except those that belong to the adapters ``others``."""
     import torch
 
     check_determined(where, type(module))
@@ -113,7 +113,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """Return the prompt that a PeftModel puts before the tokens, if it has one and is enabled, and add its name to ``names``."""
+    """Describe the learned prompt that a PeftModel puts before the tokens, if it is enabled, and add its name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []
@@ -128,7 +128,7 @@ def _prompt_state(model: Any, names: set[str]) -> list[Any]:
 
 
 _IGNORED_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "tokenizer_kwargs"}
-"""Settings of a prompt's configuration that change no value."""
+"""Settings of a prompt-tuning configuration that do not affect values."""
 
 
 def _home_made_state(part: ModelPart) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The argument ``model=`` of functions that record which model a cache belongs to."""
+"""Interpret the argument ``model=``, which names the model that a cache belongs to."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
 
 
 def model_fields(model: ModelArgument | None) -> dict[str, str]:
-    """Return the fields by which a cache names ``model``; empty for None.
+    """Return the fields by which a cache records ``model``; empty for None.
 
-    Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` refuses and for fields that do
-    not fit a header.
+    Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` rejects, or for fields that a
+    header cannot store.
     """
     result: dict[str, Any]
     if model is None:

@@ -1,4 +1,4 @@
-"""Values as text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
+"""Convert values to text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
     import torch
 
 SCALARS = frozenset({type(None), bool, int, float, str})
-"""Classes of values that are JSON values already."""
+"""The types of scalar values that JSON represents exactly."""
 ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
 """Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample of them, or of the files of a
 checkpoint. Any other text is a revision. Different kinds are never compared.
 """
 BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
-"""Advice for a caller whose model cannot be digested."""
+"""The advice at the end of messages about a model that cannot be digested."""
 
 
 def weights_kind(weights: str) -> str:
-    """Return the kind of ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or nothing."""
+    """Return the kind of digest in ``Identity.weights``: ``ALL``, ``SAMPLE``, ``FILES``, or "" for a revision or empty text."""
     kind = weights.partition(":")[0]
     return kind if kind in (ALL, SAMPLE, FILES) else ""
 
 
 def text_digest(value: Any) -> str:
-    """Return the SHA-256, as text, of ``value`` in the form of ``plain``."""
+    """Return the SHA-256, in hexadecimal digits, of ``json_text`` of ``value``."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def json_text(value: Any) -> str:
-    """Return ``value``, in the form of ``plain``, as JSON without spaces and with sorted keys."""
+    """Return ``value``, which ``plain`` has converted, as JSON without spaces and with sorted keys."""
     return _JSON.encode(value)
 
 
 _NUMBERS = "biufc"
-"""Kinds of NumPy dtypes whose bytes are their values."""
+"""The kinds of NumPy dtypes whose values are determined by their bytes."""
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def class_name(kind: type) -> str:
-    """Return the full name of a class."""
+    """Return the module and the qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def plain(where: str, value: Any, max_values: int | None = None) -> Any:
-    """Convert ``value`` to JSON values; tensors become their digests, of ``max_values`` values each.
+    """Convert ``value`` to JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
 
-    Raises InvalidParameter, naming ``where``, if it has no such form.
+    Raises InvalidParameter, naming ``where``, for a value that kvpack cannot describe.
     """
     if type(value) in SCALARS:
         return value
@@ -93,7 +93,7 @@ def plain(where: str, value: Any, max_values: int | None = None) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return plain(where, value.item(), max_values)
-    raise InvalidParameter(f"{where} is a {class_name(type(value))}, and kvpack cannot tell what it does: {BY_HAND}")
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot describe: {BY_HAND}")
 
 
 def is_constant(value: Any) -> bool:
@@ -127,10 +127,10 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
-    """Return dtype, shape and the XXH3-128 of a tensor's bytes; for a quantized tensor, of all its parts.
+    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes; for a quantized tensor, those of all its parts.
 
-    With ``max_values``, only this many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose values
-    are not in memory or cannot be read as bytes.
+    With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose
+    values are not in memory or cannot be read as bytes.
     """
     import torch
 
@@ -160,12 +160,13 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Return the ``tensor_digest`` of a plain tensor without the digest itself."""
+    """Return the part of a dense tensor's ``tensor_digest`` that precedes the digest: its dtype and shape."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
-    """Return ``plain(name, value, most)`` for each of ``named``. Tensors are read together, because each read from a device waits for it."""
+    """Return ``plain(name, value, max_values)`` for each of ``named``. Tensors are read in batches, because each read waits for the device.
+    """
     import torch
 
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
@@ -187,11 +188,11 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Dtypes as which samples are read, by the number of bytes of their own dtype."""
+"""The integer dtype as which values of each item size are read."""
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of tensors with one device and dtype, by number, reading values as integers of ``dtype``."""
+    """Return the ``tensor_digest`` of tensors with the same device and item size, by number, reading values as integers of ``dtype``."""
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced_values(tensor, max_values) for _, tensor in tensors)]
@@ -209,7 +210,7 @@ def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dty
 
 
 def _spaced_values(values: torch.Tensor, max_values: int | None) -> torch.Tensor:
-    """Return ``max_values`` of the values, evenly spaced, or all if there are fewer."""
+    """Return ``max_values`` evenly spaced values, or all if there are fewer."""
     import torch
 
     if max_values is None or values.numel() <= max_values:

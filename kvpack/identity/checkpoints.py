@@ -1,4 +1,4 @@
-"""The digest of a checkpoint's files: every byte is read once, and the digests of unchanged files are cached."""
+"""Compute the digest of a checkpoint's files. Every byte is read once, and the digests of unchanged files are cached."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIECE_BYTES = 1 << 26
-"""Bytes of a file that one thread reads and digests."""
+"""Size of the pieces of a file that one thread reads and digests."""
 BUFFER_BYTES = 1 << 22
 THREADS = 16
-"""Maximum number of threads that read at a time; a fast disk needs several."""
+"""Maximum number of threads that read at a time. A single thread cannot use a fast disk fully."""
 SETTLED_SECONDS = 2.0
-"""Seconds after which a file's times tell its next change from its last: before, its digest is not kept."""
+"""Age in seconds from which a file's times are reliable: a later change sets another time. Digests of younger files are not cached."""
 MAX_KEPT_BYTES = 1 << 16
 _FORMAT = "kvpack checkpoint digest 1"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of the names and all bytes of a folder's safetensors files; empty without such files.
+    """Return a digest of the names and all bytes of a folder's safetensors files; empty if there are none.
 
-    A file is read if its path, inode, size or times differ from those of its last digest, which is cached in the user's cache folder,
-    ``kvpack-checkpoints`` in XDG_CACHE_HOME. Raises OSError, and InvalidParameter for a file that changes while it is read.
+    Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
+    changed. Raises OSError, and InvalidParameter for a file that changes while it is read.
     """
     paths = sorted(folder.glob("*.safetensors"))
     digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]
@@ -54,7 +54,7 @@ def _file_digest(path: str) -> str:
             digest = digest_of_bytes(path, before["size"])
             after = _status(path)
             if after != before:
-                raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is written, then try again")
+                raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is complete, then try again")
             kept.write(after, digest)
         return digest
 
@@ -81,20 +81,20 @@ def digest_of_bytes(path: str, size: int) -> str:
 
 
 def _status(path: str) -> dict[str, int]:
-    """Return the file attributes that change when its contents may have changed."""
+    """Return the attributes of a file that change whenever its contents change."""
     status = os.stat(path)
     names = {"device": "st_dev", "inode": "st_ino", "size": "st_size", "modified_ns": "st_mtime_ns", "changed_ns": "st_ctime_ns"}
     return {name: getattr(status, attribute) for name, attribute in names.items()}
 
 
 class _CachedDigest:
-    """The cached digest of one file, in its own cache file; ``place`` is None if there is no cache folder."""
+    """The cache file with the digest of one file. ``place`` is its path; None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
 
     def read(self, status: Mapping[str, int]) -> str | None:
-        """Return the digest of the file with this status; None if it is not known."""
+        """Return the cached digest if it belongs to a file with this status, else None."""
         if self._place is None:
             return None
         try:
@@ -113,7 +113,7 @@ class _CachedDigest:
         return digest if isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
     def write(self, status: Mapping[str, int], digest: str) -> None:
-        """Store the digest; does nothing if the cache is not writable or the file changed just now."""
+        """Cache the digest, unless the cache is not writable or the file has changed too recently."""
         newest = max(status["modified_ns"], status["changed_ns"]) / 1e9
         if self._place is None or not 0 <= newest < time.time() - SETTLED_SECONDS:
             return
@@ -128,7 +128,7 @@ class _CachedDigest:
 
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
-    """Yield the cached record of a file. One process at a time reads the file; others wait and find its digest."""
+    """Yield a file's cached digest under a lock, so that one process at a time reads the file and the others find its digest."""
     folder = _folder()
     if folder is None:
         yield _CachedDigest(path, None)
@@ -146,7 +146,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
 
 
 def _folder() -> str | None:
-    """Return this user's folder for digests, created if missing; None if other users could write to it."""
+    """Return this user's cache folder for digests, which is created if missing; None if other users could write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:

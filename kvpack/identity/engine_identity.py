@@ -1,4 +1,4 @@
-"""Identities of a serving engine's model and pages, from the model's folder; nothing is loaded."""
+"""Determine the identity of a serving engine's pages from the model's folder, without loading the model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def engine_fields(
     tp: tuple[int, int],
     extra: str,
 ) -> dict[str, str]:
-    """Return the fields model, weights, rope, config and extra of an identity. Raises the errors of ``Identity.of_engine``."""
+    """Return the fields model, weights, rope, config and extra of an engine's identity. Raises the errors of ``Identity.of_engine``."""
     if not kv_dtype or not layout:
-        raise InvalidParameter("kv_dtype and layout name the engine's pages: neither may be empty")
+        raise InvalidParameter("kv_dtype or layout is empty: pass the dtype of the engine's cache, and PageLayout.digest")
     if ";" in layout:
         # It would read as the end of the layout, and the rest as extra.
         raise InvalidParameter(f"layout is {layout!r:.80}, expected text without a semicolon, such as PageLayout.digest")
@@ -59,7 +59,7 @@ def engine_fields(
     except ValueError as error:
         raise InvalidParameter(f"{folder / 'config.json'}: is not JSON: {error}") from None
     if not weights:
-        raise InvalidParameter(f"{folder}: contains no *.safetensors: pass revision=, which identifies the weights")
+        raise InvalidParameter(f"{folder}: contains no *.safetensors files: pass revision= to identify the weights")
     return {
         "model": model_name(str(folder.resolve())),
         "weights": weights,

@@ -1,4 +1,4 @@
-"""Digests of a transformers model: its weights; and its configuration, modules, dtypes and buffers."""
+"""Compute the digests of a transformers model: of its weights, and of its configuration, modules, dtypes and buffers."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ _IGNORED_SETTINGS = {
     "transformers_version",
     "use_cache",
 }
-"""Settings of a transformers configuration that change no key and no value, or that have a field of their own."""
+"""Settings of a transformers configuration that do not affect keys and values, or that an identity has in a field of their own."""
 _IGNORED_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
-"""Attributes of modules that change no key and no value."""
+"""Attributes of modules that do not affect keys and values."""
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
-"""Packages whose private attributes are known to change no key and no value; those of other modules may be constants."""
+"""Packages whose private attributes do not affect keys and values. Private attributes of other modules may be constants."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
-"""Methods that define the state of a module."""
+"""The methods that a module overrides to define its own state."""
 _NOTED_LENGTH = "max_seq_len_cached"
-"""The ending of attributes in which a rotary embedding notes the longest sequence so far: its effects are in a buffer."""
+"""The suffix of attributes in which a rotary embedding stores the longest sequence so far. A buffer contains the effect."""
 _NOTED_POSITIONS = "rope_deltas"
-"""Attribute in which a model notes the position of the text after the last prompt's images; None before the first prompt."""
+"""The attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
 _CALL_WORDS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
-"""Words in the names of attributes in which calls leave values."""
+"""Words in the names of attributes that calls of a model set."""
 _HUB_FOLDER = "models--"
-"""Prefix of a model's folder in the hub's cache folder."""
+"""The prefix of a model's folder in the hub's cache."""
 _FREQUENCIES = "inv_freq"
-"""The ending of buffers with the frequencies of a rotary embedding."""
+"""The suffix of buffers with a rotary embedding's frequencies."""
 
 
 def model_name(loaded_from: str) -> str:
-    """Return a model's name on the hub, or the last part of the folder from which it was loaded.
+    """Return a model's name on the hub, or the last part of the folder that it was loaded from.
 
-    No path of this machine goes into a file.
+    The rest of the path is dropped, so that files do not contain this machine's paths.
     """
     path = PurePath(loaded_from)
     for part in reversed(path.parts):
@@ -71,15 +71,14 @@ def model_name(loaded_from: str) -> str:
 
 
 def weights_of(found: Iterable[ModelPart]) -> Weights:
-    """Start the digest of every parameter and persistent buffer by name, dtype and shape, without adapters. Raises InvalidParameter."""
+    """Start computing the digest of all parameters and persistent buffers except those of adapters. Raises InvalidParameter."""
     return Weights(_states(found))
 
 
 def weights_sample(found: Iterable[ModelPart]) -> str:
-    """Return ``SAMPLE`` and a digest of some values of each weight, which distinguishes models with the same modules.
+    """Return ``SAMPLE`` and a digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor of ``weights_of``.
 
-    Files of earlier versions contain it. It covers the tensors of ``weights_of``, ``SAMPLED_VALUES`` evenly spaced values of each. Raises
-    InvalidParameter.
+    Files of earlier versions contain this digest. Raises InvalidParameter.
     """
     named = _states(found)
     lines = [
@@ -91,16 +90,16 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
 
 
 def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
-    """Return a digest of everything that keys and values depend on besides the weights' values and adapters.
+    """Return a digest of everything that keys and values depend on, except the weights' values and the adapters.
 
-    It covers the configuration of a model, and for every module its class, its plain attributes, the types, dtypes and shapes of its
-    parameters, and its buffers, which may have changed since it was made. Raises InvalidParameter.
+    It covers the model's configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
+    parameters, and its current buffers. Raises InvalidParameter.
     """
     return text_digest([_settings(config), [_module(part) for part in _model_modules(found)]])
 
 
 def dtype_text(model: Any) -> str:
-    """Return the dtype of a transformers model, and that of autocast if it is on."""
+    """Return the dtype of a transformers model, and autocast's dtype if it is enabled."""
     import torch
 
     # Offloaded weights do not show where the model computes.
@@ -110,7 +109,7 @@ def dtype_text(model: Any) -> str:
 
 
 def check_deterministic(found: Iterable[ModelPart]) -> None:
-    """Raise InvalidParameter for a model that drops values at random, as a model in training does."""
+    """Raise InvalidParameter for a model in training mode whose dropout is random."""
     for part in found:
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
             if not module.training:
@@ -122,7 +121,7 @@ def check_deterministic(found: Iterable[ModelPart]) -> None:
                 if rate > 0:
                     where = ".".join(filter(None, (part.name, name, key)))
                     raise InvalidParameter(
-                        f"the model is in training mode and drops values at random ({where} is {rate}): call model.eval() first"
+                        f"the model is in training mode with random dropout ({where} is {rate}): call model.eval() first"
                     )
 
 
@@ -131,7 +130,7 @@ def _model_modules(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
 
 
 def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
-    """Return the state of the model by name: the state of each module, sorted, including the extra attributes of quantized modules."""
+    """Return the model's state by name, sorted, including the extra attributes of quantized modules."""
     usual: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
     for part in _model_modules(found):
@@ -150,7 +149,7 @@ _name = itemgetter(0)
 
 
 def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
-    """Yield parameters and persistent buffers like ``Module._save_to_state_dict``, but faster."""
+    """Yield the parameters and persistent buffers that ``Module._save_to_state_dict`` would return, but faster."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -163,7 +162,7 @@ def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the values of ``x``, which accelerate may offload until a call needs them."""
+    """Return ``x`` with its values, which accelerate may have offloaded."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
         values = getattr(inner, "weights_map", None)
@@ -174,7 +173,7 @@ def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> tor
 
 
 def _own_state(part: ModelPart) -> dict[str, Any]:
-    """Return the entries of the state dict that belong to the module itself, for classes with their own state."""
+    """Return the state dict entries of a module that defines its own state, without those of its children."""
     import torch
 
     module, prefix = part.module, f"{part.name}."
@@ -187,7 +186,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
 
 
 def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
-    """Return True if the state of a class's modules consists of their parameters and persistent buffers."""
+    """Return True if modules of a class do not define their own state, so that it consists of parameters and persistent buffers."""
     import torch
 
     usual = torch.nn.Module
@@ -223,7 +222,7 @@ def _module(part: ModelPart) -> list[Any]:
 
 
 def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a rotary embedding's frequencies for short sequences if ``buffer`` depends on its last pass, else ``buffer``."""
+    """Return a rotary embedding's frequencies for short sequences if the last forward pass may have changed ``buffer``, else ``buffer``."""
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
     kind = getattr(module, "rope_type", None)
@@ -239,7 +238,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
 
 
 def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
-    """Return the plain attributes that are settings, by name."""
+    """Return the attributes of a module that are settings, by name."""
     attributes = []
     for name in _setting_names(tuple(found)):
         value = None if name == _NOTED_POSITIONS else found[name]
@@ -252,10 +251,9 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """Return the attributes with tensors, arrays and structures that are not registered as buffers, and a home-made module's private
-    floats.
+    """Return the tensors, arrays and structures that a module has as plain attributes, and a custom module's private floats, by name.
 
-    Modules that define their own state have them among the weights.
+    Modules that define their own state have none: theirs are among the weights.
     """
     if not _has_usual_state(type(module)):
         return []
@@ -273,7 +271,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
-    """Return the names of attributes that may be constants, sorted, including ``private`` ones."""
+    """Return the sorted names of attributes that may be constants. With ``private``, private names are included."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()
@@ -283,7 +281,7 @@ def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _setting_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of attributes that may be settings, sorted; modules of a class have the same."""
+    """Return the sorted names of attributes that may be settings. Modules of the same class have the same names, so results are cached."""
     return tuple(sorted(name for name in names if not name.startswith("_") and _is_setting(name)))
 
 
@@ -304,7 +302,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _kind(where: str, tensor: torch.Tensor) -> list[Any]:
-    """Return the class, attributes and dtype of a parameter, which describe its quantization."""
+    """Describe a parameter's class, attributes and dtype, which show how it is quantized."""
     attributes = _attributes(where, getattr(tensor, "__dict__", {}))
     kinds = [class_name(type(tensor)), str(tensor.dtype), list(tensor.shape), attributes]
     if hasattr(tensor, "__tensor_flatten__"):

@@ -1,4 +1,4 @@
-"""The identity of a prefix: everything that its bytes depend on besides its tokens. Stores of different identities share no entries."""
+"""The identity of a prefix: everything that its bytes depend on, except its tokens. Stores with different identities share no entries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _STATES = b"kvpack-states 1"
 
 _HEADER_NAMES = {"model": "name"}
-"""Fields with another name in an entry's header."""
+"""The fields that have another name in an entry's header."""
 
 
 @dataclass(frozen=True, init=False)
@@ -106,7 +106,7 @@ class Identity:
         self._check()
 
     def _check(self) -> None:
-        """Raise InvalidParameter for a field that no header can store, and make the recipe's text canonical."""
+        """Check that a header can store all fields, and replace the recipe's text with its canonical form. Raises InvalidParameter."""
         for name in _FIELDS:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
@@ -168,9 +168,9 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of the model whose ``modules.parts`` are ``found``, like ``of``; one walk serves all digests.
+        """Return the identity of a model as ``of`` does, given its modules ``found`` (``modules.parts``), which are listed only once.
 
-        With ``digests`` and ``weights``, no weights are read.
+        If ``digests`` and ``weights`` are given, no weights are read.
         """
         from .adapters import adapters_text
         from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
@@ -246,42 +246,42 @@ class Identity:
 
     @property
     def header_model(self) -> dict[str, str]:
-        """The map ``model`` of an entry's header: all fields except the recipe, which has its own key, and the tenant."""
+        """The map ``model`` in an entry's header: all fields except the tenant, and the recipe, which has its own key."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """Return the name of the weights by this kind of digest (``canonical_text.weights_kind``); empty if it is not known."""
+        """Return the digest of the weights of the given kind (``canonical_text.weights_kind``); empty if it is unknown."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
     def of_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """Return the identity that a header names, for ``tenant``. Raises InvalidParameter."""
+        """Return the identity that the fields of a header describe, for ``tenant``. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
 
     @property
     def root(self) -> bytes:
-        """Parent of a first chunk's key (spec/store.md, Keys and States): 32 bytes."""
+        """The 32 bytes that serve as the parent's key for the first chunk (spec/store.md, Keys and States)."""
         return states_key(self.digest) if self.keeps_states else self.digest
 
     @property
     def digest(self) -> bytes:
-        """Digest of all fields that keys depend on (spec/store.md, Keys): 32 bytes."""
+        """The 32-byte digest of all fields that keys depend on (spec/store.md, Keys)."""
         fields = [("format", str(FORMAT)), *((name, getattr(self, name)) for name in _FIELDS)]
         return hashlib.sha256(b"".join(length_prefixed(text.encode("utf-8", "surrogatepass")) for pair in fields for text in pair)).digest()
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Identity) if field.compare)
-"""Fields that the digest covers, in its order."""
+"""The fields that the digest covers, in order."""
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Prepend the length of ``data`` in 8 bytes, so that no two sequences of fields have the same bytes."""
+    """Prepend the length of ``data`` in 8 bytes, so that different sequences of fields never have the same bytes."""
     return len(data).to_bytes(8, "little") + data
 
 
 def states_key(digest: bytes) -> bytes:
-    """Return the root of a model with states and the identity ``digest``; also the key of the states after the chunk with that key."""
+    """Return the key of the states after the chunk with the key ``digest``; for an identity's digest, the root of a model with states."""
     return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()

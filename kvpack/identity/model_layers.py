@@ -1,4 +1,4 @@
-"""The layers of a model's cache, as transformers creates them for its configuration."""
+"""Determine the layers of a model's cache from its configuration, as transformers does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 def cache_layers(config: Any) -> list[Any]:
     """Return the layers of the cache that transformers creates for a decoder's configuration.
 
-    Raises transformers' error for a configuration for which it creates no cache of layers: AttributeError, KeyError, TypeError or
-    ValueError.
+    If transformers cannot create such a cache, raises its error: AttributeError, KeyError, TypeError or ValueError.
     """
     from transformers import DynamicCache
 
@@ -18,10 +17,10 @@ def cache_layers(config: Any) -> list[Any]:
 
 
 def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
-    """Return the sliding window of each layer, empty if no layer has one, and whether any layer keeps recurrent or convolution states.
+    """Return the sliding window of each layer (empty if no layer has one), and True if any layer keeps recurrent or convolution states.
 
-    ``config`` is the model's. Chunks of attention count as windows of their size, because no token attends to an older one. Layers of an
-    encoder-decoder have neither: what they contain depends on the encoder, too.
+    ``config`` is the model's configuration. Chunked attention counts as a window of the chunk's size, because no token attends to older
+    ones. For an encoder-decoder the result is empty and False, because its layers also depend on the encoder.
     """
     if config.is_encoder_decoder:
         return (), False

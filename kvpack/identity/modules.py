@@ -1,4 +1,4 @@
-"""The modules of a transformers model: its own, and those of adapters and of PyTorch's wrappers around them.
+"""List the modules of a transformers model, and tell its own modules from those of adapters and of PyTorch's wrappers.
 
 PEFT is recognized by its class names, so it need not be installed.
 """
@@ -24,18 +24,18 @@ _ADAPTER_LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper", "ModulesToSaveW
 _ADAPTER_WRAPPERS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 """PEFT classes that contain the whole model."""
 _UNSUPPORTED_ADAPTERS = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
-"""PEFT classes whose output depends on arguments of a call, or on later tokens."""
+"""PEFT classes whose output depends on a call's arguments or on later tokens, and which kvpack therefore rejects."""
 _TORCH_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""PyTorch's wrappers, which change no value, and the attribute of each with the wrapped module."""
+"""PyTorch's wrappers, which do not affect values, each with the attribute that has the wrapped module."""
 _WRAPPER = "of torch"
 _BASE_ATTRIBUTES = ("base_layer", "original_module")
-"""Attributes of PEFT layers that store the module that they replace."""
+"""Attributes of PEFT layers that have the replaced module."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Adapter libraries whose state is outside their modules, each with a name that distinguishes it from a user's own file."""
+"""Adapter libraries that keep state outside their modules, each with a name by which it is told from a user's own file."""
 
 
 class ModelPart(NamedTuple):
-    """A module by its name in the model without adapters. ``adapter``: a PEFT ``layer``, a wrapper ``around`` the model, or neither."""
+    """A module and its name in the model without adapters. ``adapter`` is "layer" for a PEFT layer, "around" for a wrapper, or empty."""
 
     name: str
     module: torch.nn.Module
@@ -43,10 +43,10 @@ class ModelPart(NamedTuple):
 
 
 def parts(model: torch.nn.Module) -> list[ModelPart]:
-    """Return every module of ``model`` once, each before its children; within an adapter, only the module that it replaces.
+    """Return every module of ``model`` once, each before its children. Of an adapter's children, only the replaced module is included.
 
-    PyTorch's wrappers are left out: what they contain has the name that it has without them. Raises InvalidParameter for an adapter whose
-    effect kvpack cannot determine.
+    PyTorch's wrappers are left out, and names are those without wrappers. Raises InvalidParameter for an adapter whose effect kvpack
+    cannot determine.
     """
     check_model(model)
     result: list[ModelPart] = []
@@ -79,7 +79,7 @@ def parts(model: torch.nn.Module) -> list[ModelPart]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidParameter for anything except a model; the message names the right call for a path or a name."""
+    """Raise InvalidType unless ``model`` is a model. For a path or a name, the message suggests the right call."""
     import torch
 
     if isinstance(model, torch.nn.Module):
@@ -95,19 +95,19 @@ def base_model(found: Iterable[ModelPart]) -> Any:
     """Return the transformers model inside its wrappers. Raises InvalidParameter for any other module."""
     base = next(part.module for part in found if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):
-        raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model inside it")
+        raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model that it contains")
     return base
 
 
 def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of an adapter's layer by name, except the one that it replaces."""
+    """Yield the child modules of an adapter layer by name, except the module that the layer replaces."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASE_ATTRIBUTES, "token_adapter"):
             yield name, child
 
 
 def check_determined(where: str, kind: type) -> None:
-    """Raise InvalidParameter for a class of adapters whose output the tokens of a prefix do not determine."""
+    """Raise InvalidParameter if the output of an adapter class depends on more than a prefix's tokens."""
     undetermined = _names(kind) & _UNSUPPORTED_ADAPTERS
     if undetermined:
         raise InvalidParameter(

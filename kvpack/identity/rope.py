@@ -1,4 +1,4 @@
-"""The settings of a rotary embedding as text for an identity, and the length up to which all sequences share its frequencies."""
+"""Describe a rotary embedding's settings as text, and find the length up to which all sequences have the same frequencies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MAX_TEXT_BYTES = 1024
-"""Maximum number of bytes of settings that are kept as text, because every entry's header contains them."""
+"""Maximum size of settings that are recorded as text. Every entry's header contains them, so longer settings become a digest."""
 _LIMIT_KEY = "same_up_to"
-"""The setting that is added if longer sequences have other frequencies."""
+"""The key that is added to the settings if longer sequences have other frequencies."""
 
 
 def rope_text(config: Any) -> str:
-    """Return the settings of a transformers configuration as a JSON map. Raises InvalidParameter."""
+    """Return the rotary settings of a transformers configuration as a JSON map. Raises InvalidParameter."""
     settings = getattr(config, "rope_parameters", None) or {
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }
@@ -35,9 +35,9 @@ def same_up_to(config: Any) -> int | None:
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length in tokens up to which ``rope``, from an identity, has the same frequencies for every sequence.
+    """Return the length in tokens up to which all sequences have the same frequencies; None if there is no limit.
 
-    Returns None for any length.
+    ``rope`` is the field of an identity.
     """
     try:
         settings = json.loads(rope)
@@ -48,7 +48,7 @@ def longest_sequence(rope: str) -> int | None:
 
 
 def _maps(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yield the maps of settings that name a type: one, or one per type of layer."""
+    """Yield the maps within ``settings`` that name a RoPE type: a single one, or one per layer type."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings

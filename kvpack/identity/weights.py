@@ -1,7 +1,7 @@
-"""The digest of all weights of a model in memory, computed in the background in about the time of reading every weight once.
+"""Compute the digest of all weights of a model in memory, in the background and at about the speed of reading each weight once.
 
-Weights can change unnoticed through ``.data``, so their bytes are digested each time that a file or an identity is compared with the model.
-No cheaper check could show that an earlier digest is still valid.
+Weights can change unnoticed through ``.data``, so they are digested each time that a file or an identity is compared with the model. No
+cheaper check could prove that an earlier digest is still valid.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     import torch
 
 THREADS = 8
-"""At most this many threads read weights in host memory: one does not reach the memory's speed."""
+"""Maximum number of threads that read weights in host memory. A single thread cannot use the memory's full bandwidth."""
 _ALIGNMENT = 8
-"""Alignment, in bytes, of memory that a device digests."""
+"""Required alignment, in bytes, of memory that is digested on a device."""
 
 
 class Weights:
-    """The digest of ``named``, a model's state by name, with the values at the time of creation.
+    """A digest, computed in the background, of ``named``, a model's state by name.
 
-    Values must not change before ``hold`` returns: it waits until the tensors in host memory are read, and makes later work on a CUDA
-    device wait until those on the device are read. Raises InvalidParameter, as ``text`` does, naming a tensor whose values are not in
-    memory or cannot be read.
+    Values must not change before ``hold`` returns. It waits until tensors in host memory have been read, and makes later work on a CUDA
+    device wait until the device's tensors have been read. Raises InvalidParameter for a tensor whose values are not in memory or cannot
+    be read; so does ``text``.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -62,7 +62,7 @@ class Weights:
 
     @cached_property
     def text(self) -> str:
-        """Return ``sha256:`` and a digest of every name, dtype, shape and value. Raises InvalidParameter."""
+        """Wait for the digest of all names, dtypes, shapes and values, and return it after ``sha256:``. Raises InvalidParameter."""
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for device in self._devices:
             result |= device.texts()
@@ -73,7 +73,7 @@ class Weights:
 
 
 class _DeviceDigests:
-    """The digests of tensors on one CUDA device, by their numbers in ``named``, on a separate stream."""
+    """The digests of the tensors on one CUDA device, which are computed on a separate stream."""
 
     def __init__(self, device: torch.device, named: Sequence[tuple[str, Any]], values: dict[int, torch.Tensor]) -> None:
         import torch
@@ -114,7 +114,7 @@ class _DeviceDigests:
 
 
 def _memory_of(value: Any) -> Hashable:
-    """Return a key that is equal for tensors whose bytes are the same memory; None for anything that cannot be compared."""
+    """Return a key that is equal for tensors with the same bytes in memory; None for values that cannot be compared like that."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

@@ -1,1 +1,1 @@
-"""The live cache: packed keys and values that grow while a model generates."""
+"""The live cache: packed keys and values to which a model adds tokens while it generates."""

@@ -1,4 +1,4 @@
-"""LiveCache: keys and values that are packed while a model generates, and attended in packed form."""
+"""LiveCache: a growing cache that packs keys and values while a model generates, and attends to them in packed form."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class LiveCache:
         return live
 
     def _prepare(self) -> None:
-        """Initialize the state that calls keep for the next call."""
+        """Initialize the state that calls keep between each other."""
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
@@ -138,7 +138,7 @@ class LiveCache:
         return self._continue_with(self.snapshot())
 
     def _continue_with(self, cache: Cache) -> LiveCache:
-        """Return a live cache like this one with the tokens of ``cache``."""
+        """Return a live cache with this one's options and the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
         # With its basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -155,22 +155,22 @@ class LiveCache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the layers have seen; during an update of all layers, the largest."""
+        """Number of tokens that the layers have seen. In the middle of a forward pass, it is the largest number of any layer."""
         self._settle()
         return max((layer.seen for layer in self._layers if layer is not None), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use, including the space reserved for new tokens."""
+        """Bytes of memory in use, including the space that is reserved for new tokens."""
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
     def seen(self, layer: int) -> int:
-        """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds for a layer that the cache does not have."""
+        """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds if the cache has no such layer."""
         live = self._settled_layer(layer)
         return 0 if live is None else live.seen
 
     def held(self, layer: int) -> int:
-        """Return the number of tokens that ``layer`` contains. Raises OutOfBounds."""
+        """Return the number of tokens that ``layer`` contains now. Raises OutOfBounds if the cache has no such layer."""
         live = self._settled_layer(layer)
         return 0 if live is None else live.tokens
 
@@ -185,9 +185,9 @@ class LiveCache:
         return 1 if live is None or not live.seen else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Return (batch, heads, dim) of each side of ``layer``; empty before its first tokens. Raises OutOfBounds.
+        """Return (batch, heads, dim) of the keys and of the values of ``layer``; empty before its first tokens. Raises OutOfBounds.
 
-        A layer that was reset accepts another batch.
+        After ``reset``, a layer accepts another batch size.
         """
         live = self._layer_or_none(layer)
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
@@ -215,9 +215,9 @@ class LiveCache:
         self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens like the previous ones, as ``update`` does, and return the number of tokens that the layer has seen.
+        """Add a few tokens quickly if that needs no more checks, and return the number of tokens that the layer has seen.
 
-        Returns None and adds nothing if ``update`` has more to do, or if the layer ``following`` has seen fewer tokens than this one.
+        Returns None without adding anything if ``update`` must be called instead, or if the layer ``following`` has seen fewer tokens.
         """
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
@@ -291,22 +291,22 @@ class LiveCache:
     def room(self) -> int:
         """Number of tokens for which every layer's raw tail still has room, as far as the host knows.
 
-        It is 0 while a long update is not encoded, and if one side has packed tokens that are raw on the other.
+        It is 0 while a long update waits to be encoded, and if a layer's keys and values have packed different numbers of tokens.
         """
         rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._chosen(None))
         return min(rooms, default=0)
 
     @property
     def is_uneven(self) -> bool:
-        """True if one side of a layer has packed tokens that are raw on the other; steps then need more than kernels."""
+        """True if the keys and values of a layer have packed different numbers of tokens, so that steps need work on the host."""
         return any(layer.is_uneven for layer in self._layers if layer is not None)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Allow the caller to capture calls in a CUDA graph in the block, and to report its replays with ``replayed``.
+        """Return a context in which calls may be captured in a CUDA graph, whose replays are reported with ``replayed``.
 
-        Calls that need more than kernels, with positions found on the device, raise InvalidParameter. The graph is valid while ``launches``
-        stays the same; a replay needs ``room``.
+        Calls that need work on the host raise InvalidParameter. The graph is valid while ``launches`` stays the same, and a replay needs
+        enough ``room``.
         """
         counts = [(layer, layer.raw_tokens) for layer in self._layers if layer is not None]
         captured_before = [(steps, steps.captured) for steps in self._steps if steps is not None]
@@ -322,13 +322,13 @@ class LiveCache:
                 steps.captured = captured
 
     def replayed(self, tokens: int) -> None:
-        """Record that a graph replay has added ``tokens`` tokens to every layer."""
+        """Report that a replay of a CUDA graph has added ``tokens`` tokens to every layer."""
         tokens = as_integer(tokens, "tokens")
         for layer in self._chosen(None):
             layer.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
-        """Return a function that restores the newest token of every layer's raw tail after another was written over it."""
+        """Save the newest token of every layer's raw tail, and return a function that restores it after it has been overwritten."""
         restores = [layer.save_tail() for layer in self._chosen(None)]
 
         def restore_tail() -> None:
@@ -338,7 +338,7 @@ class LiveCache:
         return restore_tail
 
     def adjust_length(self, tokens: int) -> None:
-        """Change the number of valid tokens in the raw tails by ``tokens``; a repeated step first drops its own tokens."""
+        """Change the number of valid tokens in the raw tails by ``tokens``, for example to drop a step's tokens before it is repeated."""
         self.replayed(tokens)
         for number in range(self._count):
             self._refresh_steps(number)
@@ -377,7 +377,7 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return the result of ``freeze``, even if a forward pass ended between two layers. Raises InvalidParameter."""
+        """Return the result of ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter."""
         check_flag(packed, "packed")
         self._settle()
         self._check_finite()
@@ -393,24 +393,23 @@ class LiveCache:
             raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
         for live in chosen:
             if not live.seen - live.tokens <= tokens <= live.seen:
-                raise OutOfBounds(f"{live.name}: truncate({tokens}) of a layer that holds tokens {live.seen - live.tokens} to {live.seen}")
+                raise OutOfBounds(f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen - live.tokens}:{live.seen}]")
         self._each(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Let a sliding-window layer drop unseen tokens only in ``truncate``, so that it can go back before them."""
+        """Make a sliding-window layer keep tokens outside its window until ``truncate``, so that it can be truncated further back."""
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
             live.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Let other layers of the model also attend to the tokens of ``layer``; those of a long update are encoded only before the next
-        one."""
+        """Allow other layers of the model to attend to the tokens of ``layer``. A long update is then encoded only before the next one."""
         self._layer_or_none(layer)
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one; the next tokens may have another batch size. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one. The next tokens may have another batch size. Raises OutOfBounds."""
         self._each(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
@@ -427,7 +426,7 @@ class LiveCache:
         self.launches += 1
 
     def to(self, device: torch.device | str) -> LiveCache:
-        """Return a live cache of the same tokens on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return a copy of this live cache on ``device``. Raises InvalidParameter for an invalid device."""
         return self._continue_with(self.freeze().to(checked_device(device)))
 
     def _chosen(self, layer: int | None) -> list[LiveLayer]:
@@ -442,25 +441,25 @@ class LiveCache:
                 self._refresh_steps(number)
 
     def _refresh_steps(self, layer: int) -> bool:
-        """Prepare the steps over a layer for its current state; return True if launches changed."""
+        """Prepare a layer's decode steps for its current state; return True if their kernel launches changed."""
         steps = self._steps[layer]
         changed = steps is not None and steps.refresh()
         self.launches += changed
         return changed
 
     def _check_captured(self, layer: int) -> None:
-        """Raise InvalidParameter if the captured calls need more than kernels."""
+        """Raise InvalidParameter during a capture if the layer's calls need work on the host."""
         if self._captures:
-            raise InvalidParameter(f"layers[{layer}] is not updated and attended by kernels only, so a CUDA graph cannot capture it")
+            raise InvalidParameter(f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it")
 
     def _settle(self) -> None:
-        """Read from the device how many tokens were added by replays of graphs."""
+        """Read from the device how many tokens replays of graphs have added."""
         for steps in self._steps:
             if steps is not None:
                 steps.settle()
 
     def _settled_layer(self, layer: int) -> LiveLayer | None:
-        """Return ``_layer_or_none`` after reading from the device how many tokens replays of graphs have added to the layer."""
+        """Return ``_layer_or_none``, after reading from the device how many tokens replays of graphs have added to the layer."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()
@@ -476,7 +475,7 @@ class LiveCache:
             raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite; lossy codecs need finite values")
 
     def _layer_or_none(self, layer: int) -> LiveLayer | None:
-        """Return layer ``layer``, or None before its first tokens; negative numbers do not count from the end."""
+        """Return layer ``layer``, or None before its first tokens. Raises OutOfBounds, also for a negative number."""
         if type(layer) is not int:
             as_integer(layer, "layer")
         if 0 <= layer < self._count:

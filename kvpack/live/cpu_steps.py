@@ -1,4 +1,4 @@
-"""Decode steps on the CPU: checks and tables of a layer, created once for all steps until its pages or buffers change."""
+"""Fast decode steps on the CPU: a layer is checked and prepared once for all steps, until its pages or buffers change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 _NUMBER_TYPES = {type(None), bool, int, float}
-"""The types of options that calls are kept by."""
+"""The types of numeric options. Prepared calls are cached by the values of their options."""
 
 
 class CpuSteps:
-    """The steps over one ``layer``; other calls go to the layer's own ``update`` and to ``kvpack.attend``."""
+    """The prepared decode steps of one ``layer``. Calls that they do not support go to the layer's ``update`` and to ``kvpack.attend``."""
 
     captured = False
 
@@ -36,7 +36,7 @@ class CpuSteps:
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail. Returns False, and does nothing, if the layer's ``update`` must check, convert or make room."""
+        """Append tokens to the raw tail. Returns False without doing anything if ``update`` must check or convert them, or make room."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend like ``LiveCache.attend``; None if ``kvpack.attend`` must do it, or report why it cannot."""
+        """Attend as ``LiveCache.attend`` does; return None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()
@@ -94,14 +94,14 @@ class CpuSteps:
         return call(q, sink_logits=sink_logits, starts=starts, tokens=tokens)
 
     def refresh(self) -> bool:
-        """Update to the current state of the layer; return False, because there are no launches."""
+        """Prepare for the layer's current state. Returns False, because the CPU has no kernel launches that could change."""
         return False
 
     def settle(self) -> None:
-        """Do nothing: no step is captured."""
+        """Do nothing, because steps on the CPU are never captured in a graph."""
 
     def _view(self) -> None:
-        """Build the current layer, with the whole buffers as its tails."""
+        """Prepare the layer as it is now, with its complete tail buffers."""
         layer = self._layer
         self._version, self._is_even, self._older = layer.version, not layer.is_uneven, layer.older_tokens
         self._calls: dict[Any, Callable[..., torch.Tensor] | None] = {}

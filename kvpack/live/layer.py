@@ -1,4 +1,4 @@
-"""One layer of a live cache: keys, values, and the number of tokens in pages and in the tail."""
+"""One layer of a live cache: its keys and values, and the number of packed and raw tokens."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class LiveLayer:
 
     @property
     def value_dim(self) -> int:
-        """Head dim of values; 0 without any."""
+        """Head dim of the values; 0 if the layer has none."""
         return self.sides["v"].dim if "v" in self.sides else 0
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail: packed ones, and those of a token group that one side has not completed."""
+        """Number of tokens before the tail: packed ones, and those of a token group that the keys or values have not completed."""
         return self._one_side.older_tokens
 
     @property
     def is_uneven(self) -> bool:
-        """True if one side has packed tokens that are raw on the other."""
+        """True if the keys and values have packed different numbers of tokens."""
         return any(side.unfinished.shape[2] for side in self.sides.values())
 
     @property
@@ -85,7 +85,7 @@ class LiveLayer:
 
     @property
     def seen(self) -> int:
-        """Number of tokens from the cache's first to the layer's last."""
+        """Number of tokens that the layer has seen, including those that it has dropped."""
         side = self._one_side
         return self.skipped + side.packed_tokens + side.unfinished.shape[2] + self.raw_tokens + self.pending_tokens
 
@@ -95,10 +95,9 @@ class LiveLayer:
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add tokens to both sides: to the raw tail or, if it has no room for them, to those that ``commit`` encodes.
+        """Add the keys and values of new tokens to the raw tail or, if it has no room, keep them until ``commit`` encodes them.
 
-        Raises InvalidParameter or InvalidType if they do not continue the layer, and on the CPU InvalidParameter for values that are not
-        finite; nothing is added then.
+        Raises InvalidParameter or InvalidType, without adding anything, if they do not continue the layer or, on the CPU, are not finite.
         """
         given = self._checked(k, v)
         self.commit()
@@ -114,7 +113,7 @@ class LiveLayer:
         self.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
-        """Return a function that restores the newest token of the raw tail after another was written over it."""
+        """Save the newest token of the raw tail, and return a function that restores it after it has been overwritten."""
         places = [side.tail[:, :, self.raw_tokens - 1] for side in self.sides.values()]
         with float32_no_grad(self.device):
             kept = [place.clone() for place in places]
@@ -126,11 +125,11 @@ class LiveLayer:
         return restore_tail
 
     def layer(self) -> Layer:
-        """Return all tokens as an immutable layer that shares pages and tail; the tail's values may move when more are added."""
+        """Return all tokens as a ``Layer`` that shares pages and tail. It is valid until more tokens are added."""
         return self._layer({name: self._tail(name) for name in self.sides})
 
     def whole(self) -> Layer:
-        """Return the layer with the whole buffers of its tails, including the room for new tokens."""
+        """Return the layer with its complete tail buffers, including the room for new tokens."""
         return self._layer({name: side.tail for name, side in self.sides.items()})
 
     def freeze(self, packed: bool = False) -> Layer:
@@ -151,11 +150,11 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``kvpack.attend`` over all tokens; those of the last update are attended unencoded."""
+        """Run ``kvpack.attend`` over all tokens. Those of a long update are not encoded yet."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
-        """Encode the tokens of a long update, after those of the tail, in whole windows."""
+        """Encode the tail and the tokens of a long update in whole windows. The remaining tokens become the tail."""
         if not self._pending:
             return
         values = {name: self._tail(name) for name in self.sides}
@@ -168,7 +167,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or the tokens after which both sides end together again; return True if any were encoded."""
+        """Encode whole windows of the tail, or as many tokens as even out the keys and values; return True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False
@@ -176,10 +175,10 @@ class LiveLayer:
         return True
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens seen. Raises OutOfBounds for tokens that the layer does not contain."""
+        """Keep the first ``tokens`` of the tokens seen. Raises OutOfBounds if the layer has dropped the last of them."""
         count = self.seen - tokens
         if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that holds tokens {self.seen - self.tokens} to {self.seen}")
+            raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that has the tokens [{self.seen - self.tokens}:{self.seen}]")
         pending = min(count, self.pending_tokens)
         if pending:
             # Before they are encoded, which drops what no query after them sees.
@@ -223,13 +222,13 @@ class LiveLayer:
         self.version += 1
 
     def _wait(self, pending: dict[str, torch.Tensor]) -> None:
-        """Keep ``pending`` tokens until they have been attended."""
+        """Keep the ``pending`` tokens of a long update until they have been attended."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
         """The number of tokens of an update that is longer than the tail's room, until they are attended."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
-        """Encode whole windows of ``values``, the new tails of both sides; the remaining tokens become the tail."""
+        """Encode whole windows of ``values``, all raw keys and values by side. The remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
         # Nobody sees them any more: they are not even encoded.
@@ -263,9 +262,9 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
-        """Return the position of the layer's token ``first``, and the norms of the keys from it on, if these choose raw tokens.
+        """Return the position of the layer's token ``first``, and the norms of all keys from it on if they determine raw tokens.
 
-        ``k`` are the keys after those in pages, including unfinished ones.
+        ``k`` are all keys that are not packed.
         """
         position = self._start + self.skipped + first
         if k is None or not any(side.codec.side_car(RawPositions) for side in self.sides.values()):
@@ -277,14 +276,14 @@ class LiveLayer:
     def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode the whole groups at the beginning of ``x`` for side ``name``; return their streams, their number of tokens, and the rest."""
+        """Encode the leading whole groups of ``x`` for side ``name``; return their streams and token count, and the remaining values."""
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
         streams = side.encode(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
         return streams, packed, x[:, :, packed:]
 
     def _whole(self, tokens: int) -> int:
-        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or as many as complete the groups of both sides."""
+        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or as many as complete both token groups."""
         if self.is_uneven:
             rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
             period = math.lcm(*(unit for _, unit in rests))
@@ -294,12 +293,12 @@ class LiveLayer:
         return self._windows(tokens)
 
     def _windows(self, tokens: int) -> int:
-        """Return the number of tokens in whole windows of ``tokens`` raw tokens before the newest ones."""
+        """Return the number of tokens in whole windows among ``tokens`` raw tokens, without the newest ones, which stay raw."""
         return max(0, tokens - self.newest) // self.window * self.window
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Change both sides or, if that fails (for example for lack of memory), neither, so that both have the same tokens."""
+        """Undo changes of the keys and values if the block fails, for example for lack of memory, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -311,7 +310,7 @@ class LiveLayer:
             raise
 
     def _count_unseen(self, raw: int) -> int:
-        """Return the number of stored tokens, ``raw`` of them in the tail, that no later query sees."""
+        """Return the number of stored tokens that no later query sees. ``raw`` is the number of tokens in the tail."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -326,10 +325,9 @@ class LiveLayer:
         self.version += 1
 
     def _aligned(self, token: int) -> int:
-        """Return the last token up to ``token`` at which both sides can begin.
+        """Return the last token up to ``token`` at which both the keys and the values can begin.
 
-        Whole windows after the beginning of a page, rows have the same alignment, so that kernels stay the same; the pages of both sides
-        may have no such token in common.
+        Kernels stay the same if it is whole windows after the beginning of a page, which is not always possible for both.
         """
         first = token
         for group in (self.window, 0):
@@ -364,7 +362,7 @@ class LiveLayer:
             check_tensor(x, where)
             expected = [side.batch, side.heads, x.shape[2], side.dim]
             if list(x.shape) != expected:
-                raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue a side of shape {expected}")
+                raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue tensors of shape {expected}")
             if x.device != side.tail.device:
                 raise InvalidParameter(
                     f"{where}: the values are on {x.device}, but the cache is on {side.tail.device}: give x.to({str(side.tail.device)!r})"
@@ -372,7 +370,7 @@ class LiveLayer:
             given[name] = x
         if len({x.shape[2] for x in given.values()}) > 1:
             counts = " and ".join(f"{x.shape[2]} of {name}" for name, x in given.items())
-            raise InvalidParameter(f"{self.name}: got {counts}; pass the same number of tokens for both sides")
+            raise InvalidParameter(f"{self.name}: got {counts}; pass the same number of tokens for keys and values")
         for name, x in given.items():
             side = self.sides[name]
             if x.device.type == "cpu" and side.codec.exact_dtype is None:

@@ -25,14 +25,17 @@ WINDOW = 128
 """Number of tokens that are encoded together if the recipe does not set a window."""
 
 ROOM = 2
-"""Windows that the raw tail has room for, besides its newest tokens: steps may go on for a window after one is full."""
+"""Number of windows for which the raw tail has room in addition to its newest tokens. Steps can thus continue after one is full."""
 
 NEWEST = 128
-"""Number of newest tokens that stay raw if the recipe does not set a window: the next tokens attend to them the most."""
+"""Number of newest tokens that stay raw if the recipe does not set a window. The next tokens attend to them the most."""
 
 
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
-    """Return layer ``number`` of ``layers`` without tokens, for the shapes of ``k`` and ``v``. Raises InvalidParameter and InvalidType."""
+    """Create layer ``number`` of ``layers`` without tokens, for keys and values like ``k`` and ``v``.
+
+    Raises InvalidParameter and InvalidType.
+    """
     sides: dict[str, Side | None] = {}
     for name, x in zip(SIDES, (k, v), strict=True):
         if x is None:
@@ -50,12 +53,12 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
             raise type(error)(f"{where}: {error}") from None
         sides[name] = Side(codec, (), x[:, :, :0].clone(), recipe.window)
     if not any(sides.values()):
-        raise InvalidParameter(f"layers[{number}]: neither keys nor values were given")
+        raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
     return Layer(sides["k"], sides["v"])
 
 
 def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int) -> LiveLayer:
-    """Create the live layer that continues ``layer``, which has sides and is layer ``number`` of a cache from position ``start`` on."""
+    """Create the live layer that continues ``layer``, which is layer ``number`` of a cache that begins at position ``start``."""
     group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
     window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
@@ -71,7 +74,7 @@ def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[in
         raise InvalidType(f"sliding_windows is {describe(windows)}, expected a list with an integer or None for each layer")
     if len(windows) != layers:
         raise InvalidParameter(
-            f"sliding_windows has {len(windows)} items, but the cache has {layers} layers: give one, or None, for each layer"
+            f"sliding_windows has {len(windows)} items, but the cache has {layers} layers: pass an integer or None for each layer"
         )
     for window in windows:
         if window is not None and as_integer(window, "sliding_windows") < 1:

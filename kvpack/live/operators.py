@@ -1,8 +1,8 @@
-"""Operators by which compiled code updates and attends live caches; ``torch.compile`` sees their shapes, but not their effects.
+"""Custom operators by which compiled code updates live caches and attends to them. ``torch.compile`` sees only the shapes of their results.
 
-Every call takes the *ticket* that the layer's last call returned, a tensor with the number of the cache, and returns the next one. So no
-compiler drops a call, joins two or changes their order, and code compiled for one cache accepts another. A ticket is in CPU memory, which
-keeps the operators out of graphs that a compiler captures, where a replay would lose their Python code.
+Every call takes a *ticket*, a tensor with the cache's number that the layer's last call returned, and returns the next ticket. Because of
+this dependency a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU
+memory, which keeps the operators out of CUDA graphs: a replay would not run their Python code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 
 class OperatorTarget(Protocol):
-    """The part of a ``LiveCache`` that the operators call."""
+    """The methods of a ``LiveCache`` that the operators call."""
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None: ...
     def attend(
@@ -54,20 +54,20 @@ def cache_of(ticket: torch.Tensor) -> OperatorTarget:
 
 
 class Tickets:
-    """The tickets of a cache's layers, by which compiled code calls the operators."""
+    """The current ticket of each layer of a cache, for compiled code that calls the operators."""
 
     def __init__(self, cache: OperatorTarget, layers: int) -> None:
         first = ticket_of(cache)
         self.tickets = [first.clone() for _ in range(layers)]
 
     def compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Append to one layer, in compiled code."""
+        """Call ``live_update`` for one layer, and keep the new ticket."""
         self.tickets[layer] = live_update(self.tickets[layer], k, v, layer)
 
     def compiled_attend(
         self, layer: int, q: torch.Tensor, dim: int, sink_logits: torch.Tensor | None, starts: Any, **options: Any
     ) -> torch.Tensor:
-        """Attend over one layer, whose values have ``dim`` channels, in compiled code."""
+        """Call ``live_attend`` for one layer, whose values have ``dim`` channels, and keep the new ticket."""
         if starts is not None:
             starts = torch.as_tensor(starts, device=starts.device if isinstance(starts, torch.Tensor) else "cpu")
         out: torch.Tensor
@@ -108,7 +108,7 @@ def live_attend(
     softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``LiveCache.attend``; return its result and the next ticket. ``dim`` is that of the values."""
+    """Run ``LiveCache.attend``; return its result and the next ticket. ``dim`` is the head dim of the values."""
     out = cache_of(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )

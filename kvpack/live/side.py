@@ -1,4 +1,4 @@
-"""One side of a live layer: packed runs, of which the last is filled in place, and a raw tail in its own buffer."""
+"""The keys or the values (one *side*) of a live layer: packed runs, the last of which is filled in place, and a buffer of raw tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 GROWTH = 16
-"""A page that is made to be filled has room for a sixteenth of the tokens packed before it, so that little memory is empty."""
+"""A new open page has room for 1/16 of the tokens packed before it, so that little memory is unused."""
 
 MIN_WINDOWS = 8
-"""Minimum number of windows for which such a page has room."""
+"""Minimum number of windows for which an open page has room."""
 
 
 @dataclass
 class OpenPage:
-    """A page with room for ``capacity`` tokens, of which the first ``filled`` are present. Rows do not change once written."""
+    """A packed run that is being filled: of its ``capacity`` tokens, the first ``filled`` are present and do not change anymore."""
 
     codec: Codec
     capacity: int
@@ -42,7 +42,7 @@ class OpenPage:
         return OpenPage(codec, capacity, streams)
 
     def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
-        """Append ``tokens`` tokens of ``streams``, starting at token ``start``: whole token groups."""
+        """Append ``tokens`` tokens of ``streams``, starting at their token ``start``. Both are whole numbers of token groups."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
             self.streams[name][:, :, row : row + count] = streams[name][:, :, first : first + count]
@@ -62,7 +62,7 @@ def _has_rows_of_tokens(codec: Codec) -> bool:
 
 
 class SideState(NamedTuple):
-    """Pages and buffers of a side at one moment, with the number of tokens in each open page."""
+    """A snapshot of a side's pages and buffers, with the number of tokens in each open page."""
 
     runs: PackedRuns
     unfinished: torch.Tensor
@@ -116,27 +116,27 @@ class LiveSide:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use, including unfilled space."""
+        """Bytes of memory in use, including space for new tokens."""
         packed = sum(stream.nbytes for stretch in self._runs.stretches for stream in stretch.streams.values())
         filled = sum(stream.nbytes for page in self._open for stream in page.streams.values())
         return packed + filled + self.unfinished.nbytes + self.tail.nbytes
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail, packed or unfinished."""
+        """Number of tokens before the tail, including unfinished ones."""
         return self.packed_tokens + self.unfinished.shape[2]
 
     @property
     def runs(self) -> PackedRuns:
-        """The packed tokens."""
+        """The packed tokens, as runs."""
         return self._all_runs()
 
     def side(self, tokens: int) -> Side:
-        """Return the side with the first ``tokens`` tokens of the tail, as views."""
+        """Return the side as it is now, with the first ``tokens`` tokens of the tail, as views."""
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
-        """Return the tokens of the side before its tail, followed by ``tail``."""
+        """Return the side with another ``tail``."""
         return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
@@ -165,10 +165,10 @@ class LiveSide:
         return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
-        """Encode ``x`` ``[batch, kv_head, token, dim]``, whole token groups that follow the packed ones, without changing the side.
+        """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
 
-        ``position`` is that of the first token, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if
-        they are known. Raises InvalidParameter and OutOfRange, which name ``where``. Issues the warning of ``encode`` once.
+        ``position`` is the first token's position, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if
+        they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision is issued only once.
         """
         runs = self._all_runs()
         with float32_no_grad(x.device), collected_misfits() as misfits:
@@ -180,7 +180,7 @@ class LiveSide:
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
-        """Add ``tokens`` packed tokens."""
+        """Append ``tokens`` packed tokens with the given streams."""
         self._joined = None
         before = self.packed_tokens
         with float32_no_grad(self.tail.device):
@@ -205,12 +205,12 @@ class LiveSide:
 
     @property
     def state(self) -> SideState:
-        """Return the state for ``restore``, without the values written into the tail."""
+        """Return a snapshot for ``restore``. It does not include the values in the tail."""
         filled = tuple(page.filled for page in self._open)
         return SideState(self._runs, self.unfinished, tuple(self._open), filled, self._joined, self.tail)
 
     def restore(self, state: SideState) -> None:
-        """Go back to ``state``."""
+        """Restore a snapshot."""
         self._runs, self._open, self._joined, self.tail = state.runs, list(state.open), state.joined, state.tail
         self.unfinished = state.unfinished
         for page, filled in zip(state.open, state.filled, strict=True):
@@ -218,7 +218,7 @@ class LiveSide:
         self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep tokens ``[start, stop)`` of those before the tail; ``start`` begins a token group or equals ``stop``."""
+        """Keep only the tokens ``[start:stop]`` of those before the tail. ``start`` begins a token group, or equals ``stop``."""
         runs, packed = self._all_runs(), self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))
@@ -251,7 +251,7 @@ class LiveSide:
         return windows * self.window
 
     def _all_runs(self) -> PackedRuns:
-        """Return all runs: the same object until they change, so that kernels find the tables that they cached with it."""
+        """Return all runs. The object stays the same until the runs change, because kernels cache tables for it."""
         if self._joined is None:
             self._joined = PackedRuns([*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)])
         return self._joined

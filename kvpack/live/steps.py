@@ -1,4 +1,4 @@
-"""Decode steps on a CUDA device: kernels read positions, tails and pages on the device, without planning or checks between steps."""
+"""Fast decode steps on a CUDA device: kernels read positions, tails and pages there, so the host need not plan or check between steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from .layer import LiveLayer
 
 ALIGNED = 4
-"""Integers of 32 bits to which launches expect addresses to be aligned."""
+"""Alignment of addresses that kernels expect, in 32-bit integers."""
 
 
 class Steps:
-    """The steps over one ``layer``, whose tokens the device counts. ``not_finite``, int32 ``[1]``, is set if a value is not finite."""
+    """The prepared decode steps of one ``layer``, whose tokens the device counts.
+
+    ``not_finite``, int32 ``[1]`` on the device, is set if a value is not finite.
+    """
 
     def __init__(self, layer: LiveLayer) -> None:
         self._layer = layer
@@ -40,13 +43,13 @@ class Steps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Return True if steps can attend queries like ``q``: over all tokens of both sides, by kernels."""
+        """Return True if kernels support queries like ``q`` over the layer's keys and values."""
         if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append a few tokens. Returns False, and does nothing, if the layer's own ``update`` must check them or make room."""
+        """Append a few tokens. Returns False without doing anything if the layer's ``update`` must check them or make room."""
         layer = self._layer
         if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False
@@ -78,7 +81,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend like ``LiveCache.attend``; None if ``kvpack.attend`` must do it."""
+        """Attend as ``LiveCache.attend`` does; return None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -99,7 +102,7 @@ class Steps:
         return call(q, self._lengths, sink_logits, starts)
 
     def refresh(self) -> bool:
-        """Update to the current state of the layer; return True if launches changed."""
+        """Prepare for the layer's current state; return True if kernel launches changed."""
         changed = False
         if self._version != self._layer.version:
             view = self._layer.whole()
@@ -118,7 +121,7 @@ class Steps:
         return changed
 
     def settle(self) -> None:
-        """Read how many tokens replays of a graph have added."""
+        """Read from the device how many tokens replays of graphs have added."""
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:

@@ -1,8 +1,8 @@
-"""Pages of serving engines: their geometry, their layout in an engine's memory, and the codec between them and rows.
+"""Pages of serving engines: their geometry, their layout in an engine's memory, and the codec that converts them to rows and back.
 
-``PageGeometry`` is the shape of a page, ``PageBuffer`` the engine's memory of pages, ``PageLayout`` the arrangement of keys and values
-in it, ``PageCodec`` what encodes pages to rows of one size, and ``Minifloats`` values that an engine keeps in 8 or 4 bits.
-``kvpack.PageStore`` keeps rows by the engine's own keys.
+``PageGeometry`` describes a page's shape, ``PageBuffer`` an engine's memory of pages, and ``PageLayout`` the arrangement of keys and values
+in it. ``PageCodec`` encodes pages to rows (packed pages of one size), and ``Minifloats`` describes values that an engine keeps in 8 or 4
+bits. ``kvpack.PageStore`` stores rows by the engine's own keys.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _HOMES = {
     "PageGeometry": "kvpack.pages.geometry",
     "PageLayout": "kvpack.pages.layout",
 }
-"""The modules of the public names."""
+"""The module that defines each public name."""
 
 __all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"]
 
@@ -30,7 +30,7 @@ __all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import public names on first use: they need torch."""
+        """Import a public name on first use, because importing it needs torch."""
         if name not in __all__:
             raise AttributeError(f"module 'kvpack.pages' has no attribute {name!r}")
         from importlib import import_module
@@ -41,5 +41,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, with the public ones that are not imported yet."""
+    """Return the module's names, including public ones that have not been imported yet."""
     return sorted({*globals(), *__all__})

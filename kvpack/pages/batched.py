@@ -1,7 +1,7 @@
-"""Lanes that no kernel codes page by page, on their device: pages are gathered and coded together, and their streams copied.
+"""Encode and decode, on a device, the lanes that no page kernel supports: pages are gathered, coded as one batch, and their streams copied.
 
-This handles codecs with channel scales, with a basis and with two widths, 8-bit values, and head dims that the page kernels do not support.
-A job's pages form one batch: what a codec chooses for a run, it chooses for each of the batch.
+This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head dims that the page kernels do not support.
+Codecs choose scales and raw tokens for each page of the batch separately.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from .lanes import Lane
 
 ALIGNED = 16
-"""Bytes that divide those from one page to the next where pages are copied (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
+"""Alignment, in bytes, of the distance between pages that kernels copy (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
 
 MAX_BYTES = 64 << 20
-"""Bytes of values that are gathered or decoded at once; codecs use a few times as many, and engines leave little memory."""
+"""Maximum bytes of values in one batch. Codecs need a few times as much, and engines leave little memory."""
 
 
 def supports(codec: Codec) -> bool:
-    """Return True if no stored bits can make decoding on a device read outside a table: every digit is a code, and nothing is permuted."""
+    """Return True if a codec can be decoded on a device safely: no stored bits, however damaged, can make it read outside a table."""
     side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
     if isinstance(codec, Opaque):
         return False
@@ -51,9 +51,10 @@ def supports(codec: Codec) -> bool:
 
 
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
-    """Fill the streams of ``lane`` in ``rows``, uint8 ``[page, byte]``. Raises InvalidParameter and OutOfRange for any of the pages.
+    """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys, and ``left_out``, int64 ``[2]``, counts raw tokens as ``choose_slot_tokens``.
+    ``keys`` are the layers' keys. Raw tokens without room are added to ``left_out``, int64 ``[2]``, as in ``choose_slot_tokens``. Raises
+    InvalidParameter and OutOfRange for any of the pages.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
@@ -82,15 +83,15 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
 
 
 def can_lose(lane: Lane) -> bool:
-    """Return True if tokens of ``lane``, whose pages have no raw tokens, may lose precision, or cost others precision."""
+    """Return True if tokens of ``lane`` may lose precision, or cause others to, because its pages have no raw tokens."""
     return lane.measured or lane.watched is not None
 
 
 def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a mask of pages in which ``count_losses`` may find tokens, bool ``[page]``; the host does not wait.
+    """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
-    The streams of ``lane``, whose pages have no raw tokens, are in ``rows``. ``norms``, and those of the layers' keys, are ``[page and
-    layer, kv_head, token]``.
+    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` are ``[page and layer,
+    kv_head, token]``.
     """
     codec, watched = lane.plain, lane.watched
     found = []
@@ -110,7 +111,7 @@ def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: tor
 
 
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that lose precision, or cost others precision, in pages without raw tokens whose streams are in ``rows``.
+    """Count the tokens that lose precision, or cause others to, in pages without raw tokens that have been encoded to ``rows``.
 
     The result is int64 ``[2]``, as in ``choose_slot_tokens``.
     """
@@ -126,9 +127,9 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the values of pages, ``[page and layer, kv_head, token, dim]``, the norms of their keys, and their misfits.
+    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``; return them, the norms of their keys, and their misfits.
 
-    The norms are None if no raw tokens are chosen, and the misfits (``head_norms.misfit_scores``) if no scales are shared.
+    The norms are None if no raw tokens are chosen. The misfits (``head_norms.misfit_scores``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -155,7 +156,10 @@ def _encode(
 def _count_without_room(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for pages ``x`` without raw tokens; ``lost`` are their ``excesses``."""
+    """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
+
+    ``lost`` is the result of the codec's ``excesses``, if there is one.
+    """
     result = torch.zeros(2, dtype=torch.int64, device=x.device)
     if key_norms is not None and lane.watched is not None:
         result += choose_slot_tokens(lane.watched, key_norms, lane.plain.token_group, 0, misfits)[1].sum(0)
@@ -167,13 +171,13 @@ def _where(lane: Lane) -> str:
 
 
 def _above_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0."""
+    """Return a mask of ``sizes`` ``[..., token]`` that exceed ``ratio`` times the median, if that is not 0."""
     medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
-    """Decode the streams of ``lane`` in ``rows`` to the pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
+    """Decode the streams of ``lane`` in ``rows`` to those pages in ``slots`` whose ``status``, int32 ``[page]``, is 0."""
     from kvpack.kernels.pages.lanes import scatter
 
     geometry, dtype = lane.geometry, layers.first.dtype
@@ -198,7 +202,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Yield the slots in parts of at most ``MAX_BYTES`` of ``dtype``, with the number of the first of each."""
+    """Split the slots into batches of at most ``MAX_BYTES`` of values, and yield the index of each batch's first slot with the batch."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)
@@ -207,7 +211,7 @@ def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Itera
 
 
 def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim: int | None = None) -> torch.Tensor:
-    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, a multiple of ``ALIGNED`` bytes apart."""
+    """Allocate the layers of ``count`` pages, ``[page and layer, kv_head, token, dim]``, at distances divisible by ``ALIGNED`` bytes."""
     shape = lane.geometry.heads, lane.geometry.tokens, dim or lane.codec.dim
     step = -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED // dtype.itemsize
     values = torch.empty(count * lane.count, step, dtype=dtype, device=device)
@@ -215,7 +219,7 @@ def _pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.device, dim
 
 
 def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the streams of all layers of the lane in ``rows``, as views ``[page, layer, kv_head, ...]``."""
+    """Return views ``[page, layer, kv_head, ...]`` of the streams of the lane's layers in ``rows``."""
     result = {}
     for name, layout in lane.layouts.items():
         begin, end = lane.places[name]

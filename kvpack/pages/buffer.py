@@ -28,7 +28,7 @@ class PageBuffer:
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
-            raise InvalidParameter(f"the pages have the sides {', '.join(geometry.dims)}, but {', '.join(given)} were given")
+            raise InvalidParameter(f"the geometry has {' and '.join(geometry.dims)}, but tensors for {' and '.join(given)} were passed")
         self.sides: dict[str, tuple[torch.Tensor, ...]] = {}
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
@@ -59,7 +59,7 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Describe values that share memory, as in an expanded tensor; empty if there are none."""
+        """Describe which tensors share memory, as the values of an expanded tensor do, for a message; empty if none do."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
@@ -89,7 +89,7 @@ def _strided(x: torch.Tensor) -> Strided:
 
 
 def checked_slots(slots: Sequence[int], count: int, written: bool) -> list[int]:
-    """Convert ``slots`` to Python integers, because sums of narrow integers with addresses would wrap around.
+    """Return ``slots`` as Python integers, because adding narrow integers to addresses would overflow.
 
     Raises OutOfBounds for a slot outside 0 to ``count`` - 1, and InvalidParameter for anything but integers and, if slots are ``written``,
     for a repeated slot.

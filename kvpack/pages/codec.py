@@ -1,4 +1,4 @@
-"""PageCodec: encode many pages at a time from an engine's own memory to rows of one size, and decode them back."""
+"""PageCodec: encode many pages at a time from an engine's memory to rows of one size, and decode them back."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class PageCodec:
         self.close()
 
     def close(self) -> None:
-        """Stop the codec's threads. It accepts no further calls."""
+        """Stop the codec's threads. The codec cannot be used afterward."""
         self._closed = True
         self._host.close()
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens to be kept raw for which pages had no slot, in all layers and sides so far. The host waits for devices."""
+        """Number of tokens so far that should have been kept raw but found no room in their page. Reading it waits for devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
@@ -138,7 +138,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _device_of(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the codec for the device of ``pages``; None for host memory, which C kernels and PyTorch handle."""
+        """Return the implementation for the device of ``pages``; None for host memory, which C and PyTorch handle."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:
@@ -148,9 +148,12 @@ class PageCodec:
     def checked(
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
-        """Return ``slots`` as integers, and the digests of ``keys``. Raises InvalidParameter and OutOfBounds."""
+        """Check ``pages``, ``slots`` and ``keys``, and return the slots as integers and the digests of the keys.
+
+        Raises InvalidParameter, InvalidType and OutOfBounds.
+        """
         if self._closed:
-            raise InvalidParameter("the codec is closed: make another PageCodec")
+            raise InvalidParameter("the codec is closed: create another PageCodec")
         if not isinstance(pages, PageBuffer):
             raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
@@ -159,7 +162,7 @@ class PageCodec:
         return slots, _digests(keys, len(slots), "slots")
 
     def _check_rows(self, rows: Rows, count: int, *, writable: bool) -> None:
-        """Check ``rows`` like ``_views``; they may be in device memory."""
+        """Check ``rows``, which may be in device memory, for ``count`` pages. Raises the errors of ``_views``."""
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
@@ -208,7 +211,7 @@ def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes 
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the 32 bytes by which a row names the page of an engine's ``key``. Raises InvalidParameter for anything but bytes."""
+    """Return the 32-byte digest of an engine's ``key`` for a page, which the page's row contains. Raises InvalidType unless it is bytes."""
     if not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
     return hashlib.sha256(key).digest()

@@ -1,7 +1,7 @@
-"""Convert pages in device memory to rows and back with kernels: the host only provides tables, and reads the outcomes afterwards.
+"""Convert pages in device memory to rows and back with kernels. The host only provides tables, and reads the outcomes afterward.
 
-Recipes without such kernels are coded for all pages of a job together (``batched``). Host memory handles the rest: refused pages, whose
-errors the host reports, and recipes whose digits must be checked before a table lookup.
+Recipes that page kernels do not support are coded for all pages of a job together (``batched``). The host codes pages that kernels have
+rejected, to report their errors, and recipes whose digits must be checked before they are looked up in tables.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""States of a page that kernels did not encode, and of one in which tokens may lose precision or cost others precision."""
+"""Status of a page that kernels could not encode, and of one in which tokens may lose precision or cause others to."""
 
 
 class PageJob:
-    """A job of pages that may still run on its device: slots and rows must not change until ``outcomes`` has returned."""
+    """A job that encodes or decodes pages and may still be running. Slots and rows must not change until ``outcomes`` has returned."""
 
     def __init__(self, status: torch.Tensor, finish: Callable[[list[int]], list[Outcome]]) -> None:
         self._finish: Callable[[list[int]], list[Outcome]] | None = finish
@@ -61,11 +61,11 @@ class PageJob:
 
     @property
     def done(self) -> bool:
-        """True if the device has done its part; ``outcomes`` then only waits for pages that it refused."""
+        """True if the device has finished. ``outcomes`` then only has to code the pages that it rejected."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:
-        """Return, for each page, None or the error for which it was skipped, once the device has finished."""
+        """Wait for the device, and return, for each page, None or the error because of which it was skipped."""
         if self._finish is not None:
             if self._event is not None:
                 self._event.synchronize()
@@ -74,9 +74,9 @@ class PageJob:
 
 
 class _StartedEncoding(NamedTuple):
-    """An encoding job whose ``status``, int32 ``[page]``, the host has not read: 0, ``_REFUSED`` or ``_SUSPECT``.
+    """An encoding job whose ``status``, int32 ``[page]``, is still on the device: 0, ``_REFUSED`` or ``_SUSPECT`` for each page.
 
-    ``measured`` are the lanes in which ``batched.count_losses`` measures pages of the latter, their layers, and the layers of their keys.
+    ``measured`` are the lanes in which ``batched.count_losses`` examines suspect pages, with their layers and the layers of their keys.
     """
 
     status: torch.Tensor
@@ -84,7 +84,7 @@ class _StartedEncoding(NamedTuple):
 
 
 class DevicePages:
-    """Encodes and decodes pages on ``device``, on its current stream."""
+    """The implementation of ``PageCodec`` for pages on ``device``. It uses the device's current stream."""
 
     def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOut) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
@@ -98,7 +98,7 @@ class DevicePages:
             """Raw tokens for which pages had no slot, as ``LeftOut`` counts them."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
-        """Start encoding to ``rows`` in any memory, preferably the device's."""
+        """Start encoding pages to ``rows``, which are fastest in the device's memory."""
         target = rows if self._is_usable(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):
@@ -134,7 +134,7 @@ class DevicePages:
         return PageJob(torch.cat([status, costly]), finish)
 
     def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
-        """Start decoding ``rows`` in any memory; rows on the device are checked there, except for ``values``."""
+        """Start decoding ``rows``. Rows on the device are checked there, unless ``values`` requires the host's checks."""
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
             if not values and self._is_usable(rows):
@@ -160,7 +160,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> _StartedEncoding | None:
-        """Start encoding to ``rows``; return None if the kernels do not support the whole recipe."""
+        """Start encoding to ``rows`` with kernels; return None if they do not support the whole recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes
@@ -199,9 +199,9 @@ class DevicePages:
     def _count_losses(
         self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, numbers: Sequence[int]
     ) -> int:
-        """Add the tokens that lose precision in pages of ``numbers``, or cost others precision, to ``left_out``.
+        """Count the tokens that lose precision, or cause others to, in the pages ``numbers``, and add them to ``left_out``.
 
-        Returns the number of tokens to warn of.
+        Returns the number of tokens to warn about.
         """
         if not numbers:
             return 0

@@ -1,4 +1,4 @@
-"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe selects for them."""
+"""PageGeometry: the shape of an engine's pages, and the codecs that a recipe assigns to them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "u8": torch.uint8,
 }
-"""torch dtypes of an engine's values by name; u8 are slots whose bytes mean nothing to kvpack."""
+"""The torch dtypes of an engine's values by name. u8 is for pages whose bytes kvpack does not interpret."""
 COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
-"""Dtype from and to which 8-bit values are coded; it represents each of their values exactly."""
+"""The dtype to which 8-bit values are converted before encoding. It represents each of their values exactly."""
 MAX_BYTES = 2**40
-"""Maximum number of bytes of an engine's page whose meaning is not known."""
+"""Maximum number of bytes per layer of a page whose bytes kvpack does not interpret."""
 FEATURE = "page-dtype"
 """The ignorable feature of a row's description with the engine's dtype."""
 
@@ -82,7 +82,7 @@ class PageGeometry:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Values per token and head, for each side that a page has."""
+        """The number of values per token and head, for the keys ("k") and, if a page has them, the values ("v")."""
         return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
 
     @property
@@ -119,9 +119,9 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return the number of rows of each stream with a fixed number of raw tokens per page; empty if there is no room.
+        """Return the fixed number of raw tokens for which a page has room, by stream; empty if there is no room.
 
-        A basis is calibrated without the tokens that recipes keep raw and encodes them badly, so pages with a basis have room for at least
+        A basis is calibrated without the tokens that recipes keep raw, and encodes them badly. So pages with a basis have room for at least
         one.
         """
         raw, count = codec.side_car(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class RowPlan(NamedTuple):
-    """The plan that all rows of a codec share."""
+    """The layout that all rows of a page codec have, with checks of rows against it."""
 
     geometry: PageGeometry
     contents: Contents
@@ -42,7 +42,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of a row that does not follow this plan, or None; with ``values``, the rules of its codecs are checked too."""
+        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
             check_same(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -54,7 +54,7 @@ class RowPlan(NamedTuple):
 
 
 class HostPages:
-    """Encodes and decodes pages in host memory with ``threads`` threads."""
+    """The implementation of ``PageCodec`` for pages in host memory, with ``threads`` threads of its own."""
 
     def __init__(self, plan: RowPlan, threads: int, left_out: LeftOut) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out
@@ -71,7 +71,7 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode to ``targets``; errors name the slots ``names``, or ``slots`` for None."""
+        """Encode pages to ``targets``. Errors name the slots ``names`` (default: ``slots``)."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 
@@ -96,13 +96,13 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """Return the fault of each row, None for a valid one."""
+        """Return the error of each row; None for a valid row."""
         return self._each(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Decode rows that have been checked."""
+        """Decode rows that have already been checked."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 

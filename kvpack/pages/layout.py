@@ -1,4 +1,4 @@
-"""PageLayout: the position of each value of a page in an engine's memory, found by writing through the engine's own writer."""
+"""PageLayout: the position of each of a page's values in an engine's memory, determined by calling the engine's own writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PageLayout:
-    """The position of every value in a page of ``elements`` values; ``places`` has int64 ``[layer, head, token, channel]`` per side."""
+    """The arrangement of a page of ``elements`` values in memory.
+
+    ``places`` has the position of each key and each value, int64 ``[layer, head, token, channel]``, by side.
+    """
 
     geometry: PageGeometry
     elements: int
@@ -85,13 +88,13 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """Name of the layout, derived from the positions of its values: the ``layout`` for ``Identity.of_engine``."""
+        """The name of the layout, derived from the positions of its values. It is the ``layout`` for ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """Offset of the first value and the strides of the axes, for each side; None for a layout without strides."""
+        """The offset of the first value and the strides of the axes, by side; None if strides cannot describe the layout."""
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -109,9 +112,9 @@ class PageLayout:
         return result
 
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
-        """View ``pool`` ``[slot, value]`` in an engine's memory as slots, without a copy.
+        """View ``pool`` ``[slot, value]``, an engine's memory, as a ``PageBuffer``, without copying.
 
-        Raises InvalidParameter for a layout without strides: copy its pages with ``gather`` and ``scatter``.
+        Raises InvalidParameter if strides cannot describe the layout: copy its pages with ``gather`` and ``scatter`` instead.
         """
         self._check_pool(pool)
         if self.strides is None:
@@ -157,7 +160,7 @@ class PageLayout:
                     bits_of(pool)[slot].index_put_((place,), values)
 
     def _checked(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
-        """Return ``slots`` of ``pool`` as integers; ``staging`` has one slot for each."""
+        """Check ``pool`` and ``staging``, which must have a slot for each of ``slots``, and return the slots as integers."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
             raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
@@ -182,12 +185,12 @@ def _check_tensor(x: Any, what: str) -> None:
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values as integers, because indexing has no kernels for every dtype, and a NaN equals nothing."""
+    """Return values as integers with the same bits. Indexing does not support every dtype, and a NaN is not equal to itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return values with random bits, from smallest to largest, including negative zeros but no NaN, from a separate generator."""
+    """Return values with random bits, including negative zeros and subnormals but no NaN. A separate generator is used."""
     generator = torch.Generator().manual_seed(0)
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)

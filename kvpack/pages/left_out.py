@@ -1,4 +1,4 @@
-"""Count raw tokens for which an engine's pages have no room, and warn once if other tokens lose precision because of them."""
+"""Count the raw tokens for which an engine's pages have no room, and warn once if that costs precision."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class LeftOut:
-    """Counts, in ``count``, the tokens for which the pages of one codec had no room. Threads add to it.
+    """A counter of tokens that should have been kept raw, but for which their page had no room. Safe to use from any thread.
 
-    A token of low norm that is left out only has its own error. One of high norm, or one that a shared scale does not fit, is ``costly``:
-    tokens or heads that share scales with it lose precision. So is one that maps and means do not fit, which loses precision itself.
+    A token of low norm is harmless: only its own error grows. A token is ``costly`` if tokens or heads that share scales with it lose
+    precision, because its norm is high or a shared scale does not fit it, or if it loses precision itself because a map or mean does not
+    fit it.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:
@@ -26,13 +27,13 @@ class LeftOut:
         self.count = self.costly = 0
 
     def add(self, count: int, costly: int) -> None:
-        """Count tokens of a page, without a warning."""
+        """Add the tokens of a page, without warning."""
         with self._lock:
             self.count += count
             self.costly += costly
 
     def warn(self, costly: int) -> None:
-        """Issue one KvpackWarning in total, about ``costly`` tokens."""
+        """Issue a KvpackWarning about ``costly`` tokens, unless one has been issued already."""
         with self._lock:
             if self._has_warned or not costly:
                 return

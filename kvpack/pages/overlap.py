@@ -1,4 +1,4 @@
-"""Test whether strided values share bytes, from sizes and strides only; an engine's tensors may have too many values to list.
+"""Determine from sizes and strides if strided values share bytes. An engine's tensors have too many values to compare one by one.
 
 Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these within an
 item of each other. The search goes from the largest stride down; the reach of the smaller strides leaves few choices.
@@ -10,11 +10,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _MAX_STEPS = 10_000
-"""Maximum number of steps of a search; layouts in use need tens."""
+"""Maximum number of steps in a search. Layouts in use need a few dozen."""
 
 
 class Strided(NamedTuple):
-    """Items of ``item`` bytes from ``begin`` on, with ``axes`` of (size, stride in bytes); sizes are at least 2, strides at least 0."""
+    """A strided array of items of ``item`` bytes, the first at address ``begin``.
+
+    ``axes`` are pairs (size of at least 2, stride in bytes of at least 0).
+    """
 
     begin: int
     item: int
@@ -49,7 +52,7 @@ def share(x: Strided, y: Strided) -> bool:
 
 
 def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
-    """Return the numbers of two tensors that share bytes, or of one that shares bytes with itself, twice; None if none do."""
+    """Return the indices of two tensors that share bytes, or the same index twice if a tensor's own items do; None without any."""
     for number, tensor in enumerate(tensors):
         if shares_with_itself(tensor):
             return number, number
@@ -67,7 +70,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold(tensors: list[Strided]) -> Strided | None:
-    """Combine equal tensors at equal distances into one with another axis; tensors of one pool combine first by layers, then by sides."""
+    """Combine equally shaped tensors at equal distances into one with another axis, such as the layers of one pool."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)

@@ -17,7 +17,7 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity.canonical_text import plain, sampled
+from kvpack.identity.canonical_text import plain, sample_values
 from kvpack.identity.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
@@ -178,7 +178,7 @@ def test_wrappers_of_torch_change_nothing(wrapped: Any) -> None:
 
 
 def test_a_module_that_is_no_transformers_model_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"a .*ModuleList is not a transformers model: pass the transformers model inside it"):
+    with pytest.raises(InvalidParameter, match=r"a .*ModuleList is not a transformers model: pass the transformers model that it contains"):
         identity(nn.ModuleList([small_llama()]))
 
 
@@ -431,7 +431,7 @@ def test_a_model_is_the_same_after_a_long_sequence(kind: str) -> None:
 
 
 def test_a_setting_without_a_text_of_its_own_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, and kvpack cannot tell what it does"):
+    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot describe"):
         identity(with_setting("odd", object()))
 
 
@@ -448,9 +448,9 @@ def test_samples_are_read_together_as_each_alone() -> None:
         ("flags", values > 0), ("integers", values.to(torch.int64)), ("few", values[0, :3]), ("part", values[2:5, 10:90]),
         ("none", values[:0]), ("scalar", values[0, 0]), ("text", "x"),
     ]  # fmt: skip
-    assert sampled(named, 64) == [plain(name, value, 64) for name, value in named]
+    assert sample_values(named, 64) == [plain(name, value, 64) for name, value in named]
     with pytest.raises(InvalidParameter, match="lost is on the meta device"):
-        sampled([*named, ("lost", torch.empty(3, device="meta"))], 64)
+        sample_values([*named, ("lost", torch.empty(3, device="meta"))], 64)
 
 
 @pytest.mark.parametrize("weights", [None, "a revision"])

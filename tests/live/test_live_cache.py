@@ -419,8 +419,8 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
     bad[0, 0, 0, 3] = math.nan
     refused: list[tuple[type[Exception], str, Any]] = [
         (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
-        (InvalidParameter, r"layers\[0\].k: shape .* does not continue a side", lambda: live.update(0, k[..., :32], v)),
-        (InvalidParameter, "pass the same number of tokens for both sides", lambda: live.update(0, k, v[:, :, 1:])),
+        (InvalidParameter, r"layers\[0\].k: shape .* does not continue tensors", lambda: live.update(0, k[..., :32], v)),
+        (InvalidParameter, "pass the same number of tokens for keys and values", lambda: live.update(0, k, v[:, :, 1:])),
         (InvalidParameter, "the layer has a v side, but none was passed", lambda: live.update(0, k, None)),
         (InvalidType, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (
@@ -428,7 +428,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
             r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan",
             lambda: live.update(0, bad, v[:, :, :1]),
         ),
-        (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that holds tokens 0 to 150", lambda: live.truncate(151)),
+        (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that has the tokens \[0:150\]", lambda: live.truncate(151)),
         (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
         (InvalidParameter, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "has 1 items, but the cache has 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),

@@ -300,7 +300,7 @@ def test_a_closed_store_takes_no_more_calls(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(InvalidParameter, match="is closed: open another PageStore"):
             call()
-    with pytest.raises(InvalidParameter, match="the codec is closed: make another PageCodec"):
+    with pytest.raises(InvalidParameter, match="the codec is closed: create another PageCodec"):
         store.codec.encode_into(given, [0], [bytearray(store.codec.nbytes)])
     assert threading.active_count() == threads
 
@@ -450,12 +450,12 @@ def test_an_engines_identity_needs_no_model_in_memory(tmp_path: Path) -> None:
     with pytest.raises(MissingFile, match=r"has no config\.json, expected the folder of a transformers model"):
         Identity.of_engine(tmp_path / "none", "octopus-3", **options)
     (path / "model.safetensors").unlink()
-    with pytest.raises(InvalidParameter, match=r"contains no \*.safetensors: pass revision"):
+    with pytest.raises(InvalidParameter, match=r"contains no \*.safetensors files: pass revision"):
         Identity.of_engine(path, "octopus-3", **options)
     assert Identity.of_engine(path, "octopus-3", **options, revision="abc").weights == "abc"
     with pytest.raises(InvalidParameter, match=r"tp is \(2, 2\)"):
         Identity.of_engine(path, "octopus-3", **options, tp=(2, 2))
-    with pytest.raises(InvalidParameter, match="kv_dtype and layout name the engine's pages"):
+    with pytest.raises(InvalidParameter, match="kv_dtype or layout is empty"):
         Identity.of_engine(path, "octopus-3", kv_dtype="bf16", layout="")
     with pytest.raises(InvalidParameter, match="layout is 'd1; x', expected text without a semicolon"):
         # What layout d1 and extra x are called.

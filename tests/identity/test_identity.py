@@ -383,7 +383,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
     assert store.load(ids[:longest]) == (0, None), "with the token that follows, the model takes other frequencies"
     assert store.match(ids[:80]) == 0
     plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=32)
-    assert plain._longest is None
+    assert plain._max_sequence is None
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

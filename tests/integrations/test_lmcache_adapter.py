@@ -555,7 +555,7 @@ def test_the_objects_of_a_task_are_evicted_from_the_last_on(opened: Callable[...
         waited(adapter.pop_completed_store_tasks if kind == "store" else lambda number=number: adapter.query_load_result(number))
         (store,) = adapter._stores.values()
         used = {stored.key: stored.used_ns for stored in store._backend.list()}
-        times = [used[name] for name in store._names([key_bytes(key) for key in KEYS])]
+        times = [used[name] for name in store._entry_keys([key_bytes(key) for key in KEYS])]
         assert times == sorted(times, reverse=True)
     adapter.close()
 

@@ -591,5 +591,5 @@ def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp
 def _newest_first(tier: Any, keys: list[bytes]) -> list[bytes]:
     """The keys in the order in which the store evicts them last."""
     used = {stored.key: stored.used_ns for stored in tier.store._backend.list()}
-    names = dict(zip(keys, tier.store._names(keys), strict=True))
+    names = dict(zip(keys, tier.store._entry_keys(keys), strict=True))
     return sorted(keys, key=lambda one: used[names[one]], reverse=True)

@@ -338,7 +338,7 @@ def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytes
             live.update(layer, values(own, count).to(DEVICE), values(own, count).to(DEVICE))
             q = values(4, count)
             found = live.attend(layer, q.to(DEVICE)).cpu()
-            held = live._own(layer)
+            held = live._layer_or_none(layer)
             assert held is not None
             with monkeypatch.context() as here:
                 here.setenv(dispatch.VARIABLE, "torch")

@@ -1,4 +1,4 @@
-"""Tables of codecs and side-cars. To add one, add a file here, a row below, and a page or section in spec/."""
+"""Tables of all codecs and side-cars. To add one, add a file here, a row in its table, and a page or section in spec/."""
 
 from __future__ import annotations
 
@@ -52,7 +52,20 @@ SIDE_CARS: dict[str, type[SideCar]] = {
 
 
 def codec_class(codec_id: str) -> type[CodecFamily]:
-    """Return the class of a codec id. Raises UnknownCodec, which lists the known ids."""
+    """Return the class of a codec id.
+
+    Args:
+        codec_id: The id, such as ``"group"``.
+
+    Returns:
+        The codec family with this id.
+
+    Raises:
+        UnknownCodec: No codec has this id. The message lists the known ids.
+
+    >>> kvpack.formats.codec_class("group").__name__
+    'Group'
+    """
     try:
         return CODECS[codec_id]
     except KeyError:
@@ -68,7 +81,25 @@ def side_car_words() -> tuple[str, ...]:
 
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
-    """Create the codec, with any side-cars, that a recipe's ``options`` ask for. Raises UnknownCodec and InvalidParameter."""
+    """Create the codec that a recipe requests, with its side-cars if there are any.
+
+    Args:
+        codec_id: The codec id, such as ``"group"``.
+        dim: Head dim.
+        side: ``"k"`` for keys or ``"v"`` for values, which may have different defaults.
+        options: The options of the codec and of its side-cars.
+
+    Returns:
+        The codec.
+
+    Raises:
+        UnknownCodec: No codec has this id.
+        InvalidParameter: An option is unknown, out of range, or does not fit the others.
+
+    >>> options = kvpack.formats.options.Options("group", {"b": "4"})
+    >>> kvpack.formats.create_codec("group", 128, "k", options).nominal_bits
+    4.0
+    """
     side_cars: list[SideCar | None] = []
     if options.mentions_any(side_car_words()):
         side_cars = [side_car.from_options(dim, side, options) for side_car in SIDE_CARS.values()]
@@ -77,7 +108,23 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:
-    """Create the codec from a header's map: ``id``, parameters, then side-cars. Raises UnknownCodec and InvalidParameter."""
+    """Create the codec from its map in a file's header.
+
+    Args:
+        params: The key ``id``, the codec's parameters, then its side-cars by name; ``Codec.params`` returns this map.
+
+    Returns:
+        The codec.
+
+    Raises:
+        UnknownCodec: No codec has this id.
+        InvalidParameter: A parameter is missing, unknown, of the wrong type or out of range.
+
+    Source: spec/container.md, Codecs.
+
+    >>> kvpack.formats.codec_from_params({"id": "raw", "dim": 64, "dtype": "bf16"})
+    Raw(dim=64, dtype='bf16')
+    """
     codec_params = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
     codec = codec_class(params["id"]).from_params(codec_params)
     side_cars = [side_car.from_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]

@@ -1,6 +1,6 @@
-"""angle: pairs of values, each coded as one of n angle bins and a norm (spec/codecs/angle.md).
+"""angle: pairs of values, each stored as an angle bin and a norm (spec/codecs/angle.md).
 
-Source: TurboAngle Sec. 3, except that a bin decodes to its center, with a quarter of the error of its lower edge.
+Source: TurboAngle Sec. 3, except that a bin decodes to its center, with a quarter of the squared error of its lower edge.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """A pair of consecutive values decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` selects how r is stored.
+    """Codec that stores pairs of consecutive values. Bin k decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` selects how r is
+    stored.
 
-    fp32: r itself; linear: r = minimum + step * code; log: r = 2^(minimum + step * code), with one pair
-    (step, minimum) per token and head in the dtype ``range`` and codes of ``norm_bits``. ``norm_rule`` steers the encoder and is
-    not stored.
+    fp32 stores r itself. linear stores codes of ``norm_bits`` with r = minimum + step * code, and log with r = 2^(minimum + step * code).
+    Step and minimum are one pair per token and head in the dtype ``range``. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "angle"
@@ -96,7 +96,7 @@ class Angle(CodecFamily):
 
     @property
     def directions(self) -> torch.Tensor:
-        """(cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
+        """Cosine and sine of each bin center, correctly rounded, float32 ``[bins, 2]``."""
         return bin_directions(self.bins, "cpu")
 
     def packings(self) -> dict[str, Columns]:
@@ -185,7 +185,7 @@ class Angle(CodecFamily):
 
 
 def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token, shape ``[..., 1]``."""
+    """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token: ``[..., 1]``."""
     largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
     product, squares, length = (
         (left / largest).mul_(other / largest).sum(-1, keepdim=True)
@@ -195,7 +195,7 @@ def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torc
 
 
 StreamDigits = tuple[tuple[int, ...], tuple[int, ...]]
-"""The bases and the alphabets of a code stream's digits."""
+"""Bases and alphabets of a code stream's digits."""
 
 
 @lru_cache(MAX_CACHED_TABLES)
@@ -225,7 +225,7 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 
 @cache_per_device
 def bin_directions(bins: int) -> torch.Tensor:
-    """Return (cos, sin) of each bin center, correctly rounded, float32 ``[bins, 2]``."""
+    """Return the cosine and sine of each bin center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
     quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
     beyond = part > bins

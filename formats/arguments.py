@@ -1,4 +1,4 @@
-"""Argument checks. Each message names the value, its type and the expected type in one short line."""
+"""Argument checks. Each message names the argument, its value and the expected type in one short line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .errors import InvalidParameter, InvalidType
 from .lazy import torch
 
 _MAX_SHOWN = 80
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of characters of a value that a message shows."""
 _BOOL_TYPES = {"bool", "bool_"}
-"""The type names of truth values: Python's and NumPy's."""
+"""Names of the Boolean types of Python and NumPy."""
 
 
 def describe(value: Any) -> str:
@@ -34,7 +34,7 @@ def describe(value: Any) -> str:
 
 
 def as_integer(value: Any, what: str) -> int:
-    """Convert ``value`` to an integer. Raises InvalidType; ``what`` names the value in the message."""
+    """Convert ``value`` to an integer. Raises InvalidType; the message calls the value ``what``."""
     if type(value) is int:
         return value
     try:
@@ -45,7 +45,7 @@ def as_integer(value: Any, what: str) -> int:
 
 
 def check_flag(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is True or False; a string such as "no" would be truthy."""
+    """Raise InvalidType unless ``value`` is True or False. A string such as "no" would count as true."""
     if type(value).__name__ not in _BOOL_TYPES and not (type(value) is int and value in (0, 1)):
         raise InvalidType(f"{what} is {describe(value)}, expected True or False")
 
@@ -57,13 +57,13 @@ def check_callback(value: Any, what: str = "progress") -> None:
 
 
 def check_mapping(value: Any, what: str, example: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a mapping; the message shows ``example``."""
+    """Raise InvalidType unless ``value`` is None or a mapping. The message shows ``example``."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidType(f"{what} is {describe(value)}, expected a map such as {example}")
 
 
 def as_list(value: Any, what: str, expected: str) -> list[Any]:
-    """Return the items of a list, a tuple, an array or another sequence. Raises InvalidType; ``expected`` describes the items."""
+    """Return the items of a list, tuple, array or other sequence. Raises InvalidType; ``expected`` describes the items in the message."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
@@ -107,7 +107,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number that fits a float; ``what`` names it in the message."""
+    """Raise InvalidType unless ``value`` is None or a number that fits in a float. The message calls it ``what``."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
         raise InvalidType(f"{what} is {describe(value)}, expected a number")

@@ -1,8 +1,8 @@
 """balanced: keys in a calibrated frame in which keys and queries have the same second moments (spec/side-cars.md).
 
-An error in a key costs as much as the queries make of it. Let E[k k^T] = L L^T over keys, C = E[q q^T] over the queries that attend to
-them, and L^T C L = U diag(lambda) U^T. In the frame diag(lambda)^(1/4) U^T L^-1, keys and queries have the same second moments. Errors
-of equal size in every direction, such as those of codecs with a rotation, cost the least in this frame.
+The cost of an error in a key depends on the queries. Let E[k k^T] = L L^T over keys, C = E[q q^T] over the queries that attend to them, and
+L^T C L = U diag(lambda) U^T. In the frame diag(lambda)^(1/4) U^T L^-1, keys and queries have the same second moments. Errors that are
+equally large in every direction, such as those of codecs with a rotation, cost the least in this frame.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from .rotation import Rotation
 
 OPTION = "frame"
-"""The option of a recipe that requests a frame, as ``frame=balanced``."""
+"""Recipe option that requests a frame, as in ``frame=balanced``."""
 
 FRAMES = ("balanced", "centered")
-"""Frames of a basis: for keys as they are, and for keys minus their mean, if the mean is stored separately."""
+"""Kinds of frames in a basis: for whole keys, and for keys minus their mean, if the mean is stored separately."""
 
 
 @dataclass(frozen=True)
 class Balanced(ValueMap):
-    """Maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
+    """Side-car that maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
 
-    ``source`` holds the frames once the codec has been given its basis; it is not stored.
+    ``source`` contains the frames once the codec has received its basis; it is not stored.
     """
 
     name: ClassVar[str] = "balanced"
@@ -93,11 +93,13 @@ class Balanced(ValueMap):
 
     @property
     def basis_location(self) -> str:
-        """The part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
+        """Return the frames of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads``
+        heads.
+        """
         if self.source is None:
             raise missing_basis(self.basis_location)
         try:
@@ -115,7 +117,7 @@ class Balanced(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map queries by ``query`` and then ``rotation``, as one matrix product."""
+        """Map queries by ``query`` and then by ``rotation``, in a single matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A product of three dimensions is called faster than one that is broadcast.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

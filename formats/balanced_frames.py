@@ -1,4 +1,4 @@
-"""Balanced frames of a layer's keys, as stored in a basis (spec/basis.md)."""
+"""Balanced frames of a layer's keys, as a basis stores them (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .rotation import Rotation
 
 MAX_GROWTH = 2.0**10
-"""The most that a matrix, and its inverse, may make of values of at most 1 (rule basis-24)."""
+"""Maximum factor by which a matrix or its inverse may enlarge values (rule basis-24)."""
 
 
 class BalancedFrames:
@@ -33,16 +33,16 @@ class BalancedFrames:
         return self.matrices.shape[2]
 
     def for_heads(self, heads: int) -> BalancedFrames:
-        """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
+        """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
         return self
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """Return the inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
+        """Inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
 
-        Raises OutOfRange if a matrix is too badly conditioned (rules basis-19 and basis-24).
+        Raises OutOfRange if a matrix is too ill-conditioned (rules basis-19 and basis-24).
         """
         result = invert_for_encoding(self.matrices, "a balanced frame of the basis")
         growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), result.abs().sum(-2).amax(-1))
@@ -56,7 +56,7 @@ class BalancedFrames:
     def query_matrices(self, rotation: Rotation) -> torch.Tensor:
         """Return the matrices that map queries to the coded frame of ``rotation``, float32 ``[kv_head, channel, column]``, rounded once.
 
-        Keys are mapped first and rotated second; these matrices do both for queries. They are cached.
+        They combine the map and the rotation. The result is cached.
         """
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
@@ -66,7 +66,7 @@ class BalancedFrames:
         return self._query_matrices[rotation]
 
     def on_device(self, device: torch.device) -> BalancedFrames:
-        """Return a copy of the frames on ``device``, which is cached."""
+        """Return the frames on ``device``. A copy is cached."""
         if self.matrices.device == device:
             return self
         key = str(device)
@@ -79,7 +79,7 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """Calibrated input for a ``layer``'s keys: frames of a kind, or mean squared ``queries``, and the SHA-256 of the basis."""
+    """Calibrated input for a ``layer``'s keys: ``frames``, or mean squared ``queries``, and the SHA-256 of their basis."""
 
     digest: bytes
     layer: int

@@ -1,7 +1,6 @@
-"""The base of every codec: frozen parameters, a layout, encode and decode.
+"""The base class of all codecs, with the layouts and encoders that codecs return.
 
-An id and its meaning never change: two codecs with one id and equal parameters decode each other's bytes
-(spec/README.md, Versioning).
+Ids are permanent: a codec id never changes its meaning, and equal ids and parameters decode the same bytes (spec/README.md, Versioning).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 SideCarType = TypeVar("SideCarType")
 
 HALF_LIMIT = 65520.0
-"""The smallest number that rounds to infinity in binary16; the largest finite binary16 is 65504."""
+"""The smallest number that rounds to infinity in binary16. The largest finite binary16 is 65504."""
 
 DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes per value of each stored dtype, by safetensors name."""
 NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
-"""Their NumPy dtypes; bfloat16 is read as unsigned integers."""
+"""NumPy dtype of each stored dtype. Bfloat16 is read as unsigned integers."""
 
 NORMS = {"fp16": "F16", "fp32": "F32"}
 """Stored dtypes of norms and factors, by parameter value."""
@@ -44,28 +43,38 @@ NORMS = {"fp16": "F16", "fp32": "F32"}
 MAX_DIM = 1024
 
 _PACKING_PARAMETERS = {"arrangement", "fields"}
-"""Parameters that say how codes are packed and do not change the codes."""
+"""Parameters that determine how codes are packed, but not the codes themselves."""
 
 Fields = tuple[tuple[str, int], ...]
-"""The number of fields F of each code stream, in stream order."""
+"""Number of fields per column (F in the specification) for each code stream, in stream order."""
 
 PayloadRule = Callable[["Mapping[str, Array]", str], None]
-"""A check of the stored streams of a side, arrays by name, which is named in messages. Raises InvalidPayload."""
+"""A check of the stored streams of one layer's keys or values: arrays by name, and a location for messages. Raises InvalidPayload."""
 
 RunRule = Callable[["Mapping[str, Array]", Sequence[int], int, str], None]
-"""As ``PayloadRule``, given the tokens of each run and the number of sequences too."""
+"""A ``PayloadRule`` that also receives the number of tokens in each run and the number of sequences."""
 
 Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
-"""A function that unpacks the planes of a code stream to its digits, as ``Columns.unpack`` does."""
+"""A function that unpacks the planes of a code stream into digits, like ``Columns.unpack``."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Dtype and shape ``[batch, kv_head or 1, rows, ...]`` of one stored stream.
+    """Dtype and shape of one stored stream.
 
-    ``per`` says what a row stands for: "token" (a row covers ``tokens_per_row`` tokens), "run", or "entry" (the number of rows for each
-    ``tokens_per_row`` tokens of a sequence depends on stored flags or counts; see ``Codec.entries``). ``batch_axis`` is None for a stream
-    whose first axis is 1 for any batch: its rows are entries, ordered by token, then by sequence.
+    Attributes:
+        dtype: Stored dtype by its safetensors name: U8, U16, F16, BF16 or F32.
+        shape: ``[batch, kv_head or 1, row, ...]``.
+        tokens_per_row: Number of consecutive tokens that one row covers.
+        per: What a row belongs to: ``"token"`` (``tokens_per_row`` tokens), ``"run"`` (a whole run), or ``"entry"`` (how many rows belong
+            to ``tokens_per_row`` tokens depends on stored flags or counts; see ``Codec.entries``).
+        batch_axis: Axis of the sequences. None if the first axis is 1 for any batch size: rows are then entries, ordered by token and
+            sequence.
+
+    Source: spec/container.md, Layers.
+
+    >>> kvpack.formats.base.Layout("F16", (1, 8, 1000)).strides
+    (8000, 1000, 1)
     """
 
     dtype: str
@@ -76,11 +85,18 @@ class Layout:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the strides, in values, of a contiguous array of this shape."""
+        """Strides of a contiguous array of this shape, in values."""
         return _strides(self.shape)
 
     def array(self, data: memoryview) -> numpy.ndarray[Any, Any]:
-        """View the stored bytes ``data`` as an array of this shape; bfloat16 as unsigned integers."""
+        """View stored bytes as a NumPy array of this shape.
+
+        Args:
+            data: The stored bytes, little-endian.
+
+        Returns:
+            A view of ``data`` with the dtype that ``NUMPY_DTYPES`` names; bfloat16 as unsigned integers.
+        """
         array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
         return array
 
@@ -92,11 +108,20 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens to encode as one run, for codecs that must see all of them before encoding the first.
+    """The tokens to encode as one run, for codecs that must see all tokens before they encode the first.
 
-    Each call of ``blocks()`` iterates over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order. ``position`` is the
-    position of the first token. ``norms``, float32 ``[batch, kv_head, token]``, are the norms of the layer's keys in each head, if known.
-    ``whole()`` iterates over the values with the vectors of pages that ``blocks()`` lack; None if there are no such vectors.
+    Attributes:
+        shape: ``(batch, kv_head, token, dim)``.
+        device: Device of the values.
+        blocks: Returns a new iterator over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order.
+        position: Position of the first token in its sequence, if known.
+        norms: Norms of the layer's keys in each head, float32 ``[batch, kv_head, token]``, if known.
+        whole: Like ``blocks``, but before page vectors are subtracted. None if no page vectors are subtracted.
+
+    >>> x = torch.randn(1, 2, 10, 64)
+    >>> run = kvpack.formats.base.Run((1, 2, 10, 64), x.device, lambda: iter([x]))
+    >>> [block.shape[2] for block in run.blocks()]
+    [10]
     """
 
     shape: tuple[int, int, int, int]
@@ -109,9 +134,18 @@ class Run:
 
 @dataclass(frozen=True)
 class RunEncoder:
-    """Encoder of one run: ``streams`` holds the streams with one row per run, and ``encode(block, start)`` returns the others.
+    """Encoder of one run, returned by ``Codec.begin``.
 
-    A block is finite float32 ``[batch, kv_head, token, dim]``; its first token ``start`` is a multiple of the token group.
+    Attributes:
+        streams: The streams with one row per run.
+        encode: ``encode(block, start)`` returns the other streams of a block, finite float32 ``[batch, kv_head, token, dim]``. The number
+            of its first token, ``start``, is a multiple of ``Codec.token_group``.
+
+    >>> codec = kvpack.pack(past, "k=group:b=2;v=group:b=2;raw=0")[0].k.codec
+    >>> x = torch.randn(1, 2, 64, 64)
+    >>> run = kvpack.formats.base.Run((1, 2, 64, 64), x.device, lambda: iter([x]))
+    >>> list(codec.begin(run, None).encode(x, 0))
+    ['codes.0', 'scales']
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -119,7 +153,11 @@ class RunEncoder:
 
 
 class _Checks(NamedTuple):
-    """Inputs of a codec's checks: code streams with their planes, streams of finite numbers, rules, and a stream of all sequences."""
+    """Inputs of a codec's checks.
+
+    ``code_streams`` are name, packing and planes of each code stream. ``finite_streams`` must contain finite numbers. ``batch_stream`` is
+    the name of a stream whose first axis is the batch.
+    """
 
     packed: list[tuple[str, Columns, list[str]]]
     finite: list[str]
@@ -130,7 +168,10 @@ class _Checks(NamedTuple):
 
 
 class CodecSummary(NamedTuple):
-    """Properties of a codec by name; ``entries`` are the streams with one row per entry; ``has_run_rows``: any has one per run."""
+    """Properties of a codec that are read for every layer.
+
+    ``entries`` are the names of the streams with one row per entry. ``has_run_rows`` is True if any stream has one row per run.
+    """
 
     features: frozenset[str]
     bases_needed: frozenset[bytes]
@@ -146,21 +187,30 @@ class CodecSummary(NamedTuple):
 
 
 class Codec(ABC):
-    """A codec with parameters bound to one head dim: a family member (``family.CodecFamily``), or one with side-cars."""
+    """Interface of all codecs, with parameters bound to one head dim: a codec family (``CodecFamily``), alone or with side-cars.
+
+    A codec maps values ``[batch, kv_head, token, dim]`` to named tensors, its streams, and back. Encoding may change the frame first: the
+    coded frame is the original frame after the codec's rotation and maps.
+
+    >>> codec = kvpack.pack(past, "octopus-3")[0].k.codec
+    >>> streams = codec.encode(torch.randn(1, 2, 10, 64))
+    >>> codec.decode(streams).shape
+    torch.Size([1, 2, 10, 64])
+    """
 
     id: ClassVar[str]
     supports_all_side_cars: ClassVar[bool] = True
-    """True if a codec that is lossy can have all side-cars, and not only those ``supports_every_codec``."""
+    """True if the codec, unless it is lossless, supports all side-cars. Otherwise it supports only those with ``supports_every_codec``."""
     dim: int
     side_cars: tuple[Any, ...] = ()
 
     @property
     @abstractmethod
     def nominal_bits(self) -> float:
-        """Bits per value as the source paper counts them; the file size gives the actual figure."""
+        """Bits per value as the source paper counts them. The actual figure is larger; compute it from the file size."""
 
     def side_car(self, wanted: type[SideCarType]) -> SideCarType | None:
-        """Return the codec's side-car of class ``wanted``, or None."""
+        """Return the codec's side-car of class ``wanted``, or None if it has none."""
         for side_car in self.side_cars:
             if isinstance(side_car, wanted):
                 return side_car
@@ -168,7 +218,8 @@ class Codec(ABC):
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """Kinds of norm-proportional scales (``head_norms.HEADS``, ``TOKENS``) that heads or tokens share."""
+        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``head_norms.HEADS`` and ``head_norms.TOKENS``.
+        """
         return frozenset()
 
     @property
@@ -177,40 +228,48 @@ class Codec(ABC):
         return False
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-        """Return the norms of the values as the codec will encode them, float32 ``[batch, kv_head, token]``.
+        """Return the norms of the values in the coded frame, float32 ``[batch, kv_head, token]``.
 
-        ``before`` has the same meaning as in ``begin``. Raises OutOfRange for values that cannot be encoded.
+        Args:
+            run: The values.
+            before: Streams of the preceding run of the same layer's keys or values, or None.
+
+        Raises:
+            OutOfRange: A value cannot be encoded.
         """
         none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
         return torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
     @property
     def error_spread(self) -> float:
-        """The largest ratio of ``error_sizes`` to the usual one in ordinary tokens; 0 if the norm of what is encoded is such a size."""
+        """Largest ratio of a token's ``error_sizes`` to the usual one among ordinary tokens. 0 if errors are proportional to the coded
+        norm.
+        """
         return 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a size in proportion to each token's error, by what is stored of it: float32 ``[batch, kv_head, token]``.
+        """Return an estimate, computed from stored streams, that is proportional to each token's error: float32 ``[batch, kv_head,
+        token]``.
 
-        Only codecs with an ``error_spread`` have it.
+        Only codecs with a nonzero ``error_spread`` implement it.
         """
         raise NotImplementedError(self.id)
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the root mean square that values must have for a scale that their run shares: float32 ``[batch, kv_head or 1, 1]``.
+        """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
-        Tokens of smaller values have over twice the usual relative error. None: nothing depends on the largest value of a run.
+        The relative error of smaller tokens is more than twice the usual one. None if no scale is shared by a run.
         """
         return None
 
     @property
     def features(self) -> frozenset[str]:
-        """Required features for parameters that the first readers of version 1 do not know."""
+        """Required features of a file with this codec, for parameters that the first readers of version 1 do not support."""
         return frozenset()
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that readers need to decode the values."""
+        """SHA-256 of each basis that a reader needs to decode the values."""
         return frozenset()
 
     @property
@@ -220,41 +279,41 @@ class Codec(ABC):
 
     @property
     def without_raw_positions(self) -> Codec:
-        """The codec without raw tokens chosen by position."""
+        """The codec without its side-car ``raw_positions``."""
         return self
 
     def with_family(self, family: Codec) -> Codec:
-        """Return ``family`` combined with the side-cars of this codec."""
+        """Return ``family`` combined with this codec's side-cars."""
         return family
 
     @cached_property
     def rotation(self) -> Rotation:
-        """The rotation from the original to the coded frame, set by ``rotation_kind`` and ``seed``; the identity by default."""
+        """Rotation from the original to the coded frame, given by ``rotation_kind`` and ``seed``; the identity by default."""
         return rotation_of(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
 
     @property
     def exact_dtype(self) -> str | None:
-        """The dtype ("bf16", "fp16" or "fp32") that the codec stores bit for bit, including NaN and infinity; None if it is lossy."""
+        """Dtype that the codec stores bit for bit, including NaN and infinity: "bf16", "fp16" or "fp32". None if the codec is lossy."""
         return None
 
     @property
     def token_group(self) -> int:
-        """The number of tokens encoded together: new tokens are encoded in multiples of it."""
+        """Number of tokens that are encoded together. New tokens are encoded in multiples of it."""
         return 1
 
     @property
     def fixed_heads(self) -> int | None:
-        """The only number of heads that the codec accepts; None for any."""
+        """The only number of heads that the codec accepts, or None if it accepts any."""
         return None
 
     @property
     def keys_only(self) -> bool:
-        """True if only keys can be encoded."""
+        """True if the codec encodes keys but not values."""
         return False
 
     @property
     def run_values(self) -> int:
-        """Values per head in run rows that decoding converts at once; readers with a memory limit count them."""
+        """Values per head that decoding converts at once from streams with one row per run. Readers with a memory limit count them."""
         return 0
 
     @abstractmethod
@@ -263,32 +322,58 @@ class Codec(ABC):
 
     @abstractmethod
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the streams other than packed codes, stored after the codes in this order."""
+        """Return the layouts of the streams other than packed codes, which are stored after the codes in this order.
+
+        Args:
+            batch: Number of sequences.
+            heads: Number of key/value heads.
+            tokens: Number of tokens.
+        """
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        """Create the encoder of ``run``. It may first measure the whole run or build a lookup table that will pay off.
+        """Create the encoder of ``run``. Subclasses may measure the run or build a lookup table first.
 
-        ``before`` contains the streams of the side's preceding run: runs with equal run rows can be joined.
+        Args:
+            run: The values.
+            before: Streams of the preceding run of the same layer's keys or values, or None. Runs with equal run rows can be joined later.
+
+        Raises:
+            OutOfRange: A scale does not fit its stored dtype.
         """
         return RunEncoder({}, lambda block, _: self.encode(block))
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode finite float32 ``[batch, kv_head, token, dim]`` to the streams of ``layout``.
+        """Encode values to streams.
 
-        Raises OutOfRange if a scale or norm does not fit its stored width.
+        Args:
+            x: Finite float32 ``[batch, kv_head, token, dim]`` in the original frame.
+
+        Returns:
+            Tensors by name, with the names, dtypes and shapes of ``layout``.
+
+        Raises:
+            OutOfRange: A scale or norm does not fit its stored dtype.
         """
 
     @abstractmethod
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode ``digits``, unpacked from ``streams``, to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Decode unpacked codes.
+
+        Args:
+            digits: Codes as returned by ``digits(streams)``, int32 ``[batch, kv_head, token, symbol]`` each.
+            streams: All streams of the run.
+
+        Returns:
+            Values in the coded frame, float32 ``[batch, kv_head, token, dim]``.
+        """
 
     def decode_frame(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode to float32 ``[batch, kv_head, token, dim]`` in the coded frame: no inverse rotation is applied."""
+        """Decode ``streams`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame, without the inverse rotation."""
         return self.decode_digits(self.digits(streams), streams)
 
     def decode(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
+        """Decode ``streams`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
         return self.original(self.decode_frame(streams), streams)
 
     def token_count(self, streams: Mapping[str, torch.Tensor]) -> int:
@@ -298,42 +383,48 @@ class Codec(ABC):
         return streams[name].shape[2]
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values ``[batch, kv_head, token, dim]`` in ``exact_dtype``, bit for bit; only for codecs that have one."""
+        """Return the values ``[batch, kv_head, token, dim]`` bit for bit. Only codecs with an ``exact_dtype`` implement it; the result has
+        that dtype.
+        """
         raise NotImplementedError
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> Mapping[str, torch.Tensor]:
-        """Return ``streams`` as an encoder would produce them if the last token group had only its first ``tokens`` tokens."""
+        """Shorten the last token group of ``streams`` to its first ``tokens`` tokens, and return the streams that an encoder would have
+        produced.
+        """
         return streams
 
     def coded_frame(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the coded frame of the run: the inverse of ``original``."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the original frame to the run's coded frame; inverts ``original``."""
         return self.rotation.forward(x)
 
     def original(self, u: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run that has ``streams`` to the original frame."""
+        """Map float32 ``[batch, kv_head, row, dim]`` from the coded frame of the run with these ``streams`` to the original frame."""
         return self.rotation.inverse(u)
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map queries so that their products with coded keys equal those of ``q`` with original keys: the transpose of ``original``."""
+        """Map queries so that their products with coded keys equal the products of ``q`` with the original keys: the transpose of
+        ``original``.
+        """
         return self.rotation.forward(q)
 
     def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return, for each stream with one row per entry, its number of rows in a run of ``tokens`` ordinary tokens."""
+        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, for each stream with one row per entry, its number of rows per token and sequence, integers ``[token, batch]``.
+        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
 
-        An entry that covers ``tokens_per_row`` tokens is counted once for all of them: integers ``[row, batch]``.
+        If an entry covers ``tokens_per_row`` tokens, it counts once for all of them: integers ``[row, batch]``.
         """
         return {}
 
     def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, for each stream whose entries name their tokens, the token of each entry in use, int64, ascending."""
+        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
         return {}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``; unused entries are dropped."""
+        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
         return {}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -341,7 +432,13 @@ class Codec(ABC):
         return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the name, dtype and shape of every stored stream for ``tokens`` tokens; a code stream has one array per plane."""
+        """Return the name, dtype and shape of every stored stream. A code stream is stored as one array per plane.
+
+        Args:
+            batch: Number of sequences.
+            heads: Number of key/value heads.
+            tokens: Number of tokens.
+        """
         layout = {}
         for stream, packing in self.packings().items():
             for plane, words in enumerate(packing.planes):
@@ -349,7 +446,7 @@ class Codec(ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts of the streams whose number of rows does not depend on the tokens, for a side of this size."""
+        """Return the layouts of all streams for 0 tokens. They determine the streams whose number of rows does not depend on the tokens."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -357,7 +454,7 @@ class Codec(ABC):
 
     @cached_property
     def summary(self) -> CodecSummary:
-        """Return the properties that headers and encoders read for every side, cached: files have thousands of sides but few codecs."""
+        """Cached properties that headers and encoders read for every layer: files have thousands of layers but few codecs."""
         layouts = self.row_layouts
         return CodecSummary(
             self.features,
@@ -375,39 +472,44 @@ class Codec(ABC):
 
     @cached_property
     def derived_values(self) -> BoundedCache:
-        """Cache of values derived from this codec, keyed by use; sides of many layers and files share it."""
+        """Cache of values derived from this codec, keyed by use. All layers and files with the codec share it."""
         return BoundedCache()
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """Layouts of the streams without a token count: dtype, what a row stands for, and row length."""
+        """Layouts of all streams for 0 tokens: dtype, row length and what a row belongs to."""
         return self.layout(1, 1, 0)
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the digits of one code stream, each ``[batch, kv_head, token, symbols]``, into its planes."""
+        """Pack the digits of one code stream, each ``[batch, kv_head, token, symbol]``, into its planes."""
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
     def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:
-        """Unpack the digits of one code stream, int32 ``[batch, kv_head, token, symbols]`` each."""
+        """Unpack the digits of one code stream: int32 ``[batch, kv_head, token, symbol]`` each."""
         packing = self.packings()[stream]
         return unpacker(packing, [streams[f"{stream}.{plane}"] for plane in range(len(packing.planes))])
 
     def digits(self, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> tuple[torch.Tensor, ...]:
-        """Return the codes, int32 ``[batch, kv_head, token, symbols]`` per digit, in a form independent of the packing.
+        """Unpack all codes, in an order that does not depend on how they are packed.
 
-        ``unpacker`` unpacks the planes of each code stream: ``Columns.unpack``, or a kernel equivalent to it.
+        Args:
+            streams: All streams of the run.
+            unpacker: Unpacks the planes of one code stream: ``Columns.unpack``, or an equivalent kernel.
+
+        Returns:
+            Codes, int32 ``[batch, kv_head, token, symbol]`` for each digit.
         """
         return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack the codes into code streams; the inverse of ``digits``."""
+        """Pack the codes into code streams; inverts ``digits``."""
         packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)
         return packed
 
     def pack_factored(self, stream: str, digit: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack a digit as ``stream``, or as two factors ``stream_low`` and ``stream_high`` if this codec splits it."""
+        """Pack a digit as ``stream``, or as the two streams ``stream_low`` and ``stream_high`` if this codec splits it."""
         packings = self.packings()
         if stream in packings:
             return self.pack(stream, digit)
@@ -415,7 +517,7 @@ class Codec(ABC):
         return self.pack(f"{stream}_low", digit & low - 1) | self.pack(f"{stream}_high", digit >> low.bit_length() - 1)
 
     def unpack_factored(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> torch.Tensor:
-        """Unpack a digit packed by ``pack_factored``."""
+        """Unpack a digit that ``pack_factored`` packed."""
         packings = self.packings()
         if stream in packings:
             return self.unpack(stream, streams, unpacker)[0]
@@ -423,20 +525,25 @@ class Codec(ABC):
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
     def same_codes(self, other: Codec) -> bool:
-        """Return True if ``other`` stores the same codes, whatever their packing."""
+        """Return True if ``other`` stores the same codes, though perhaps packed differently."""
         params, others = self.params(), other.params()
         return params.keys() == others.keys() and all(params[name] == others[name] for name in params.keys() - _PACKING_PARAMETERS)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """Repack the streams for ``other``, which has the ``same_codes``; no value is decoded or lost."""
+        """Repack the streams for ``other``, which must have the ``same_codes``. No value is decoded, so none changes."""
         scales = {name: streams[name] for name in self.scales(1, 1, 0)}
         return other.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse stored bytes that no writer may produce.
+        """Reject stored bytes that no writer produces.
 
-        ``arrays`` holds the streams as numpy arrays (no scale is bfloat16) or as arrays read in blocks. Raises InvalidPayload for a digit
-        outside its alphabet, a nonzero spare bit, a scale that is not finite, and violations of ``payload_rules``.
+        Args:
+            arrays: All streams as NumPy arrays (a codec's scales are never bfloat16), or as arrays that are read in blocks.
+            where: Location for messages, such as ``"0.k"``.
+
+        Raises:
+            InvalidPayload: A digit is outside its alphabet, a spare bit is set, a scale is not finite, or one of ``payload_rules`` is
+                broken.
         """
         checks = self._checks
         for stream, packing, planes in checks.packed:
@@ -455,64 +562,122 @@ class Codec(ABC):
         return _Checks(packed, sorted(self.finite_streams()), self.payload_rules(), self.run_rules(), self.chunk_rules(), batch_stream)
 
     def finite_streams(self) -> list[str]:
-        """Return the streams other than codes whose values must be finite: by default all with floating-point numbers."""
+        """Return the names of the streams whose values must be finite: by default, all scales with a floating-point dtype."""
         return [name for name, layout in self.scales(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        """Return this codec's own checks of stored bytes, in order; each raises InvalidPayload."""
+        """Return the checks of stored bytes that only this codec needs, in order. Each raises InvalidPayload."""
         return ()
 
     def run_rules(self) -> tuple[RunRule, ...]:
-        """Return the checks of ``check_runs``, in order."""
+        """Return the checks that ``check_runs`` makes, in order."""
         return ()
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
-        """Return the checks of ``check_chunks``, in order."""
+        """Return the checks that ``check_chunks`` makes, in order."""
         return ()
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], where: str) -> None:
-        """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
+        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.
+        """
         for rule in self._checks.run_rules:
             rule(arrays, runs, self.batch_size(arrays), where)
 
     def batch_size(self, streams: Mapping[str, Any]) -> int:
-        """Return the number of sequences of ``streams``, arrays or tensors."""
+        """Return the number of sequences in ``streams``, which are arrays or tensors."""
         batch: int = streams[self._checks.batch_stream].shape[0]
         return batch
 
     def check_chunks(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for errors visible only after decoding all symbols, in streams that passed the other checks."""
+        """Raise InvalidPayload for errors that are visible only after all symbols are decoded. The other checks must have passed."""
         for rule in self._checks.chunk_rules:
             rule(arrays, where)
 
     @abstractmethod
     def params(self) -> dict[str, Any]:
-        """Return the header's map of this codec: ``id``, its parameters, then its side-cars."""
+        """Return the codec's map in a header: ``id``, its parameters, then its side-cars."""
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
-    """Raise InvalidParameter unless ``low <= value <= high``."""
+    """Check that an integer parameter of a codec is within its range.
+
+    Args:
+        codec: Codec id, for the message.
+        name: Parameter name, for the message.
+        value: The parameter.
+        low: Smallest allowed value.
+        high: Largest allowed value.
+
+    Raises:
+        InvalidParameter: The value is out of range.
+
+    >>> kvpack.formats.base.check_range("group", "bits", 9, 1, 8)
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.InvalidParameter: codec group: bits is 9, expected 1 to 8
+    """
     if not low <= value <= high:
         raise InvalidParameter(f"codec {codec}: {name} is {value}, expected {low} to {high}")
 
 
 def check_choice(codec: str, name: str, value: str | int, known: tuple[str, ...] | tuple[int, ...]) -> None:
-    """Raise InvalidParameter unless ``value`` is one of ``known``."""
+    """Check that a parameter of a codec has one of the known values.
+
+    Args:
+        codec: Codec id, for the message.
+        name: Parameter name, for the message.
+        value: The parameter.
+        known: The allowed values.
+
+    Raises:
+        InvalidParameter: The value is not one of ``known``.
+
+    >>> kvpack.formats.base.check_choice("group", "axis", "head", ("token", "channel"))
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.InvalidParameter: codec group: axis is 'head', expected one of token, channel
+    """
     if value not in known:
         raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(map(str, known))}")
 
 
 def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
-    """Raise InvalidParameter unless ``fields`` names exactly the ``expected`` streams, in order."""
+    """Check that the parameter ``fields`` of a codec names its code streams in order.
+
+    Args:
+        codec: Codec id, for the message.
+        fields: Pairs of a stream name and its number of fields per column.
+        expected: The stream names.
+
+    Raises:
+        InvalidParameter: A name is missing, unknown or out of order.
+
+    >>> kvpack.formats.base.check_fields("group", (("code", 8),), ("codes",))
+    Traceback (most recent call last):
+    ...
+    kvpack.errors.InvalidParameter: codec group: fields names the streams code, expected codes
+    """
     found = tuple(name for name, _ in fields)
     if found != expected:
         raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(found) or 'none'}, expected {', '.join(expected)}")
 
 
 def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
-    """Round ``values`` to the stored float ``dtype`` ("F16" or "F32").
+    """Round norms or scales to their stored dtype.
 
-    Raises OutOfRange if a value does not fit; the message contains ``what``, the position, the value and its limit.
+    Args:
+        values: Floating-point tensor of any shape.
+        dtype: Stored dtype, "F16" or "F32".
+        what: Name of a value, for the message.
+
+    Returns:
+        The rounded values in the same shape: float16 or float32.
+
+    Raises:
+        OutOfRange: A value does not fit. The message contains its position, the value and the limit.
+
+    >>> kvpack.formats.base.stored_norm(torch.tensor([1.0001]), "F16", "norm")
+    tensor([1.], dtype=torch.float16)
     """
     half = dtype == "F16"
     # One pass over the unrounded values: 65520 and above would round to infinity.

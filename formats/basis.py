@@ -1,6 +1,6 @@
 """Rows of a basis: the calibrated frame of a model's keys or values in one layer (spec/basis.md).
 
-For each head: the mean in the coded frame, the matrix from the coded frame to the original one, the weights of its columns, and the
+The rows of a head are the mean in the coded frame, the matrix from the coded to the original frame, the weights of the columns, and the
 tables of every run of columns at every width.
 """
 
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     from .frames import Frames
 
 RUN_COLUMNS = 16
-"""Columns of the coded frame that share a table, and the width of all heads in klt with one width for these."""
+"""Number of columns of the coded frame that share tables. In the klt layout with shared widths, they also share a width."""
 
 MAX_WIDTH = 8
-"""Maximum number of bits of a column."""
+"""Maximum number of bits per column."""
 
 TABLE_VALUES = (2 << MAX_WIDTH) - 2
-"""Values of the tables of one run: 2 of one bit, then 4 of two bits, and so on."""
+"""Number of values in the tables of one run: 2 for one bit, then 4 for two bits, and so on."""
 
 MEAN_UNIT = 256.0
-"""Unit of the row of the mean: columns that hardly vary have a mean that is many times their size."""
+"""Unit of the row of means. Columns that hardly vary may have a mean many times their spread."""
 
 DIGEST_BYTES = 32
-"""Bytes of the SHA-256 of a basis file, which names it."""
+"""Number of bytes of the SHA-256 that identifies a basis file."""
 
 MAX_LAYER = 4095
-"""The largest layer of a basis that a codec or side-car may name."""
+"""Largest layer of a basis that a codec or side-car may name."""
 
 
 def missing_basis(place: str) -> MissingBasis:
-    """Create the error for a codec that needs ``place`` of its basis and was given no basis."""
+    """Create the error for a codec that has no basis. ``place`` is the part of the basis that it needs."""
     return MissingBasis(f"the {place} are needed, and were not given: pass basis= when loading or converting the cache")
 
 
 LARGEST_GAIN = 65504.0
-"""The largest gain of a token, the largest binary16."""
+"""Largest gain of a token: the largest binary16."""
 
 
 def run_count(dim: int) -> int:
-    """Return the number of runs of columns of a head; the last one may be partial."""
+    """Return the number of runs of columns in a head. The last one may be partial."""
     return -(-dim // RUN_COLUMNS)
 
 
 def row_count(dim: int) -> int:
-    """Return the number of rows, of ``dim`` values each, in a head's basis."""
+    """Return the number of rows of ``dim`` values in a head's part of a basis."""
     return 2 + dim + -(-TABLE_VALUES * run_count(dim) // dim)
 
 
@@ -62,7 +62,7 @@ def run_columns(run: int, dim: int) -> slice:
 
 
 class BasisRows:
-    """The rows of one layer and side, float32 ``[batch or 1, kv_head, row, dim]``, and views of their parts.
+    """The rows of one layer's keys or values, float32 ``[batch or 1, kv_head, row, dim]``, and views of their parts.
 
     Raises InvalidParameter for fewer than ``row_count(dim)`` rows.
     """
@@ -82,7 +82,7 @@ class BasisRows:
         return self.rows.shape[3]
 
     def for_heads(self, heads: int) -> BasisRows:
-        """Return these rows if they have ``heads`` heads. Raises InvalidParameter otherwise."""
+        """Return these rows. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
         return self
@@ -94,12 +94,12 @@ class BasisRows:
 
     @cached_property
     def matrix(self) -> torch.Tensor:
-        """Columns of the coded frame in the original frame, float32 ``[batch, kv_head, column, channel]``."""
+        """Columns of the coded frame as vectors in the original frame, float32 ``[batch, kv_head, column, channel]``."""
         return self.rows[:, :, 1 : 1 + self.dim].to(torch.float32)
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """Cost of an error in each column, in the same unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
+        """Cost of an error in each column, in one unit for all columns of a basis: float32 ``[batch, kv_head, 1, column]``."""
         return self.rows[:, :, 1 + self.dim, None].to(torch.float32)
 
     @cached_property
@@ -109,20 +109,21 @@ class BasisRows:
         return values[..., : TABLE_VALUES * runs].reshape(*values.shape[:2], runs, TABLE_VALUES)
 
     def table(self, run: int, width: int) -> torch.Tensor:
-        """Return the decoded values of a run's codes at ``width`` bits, float32 ``[batch, kv_head, code]``."""
+        """Return the decoded values of a run's codes of ``width`` bits, float32 ``[batch, kv_head, code]``."""
         return self._tables[:, :, run, (1 << width) - 2 : (2 << width) - 2]
 
     def head_tables(self, heads: Sequence[int], runs: Sequence[int], width: int) -> torch.Tensor:
-        """Return the decoded values of codes of ``width`` bits for ``runs`` of 8 columns of ``heads``: float32 ``[batch, run, code]``.
+        """Return the decoded values of codes of ``width`` bits, for the runs of 8 columns ``runs`` of ``heads``: float32 ``[batch, run,
+        code]``.
 
-        Two runs of 8 columns share the table of one run of ``RUN_COLUMNS``.
+        Two runs of 8 columns share the tables of one run of ``RUN_COLUMNS``.
         """
         result = self._tables[:, list(heads), [run // 2 for run in runs]]
         return result[..., (1 << width) - 2 : (2 << width) - 2]
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """Return the inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
+        """Inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
         Raises the errors of ``check_reach`` and ``invert_for_encoding``.
         """
@@ -131,7 +132,7 @@ class BasisRows:
         return invert_for_encoding(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on_device(self, device: torch.device) -> BasisRows:
-        """Return a copy of the rows on ``device``, which is cached."""
+        """Return the rows on ``device``. A copy is cached."""
         if self.rows.device == device:
             return self
         key = str(device)
@@ -141,9 +142,10 @@ class BasisRows:
 
 
 class CalibratedRows(NamedTuple):
-    """Calibrated input of a codec: the ``rows`` of a layer and side, the SHA-256 of the basis, and values derived from the bit budget.
+    """Calibrated input of a codec: ``rows`` for the keys or values of ``layer``, the SHA-256 of their basis, and values that fit a bit
+    budget.
 
-    The derived values are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
+    The values are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
     """
 
     rows: BasisRows

@@ -1,4 +1,4 @@
-"""Sequences of a batch: select the rows of every stream that belong to given sequences."""
+"""Selection of sequences: the rows of every stream that belong to given sequences of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the streams of the sequences ``indices``, int64 ``[row]``, in that order.
 
-    Indices must be within the batch and on the streams' device. Rows are copied, never decoded. A repeated index repeats its sequence.
+    Indices must be within the batch and on the streams' device. Rows are copied without decoding them. A repeated index repeats its
+    sequence.
     """
     counts, named = codec.entries(streams), codec.select_sequences(streams, indices)
     result = {}
@@ -30,7 +31,10 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 
 
 def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the entry numbers of the sequences ``indices``, by token, then by ``indices``; ``counts`` is ``[token, batch]``."""
+    """Return the entry numbers of the sequences ``indices``, ordered by token and then by position in ``indices``.
+
+    ``counts`` ``[token, batch]`` are the numbers of entries.
+    """
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     chosen, starts = counts[:, indices].flatten(), first[:, indices].flatten()
     # Entry i of a token and sequence is i rows after its first entry, in the source and in the result.
@@ -40,7 +44,7 @@ def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(stream: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
+    """Return the rows with numbers ``rows``, int64 on the stream's device, of ``stream`` along ``axis``, in that order."""
     # Not every device, and not every version of PyTorch, indexes uint16.
     if stream.dtype == torch.uint16:
         return stream.view(torch.int16).index_select(axis, rows).view(torch.uint16)

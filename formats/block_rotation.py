@@ -1,4 +1,4 @@
-"""block_rotation: a Hadamard rotation of every block of channels of a head (spec/side-cars.md)."""
+"""block_rotation: a Hadamard rotation of every block of channels in a head (spec/side-cars.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockRotation(ValueMap):
-    """The Hadamard rotation of every ``size`` consecutive channels of a head.
+    """Side-car that rotates every block of ``size`` consecutive channels by a Hadamard matrix.
 
     Raises InvalidParameter for a size that does not divide ``dim`` or has no Hadamard matrix.
     """
@@ -65,5 +65,5 @@ class BlockRotation(ValueMap):
 
 
 def read_block_size(options: Options) -> int:
-    """Return the block size that a recipe requests, or 0. Raises InvalidParameter for a size out of range."""
+    """Return the block size that a recipe requests, or 0 if it requests none. Raises InvalidParameter if it is out of range."""
     return options.integer("block_rotation", 0, 2, MAX_DIM)

@@ -1,7 +1,7 @@
-"""channel_order: a permutation of a head's channels that spreads the large ones over the blocks of a rotation (spec/side-cars.md).
+"""channel_order: a permutation of a head's channels that spreads large ones over the blocks of a rotation (spec/side-cars.md).
 
-Source: RotateKV, outlier-aware rotation. A rotation of blocks evens out the channels within a block; with the large channels
-spread over all blocks, it evens out all channels.
+A block rotation evens out the channels within each block. If the large channels are spread over all blocks, it evens out all channels.
+Source: RotateKV, outlier-aware rotation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MAX_OF_U8 = 256
 
 @dataclass(frozen=True)
 class ChannelOrder(ValueMap):
-    """Channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``; large channels are spread over blocks of ``size``.
+    """Side-car that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``.
 
-    Raises InvalidParameter if ``dim`` channels are more than the dtype can number.
+    Large channels are spread over blocks of ``size`` channels. Raises InvalidParameter if the dtype cannot number ``dim`` channels.
     """
 
     name: ClassVar[str] = "channel_order"
@@ -88,7 +88,7 @@ class ChannelOrder(ValueMap):
         return x.gather(-1, _stored_order(streams).argsort(-1).expand(x.shape))
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload unless every row names each channel once."""
+        """Raise InvalidPayload unless every row lists each channel exactly once."""
         orders = arrays[STREAM]
         for first, (rows,) in row_blocks(orders):
             wrong = (numpy.sort(rows, -1) != numpy.arange(self.dim)).any(-1)

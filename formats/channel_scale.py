@@ -1,7 +1,7 @@
-"""channel_scale: each channel of a head divided by its own factor before any other step (spec/side-cars.md).
+"""channel_scale: a factor for each channel of a head, by which values are divided first (spec/side-cars.md).
 
-Keys of many models have a few channels far larger than the others. A rotation spreads them over all channels, so that every code has to
-describe them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
+In many models, a few channels of the keys are far larger than the others. A rotation would spread them over all channels, and every code
+would have to describe them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 STREAM = "channel_scale"
 
 _ORDINARY_RATIO = 4.0
-"""A channel up to this many times the median root mean square is not scaled."""
+"""Maximum ratio of a channel's root mean square to the median channel's for the channel to stay unscaled."""
 
 _ORDINARY_RATIO_WITH_MEANS = 8.0
-"""The same without the means of pages: where keys vary by themselves, so do queries, and errors in large channels count more."""
+"""The same if page means are subtracted: where keys vary, queries do too, and errors in large channels count more."""
 
 _OUTLIER_FACTOR = 2.0
-"""A head with a larger factor than this has outlier channels."""
+"""Factor above which a head counts as having outlier channels."""
 
 _MAX_FACTOR = 65504.0
 
 BALANCED = "balanced"
-"""The value of the option that requests factors by keys and queries."""
+"""Option value that requests factors computed from keys and queries."""
 
 _MIN_WEIGHT = 2.0**-10
-"""Minimum weight of a channel, relative to the average; its inverse is the maximum balanced factor."""
+"""Minimum weight of a channel, relative to the average. Its inverse is the maximum balanced factor."""
 
 _MAX_MEAN_RATIO = 8.0
-"""A channel's mean square is taken to be at most this many times that of its rest: biases of keys say nothing about queries."""
+"""Maximum ratio assumed between a channel's mean square with and without page means. Key biases do not predict the size of queries."""
 
 _SPAN_TOKENS = 16
-"""Tokens whose root mean square is one sample."""
+"""Number of tokens whose root mean square is one sample."""
 
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """Factors stored as ``dtype``. If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors.
+    """Side-car that divides each channel by a factor stored as ``dtype``.
 
-    With ``queries``, float32 ``[kv_head, dim]``, the mean square of each query channel, the factors are balanced: they make keys and
-    queries equally large in every channel.
+    If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors. If ``queries``, the mean square of
+    each query channel, float32 ``[kv_head, dim]``, is given, the factors make keys and queries equally large in every channel (balanced).
     """
 
     name: ClassVar[str] = "channel_scale"
@@ -97,10 +97,10 @@ class ChannelScale(ValueMap):
         return {STREAM: Layout(NORMS[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return a run's factors ``[batch, kv_head, 1, dim]``, at least 1: max(1, r / 4), where r is a channel's rms over the median rms.
+        """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
 
-        A channel's rms is that of the median of spans of 16 tokens, because an outlier in one token would scale the channel of all others.
-        Without the means of pages, the factors are max(1, min((r / 8)^6, 3 sqrt(r))), or in a head without outlier channels those of
+        The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
+        page means are subtracted, the factors are max(1, min((r / 8)^6, 3 sqrt(r))), or in a head without outlier channels those of
         ``_mean_factors``. Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)
@@ -162,10 +162,11 @@ def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> tor
 
 
 def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return factors by the mean squares of keys without the means of their pages and with them, ``[batch, kv_head, 1, dim]`` each.
+    """Return factors from the mean squares of keys without (``rest``) and with (``whole``) their page means, ``[batch, kv_head, 1, dim]``
+    each.
 
-    Queries are unknown, but in the two channels that RoPE rotates into each other they are about as large as whole keys. So factors
-    balanced by keys and queries are in proportion to (``rest`` / ``whole``)^(1/4). The smallest one is 1.
+    Queries are unknown, but in each pair of channels that RoPE rotates, they are about as large as whole keys. Balanced factors are
+    therefore proportional to (``rest`` / ``whole``)^(1/4). The smallest factor is 1.
     """
     rest, whole = (torch.stack(squares.chunk(2, 3)).sum(0).repeat(1, 1, 1, 2) for squares in (rest, whole))
     share = torch.where(whole > 0, rest / whole, 1.0).clamp(1 / _MAX_MEAN_RATIO, 1.0)
@@ -173,7 +174,7 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``; values below 2^-10 of the average are raised to it.
+    """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``. Values below 2^-10 of the average are raised to it.
 
     Raises InvalidParameter if ``queries`` has another number of heads.
     """

@@ -1,13 +1,12 @@
-"""columns(n, A, F): the primitive that packs symbols of any alphabet (spec/packing.md, Bit packing).
+"""columns(n, A, F): the packing of symbols from any alphabet into 16-bit words (spec/packing.md, Bit packing).
 
-``symbols`` symbols go into W = ceil(symbols / fields) columns. Symbol i is field i div W of column
-i mod W, so field k of all columns is one contiguous block of symbols. A column is the integer
-sum_k s_k * base^k in the fewest bytes that hold its largest value; bytes 2p and 2p+1 of all columns
-are plane p, W little-endian 16-bit words. When the byte count is odd, the last W bytes are symbols
-of an alphabet of 256, packed in turn by columns(W, 256, 2).
+``symbols`` symbols go into W = ceil(symbols / fields) columns. Symbol i is field i div W of column i mod W, so field k of all columns is
+one contiguous block of symbols. A column is the integer sum_k s_k * base^k, stored in the fewest bytes that hold its largest value. Bytes
+2p and 2p + 1 of all columns form plane p: W little-endian 16-bit words. If the number of bytes is odd, the last W bytes are treated as
+symbols of an alphabet of 256 and packed by columns(W, 256, 2).
 
-A symbol may have several digits: the fields of digit 0 come first (lowest), then those of digit 1.
-A digit's base may be larger than its alphabet (576 codewords in base 1024): the other values are never used.
+A symbol may have several digits: the fields of digit 0 come first (lowest), then those of digit 1. A digit's base may be larger than its
+alphabet (576 codewords in base 1024); the other values are invalid.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ MAX_BASE = 1 << 16
 """The largest base of a digit."""
 
 MAX_COLUMN_BYTES = 16
-"""The widest column, in bytes, when every base is a power of two."""
+"""Maximum number of bytes of a column if every base is a power of two."""
 
 MAX_COLUMN_VALUES = 1 << 53
-"""Maximum number of values of a column otherwise: binary64 contains each one exactly."""
+"""Maximum number of values of a column if some base is not a power of two. Binary64 represents each of them exactly."""
 
 MAX_FIELDS = 8 * MAX_COLUMN_BYTES
-"""Maximum number of fields of a column: one-bit symbols fill the widest column."""
+"""Maximum number of fields of a column, reached by one-bit symbols in the widest column."""
 
 _MAX_EXACT_FLOAT32 = 1 << 24
 _WORDS_AT_ONCE = 1 << 13
-"""Words that are combined over rows at once: 16 KiB, half of a core's first-level cache."""
+"""Number of words, across rows, that one reduction combines: 16 KiB, half of a core's first-level cache."""
 
 
 def is_power_of_two(value: int) -> bool:
-    """Return True if ``value`` is 1, 2, 4, …"""
+    """Return True if ``value`` is a power of two, including 1."""
     return value > 0 and value & (value - 1) == 0
 
 
 def factors_of_two(value: int) -> int:
-    """Return the exponent k in ``value`` = 2^k m with m odd."""
+    """Return the exponent k in ``value`` = 2^k m with odd m."""
     return (value & -value).bit_length() - 1
 
 
@@ -59,14 +58,29 @@ def next_power_of_two(value: int) -> int:
 
 
 def row_bytes(symbols: int, bases: Sequence[int], fields: int) -> int:
-    """Return the stored bytes of one row of ``symbols`` symbols."""
+    """Return the number of stored bytes of one row of ``symbols`` symbols."""
     return Columns(symbols, tuple(bases), fields).row_bytes
 
 
 def default_fields(symbols: int, bases: Sequence[int]) -> int:
-    """Return the F that stores ``symbols`` symbols in the fewest bytes; ties go to the narrowest column of whole words.
+    """Choose the number of fields per column that takes the fewest bytes.
 
-    Source: spec/packing.md, Bit packing. F is written in every header, so a reader never needs this.
+    Ties go to the narrowest column of whole words. Every header stores the number, so readers do not need this function.
+
+    Args:
+        symbols: Number of symbols per row.
+        bases: Base of each digit.
+
+    Returns:
+        F, the number of fields.
+
+    Raises:
+        InvalidParameter: Not even one symbol fits into a column.
+
+    Source: spec/packing.md, Bit packing.
+
+    >>> kvpack.formats.columns.default_fields(128, (9,))
+    5
     """
     return _default_fields(symbols, tuple(bases))
 
@@ -91,9 +105,25 @@ def _fits(bases: Sequence[int], fields: int) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """The packing of ``symbols`` symbols, ``fields`` per column; one base (and alphabet) per digit.
+    """The packing of a row of symbols into columns of digits, stored as planes of 16-bit words.
 
-    ``alphabets`` defaults to ``bases``. Raises InvalidParameter for a column wider than the format allows.
+    Attributes:
+        symbols: Number of symbols per row.
+        bases: Base of each digit.
+        fields: Number of fields per column.
+        alphabets: Number of valid values of each digit; ``bases`` by default.
+
+    Raises:
+        InvalidParameter: A number is out of range, or a column would be wider than the format allows.
+
+    Source: spec/packing.md, Bit packing.
+
+    >>> packing = kvpack.formats.columns.Columns(128, (9,), 5)
+    >>> packing.planes
+    (26,)
+    >>> symbols = torch.randint(0, 9, (4, 128))
+    >>> bool((packing.unpack(packing.pack([symbols]))[0] == symbols).all())
+    True
     """
 
     symbols: int
@@ -118,12 +148,12 @@ class Columns:
 
     @cached_property
     def width(self) -> int:
-        """W, the number of columns."""
+        """Number of columns, W in the specification."""
         return -(-self.symbols // self.fields)
 
     @cached_property
     def place_values(self) -> tuple[tuple[int, ...], ...]:
-        """Place value, for each digit, of each of its fields in the column."""
+        """Place value of each field within the column, for each digit."""
         values, weight = [], 1
         for base in self.bases:
             values.append(tuple(weight * base**k for k in range(self.fields)))
@@ -137,7 +167,7 @@ class Columns:
 
     @cached_property
     def column_bytes(self) -> int:
-        """Q, the bytes of one column."""
+        """Number of bytes of one column, Q in the specification."""
         return ((self.column_values - 1).bit_length() + 7) // 8
 
     @cached_property
@@ -148,7 +178,7 @@ class Columns:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Stored bytes of one row of symbols."""
+        """Number of stored bytes of one row of symbols."""
         return 2 * sum(self.planes)
 
     @cached_property
@@ -157,7 +187,7 @@ class Columns:
         return all(map(is_power_of_two, self.bases))
 
     def used_fields(self, column: int) -> int:
-        """Return the number of fields of ``column`` that contain a symbol; the others are zero."""
+        """Return the number of fields of ``column`` that contain a symbol. The other fields are zero."""
         return self._fields_before(self.symbols, column)
 
     def _fields_before(self, symbol: int, column: int) -> int:
@@ -165,9 +195,13 @@ class Columns:
         return max(0, -(-(symbol - column) // self.width))
 
     def pack(self, digits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pack digits, each ``[..., symbols]`` of any dtype with integers below its alphabet.
+        """Pack digits into planes of words.
 
-        Returns one uint16 tensor ``[..., words]`` per plane.
+        Args:
+            digits: One tensor per digit, ``[..., symbols]`` of any dtype, with integers below the digit's alphabet.
+
+        Returns:
+            One uint16 tensor ``[..., words]`` per plane.
         """
         words = self._words_from_columns(digits) if self.column_values <= 1 << 63 else self._words_from_bits(digits)
         if self.column_bytes % 2:
@@ -177,7 +211,14 @@ class Columns:
         return [word.to(torch.int16).view(torch.uint16) for word in words]
 
     def unpack(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Unpack uint16 planes ``[..., words]`` to one int32 tensor ``[..., symbols]`` per digit."""
+        """Unpack planes of words into digits; inverts ``pack``.
+
+        Args:
+            planes: One uint16 tensor ``[..., words]`` per plane.
+
+        Returns:
+            One int32 tensor ``[..., symbols]`` per digit.
+        """
         words = [plane.view(torch.int16).to(torch.int32) & 0xFFFF for plane in planes]
         if self.column_bytes % 2:
             words[-1] = torch.cat([words[-1] & 0xFF, words[-1] >> 8], -1)[..., : self.width]
@@ -231,9 +272,14 @@ class Columns:
         return self._symbols(torch.stack(fields, -2))
 
     def check(self, planes: Sequence[Array], where: str) -> None:
-        """Refuse a digit outside its alphabet, a nonzero spare bit and a nonzero unused field.
+        """Reject words that no packing produces.
 
-        ``planes`` are uint16 arrays ``[..., words]``. Raises InvalidPayload, which names ``where`` and the position.
+        Args:
+            planes: One uint16 array ``[..., words]`` per plane, in memory or read in blocks.
+            where: Location for messages.
+
+        Raises:
+            InvalidPayload: A digit is outside its alphabet, or a spare bit or an unused field is not zero. The message names the position.
         """
         if self.binary and self.alphabets == self.bases and not self._spare_bits:
             # Every bit of every word belongs to a symbol that may have any value.
@@ -246,7 +292,7 @@ class Columns:
                 self._check_rows(blocks, _RowPosition(where, first, planes[0].shape[:-1]))
 
     def word_rules(self) -> list[WordRule | None] | None:
-        """Return the rules that ``check`` applies to the words of each plane, or None if single words cannot show all errors."""
+        """Return the constraints that ``check`` puts on the words of each plane, or None if some errors are not visible in single words."""
         if self.binary and self.alphabets == self.bases:
             return [
                 WordRule(tuple(self._spare_bits[number].tolist()), (0xFFFF,) * words) if number in self._spare_bits else None
@@ -257,7 +303,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions show that these rows are valid, and False if some values must be checked one by one."""
+        """Return True if reductions over the rows prove them valid, and False if each value must be checked."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
@@ -288,7 +334,7 @@ class Columns:
                 _check_limit(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
-        """Return the numbers of the planes with nonzero spare bits."""
+        """Return the indices of the planes in which a spare bit is set."""
         wrong = []
         for number, spare in self._spare_bits.items():
             if (reduce_rows(planes[number], numpy.bitwise_or) & spare).any():
@@ -297,7 +343,7 @@ class Columns:
 
     @cached_property
     def _spare_bits(self) -> dict[int, numpy.ndarray[Any, Any]]:
-        """Spare bits of each word, by the number of the plane, for planes that have any."""
+        """Mask of the spare bits of each word, by plane index, for planes that have spare bits."""
         spare = {number: ~numpy.array(allowed, dtype=numpy.uint16) for number, allowed in enumerate(self.symbol_bits(0))}
         return {number: bits for number, bits in spare.items() if bits.any()}
 
@@ -305,14 +351,16 @@ class Columns:
     def _column_limits(self) -> numpy.ndarray[Any, Any] | None:
         """Largest value of each column if a column is one word with one digit; otherwise None.
 
-        The unused fields are the highest, so a column is valid exactly when it is below base^(used fields).
+        Unused fields are the highest ones, so a column is valid exactly if it is below base^(used fields).
         """
         if len(self.bases) > 1 or self.alphabets != self.bases or self.column_bytes != 2:
             return None
         return numpy.array([self.bases[0] ** self.used_fields(c) - 1 for c in range(self.width)], dtype=numpy.uint16)
 
     def symbol_bits(self, first: int) -> list[list[int]]:
-        """Return, for bitfields, the bits of each word of each plane that belong to symbol ``first`` and later symbols."""
+        """Return a mask, for each word of each plane, of the bits that belong to symbol ``first`` and later symbols. All bases must be
+        powers of two.
+        """
         digits = list(zip(self.bases, self.place_values, strict=True))
         columns = [
             sum(place * (base - 1) for base, places in digits for place in places[self._fields_before(first, c) : self.used_fields(c)])
@@ -334,7 +382,7 @@ def _join_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
-    """Return sum_k base^k fields[..., k, :], halving the number of fields per step: a few passes over long contiguous rows."""
+    """Return sum_k base^k fields[..., k, :]. Each step halves the number of fields, so few passes run over long contiguous rows."""
     count = fields.shape[-2]
     if count == 1:
         return fields[..., 0, :]
@@ -345,14 +393,14 @@ def _fold(fields: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _bits_at(words: Sequence[numpy.ndarray[Any, Any]], position: int) -> numpy.ndarray[Any, Any]:
-    """Return at least 16 bits of every column from bit ``position`` up; a column may be wider than any numpy integer."""
+    """Return at least 16 bits of every column, starting at bit ``position``. A column may be wider than any NumPy integer."""
     word, shift = divmod(position, 16)
     both = words[word] | words[word + 1] << numpy.uint64(16) if word + 1 < len(words) else words[word]
     return both >> numpy.uint64(shift)
 
 
 def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.ndarray[Any, Any]:
-    """Combine each word of a row over all rows; combining many rows at once keeps the reduction contiguous in memory."""
+    """Combine each word over all rows. Many rows are combined at once, so that the reduction runs along contiguous memory."""
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
@@ -362,14 +410,16 @@ def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.n
 
 
 class WordRule(NamedTuple):
-    """Constraints on each 16-bit word of a row: the bits that must be zero, and the largest allowed value."""
+    """Constraints on the 16-bit words of a row: for each word, the bits that must be zero and the largest allowed value."""
 
     spare: tuple[int, ...]
     limits: tuple[int, ...]
 
 
 class _RowPosition(NamedTuple):
-    """Position of checked rows for messages: rows from ``first`` of the stream ``where``; ``axes`` is its shape without the last axis."""
+    """Position of a block of rows, for messages: it starts at row ``first`` of the stream ``where``, whose shape without the last axis is
+    ``axes``.
+    """
 
     where: str
     first: int
@@ -377,7 +427,7 @@ class _RowPosition(NamedTuple):
 
 
 def _check_limit(place: _RowPosition, what: str, values: numpy.ndarray[Any, Any], limit: int, first: int = 0) -> None:
-    """Raise InvalidPayload when a value is above ``limit``; ``values`` starts at column ``first``."""
+    """Raise InvalidPayload if a value is above ``limit``. The first column of ``values`` is column ``first`` of the stream."""
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
         rows = [int(i) for i in numpy.unravel_index(place.first + row, place.axes)]

@@ -1,8 +1,9 @@
-"""The errors that kvpack raises: one flat hierarchy with one class per cause. Each class is also a built-in that callers catch.
+"""The errors that kvpack raises: one class per cause. Each class also derives from the built-in exception that callers would expect.
 
-A message names what was wrong, where, the rule, and both values (actual and expected).
-The command line prints the same message and exits with the class's ``exit_code``:
-1: the file is invalid, 2: the request is wrong, 3: the system refused (disk, permissions).
+A message says what is wrong and where, states the rule, and shows the actual and the expected value.
+
+Commands print the same message and exit with the class's ``exit_code``: 1 if the file is invalid, 2 if the request is wrong, 3 if the
+system refused (disk, permissions).
 """
 
 import errno
@@ -10,9 +11,9 @@ import os
 
 
 class KvpackError(Exception):
-    """Base class of every error that kvpack raises on purpose.
+    """Base class of all errors that kvpack raises on purpose.
 
-    ``exit_code`` is the exit code of commands that end with the error.
+    A command that ends with the error exits with its ``exit_code``.
 
     >>> try:
     ...     kvpack.load("notes.txt")
@@ -25,7 +26,7 @@ class KvpackError(Exception):
 
 
 class KvpackWarning(UserWarning):
-    """An operation succeeded, but not quite as requested.
+    """Warning that an operation succeeded, but not quite as requested.
 
     >>> issubclass(kvpack.KvpackWarning, UserWarning)
     True
@@ -58,7 +59,7 @@ class MissingFile(KvpackError, FileNotFoundError):
 
 
 class MissingPackage(KvpackError, ImportError):
-    """An optional package is not installed or is too old; the message contains the command that installs it.
+    """An optional package is missing or too old. The message contains the command that installs it.
 
     >>> issubclass(kvpack.MissingPackage, ImportError)
     True
@@ -68,7 +69,7 @@ class MissingPackage(KvpackError, ImportError):
 
 
 class WriteFailed(KvpackError, OSError):
-    """A file could not be written; an older file at its path is untouched.
+    """A file could not be written. An existing file at that path is unchanged.
 
     ``filename`` is the path and ``errno`` the system's error number, if known.
 
@@ -93,7 +94,7 @@ class WriteFailed(KvpackError, OSError):
 
 
 class NotKvpack(KvpackError, ValueError):
-    """The bytes are not a kvpack file: they are empty, another format, or another kind of safetensors file.
+    """The bytes are not a kvpack file: they are empty, in another format, or another kind of safetensors file.
 
     >>> kvpack.load("notes.txt")
     Traceback (most recent call last):
@@ -113,7 +114,7 @@ class Truncated(KvpackError, ValueError):
 
 
 class UnsupportedVersion(KvpackError, ValueError):
-    """A file was written by a newer kvpack, or needs a feature that this version lacks: upgrade kvpack to read it.
+    """A newer kvpack wrote the file, or the file needs a feature that this version lacks. Upgrade kvpack to read it.
 
     >>> issubclass(kvpack.UnsupportedVersion, ValueError)
     True
@@ -121,7 +122,7 @@ class UnsupportedVersion(KvpackError, ValueError):
 
 
 class UnknownCodec(KvpackError, ValueError):
-    """The header names a codec that this kvpack does not have: upgrade kvpack, or install the package that registers the codec.
+    """The header names a codec that this kvpack lacks. Upgrade kvpack, or import the package that registers the codec.
 
     >>> issubclass(kvpack.UnknownCodec, ValueError)
     True
@@ -129,7 +130,7 @@ class UnknownCodec(KvpackError, ValueError):
 
 
 class MissingBasis(KvpackError, ValueError):
-    """The values need a basis that was not passed in; the message contains the SHA-256 of the basis.
+    """Decoding the values needs a basis that was not passed. The message contains its SHA-256 if known.
 
     >>> kvpack.pack(past, "klt-2")
     Traceback (most recent call last):
@@ -139,7 +140,7 @@ class MissingBasis(KvpackError, ValueError):
 
 
 class InvalidHeader(KvpackError, ValueError):
-    """The header of a file breaks a rule of the format.
+    """A file's header breaks a rule of the format.
 
     >>> issubclass(kvpack.InvalidHeader, ValueError)
     True
@@ -147,7 +148,7 @@ class InvalidHeader(KvpackError, ValueError):
 
 
 class InvalidPayload(KvpackError, ValueError):
-    """A stored tensor breaks a rule of its codec, such as a digit out of range, a nonzero spare bit or a scale that is not finite.
+    """A stored tensor breaks a rule of its codec: for example, a digit is out of range, a spare bit is set, or a scale is not finite.
 
     >>> issubclass(kvpack.InvalidPayload, ValueError)
     True
@@ -155,7 +156,7 @@ class InvalidPayload(KvpackError, ValueError):
 
 
 class DigestMismatch(KvpackError, ValueError):
-    """Stored bytes do not match their digest: the file is damaged.
+    """Stored bytes do not match their digest, so the file is damaged.
 
     >>> kvpack.load("damaged.kvpack")
     Traceback (most recent call last):
@@ -183,7 +184,7 @@ class LimitExceeded(KvpackError, ValueError, MemoryError):
 
 
 class InvalidParameter(KvpackError, ValueError):
-    """An argument, a recipe or a tensor has a value, a shape or a range that the call does not accept.
+    """The value, shape or range of an argument, recipe or tensor is not accepted by the call.
 
     >>> kvpack.load("prompt.kvpack", device="no-such-device")
     Traceback (most recent call last):
@@ -195,7 +196,7 @@ class InvalidParameter(KvpackError, ValueError):
 
 
 class InvalidType(InvalidParameter, TypeError):
-    """An argument has a type, or a tensor a dtype, that the call does not accept.
+    """The type of an argument, or the dtype of a tensor, is not accepted by the call.
 
     >>> kvpack.save([], "prompt.kvpack")
     Traceback (most recent call last):
@@ -205,15 +206,15 @@ class InvalidType(InvalidParameter, TypeError):
 
 
 class OutOfRange(InvalidParameter):
-    """A value is too large for the width in which the codec stores it; kvpack catches the error to encode the value another way."""
+    """A value is too large for its stored width. kvpack catches this error to encode the value in another way."""
 
 
 class NotConsecutive(InvalidParameter):
-    """Caches do not follow one another, or differ in model, layers or codec; a store treats such entries as damaged."""
+    """Caches do not follow one another, or differ in model, layers or codec. A store treats such entries as damaged."""
 
 
 class OutOfBounds(KvpackError, IndexError):
-    """A cache does not have the requested layer, head or token position.
+    """The requested layer, head or token position does not exist in the cache.
 
     >>> kvpack.load("prompt.kvpack")[2]
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Base class of codec families. One codec file defines one family, which is one row of the table ``formats.CODECS``."""
+"""The base class of codec families. Each family has its own file and one row in the table ``formats.CODECS``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from .options import Options
 
 OPTIONAL = {"optional": True}
-"""Metadata of a parameter that is stored unless it has its default."""
+"""Metadata of a parameter that is stored only if it differs from its default."""
 ENCODER_ONLY = {"stored": False}
-"""Metadata of a parameter that only steers the encoder and is never stored."""
+"""Metadata of a parameter that affects only the encoder and is never stored."""
 
 
 def in_range(low: int, high: int) -> dict[str, Any]:
-    """Return the metadata of an integer parameter from ``low`` to ``high``."""
+    """Return the metadata of an integer parameter from ``low`` to ``high``, both included."""
     return {"range": (low, high)}
 
 
 def one_of(known: Iterable[Any]) -> dict[str, Any]:
-    """Return the metadata of a parameter that is one of the strings or integers ``known``."""
+    """Return the metadata of a parameter whose value is one of the strings or integers in ``known``."""
     return {"known": tuple(known)}
 
 
@@ -36,17 +36,23 @@ SEED = in_range(0, 2**64 - 1)
 
 
 class CodecFamily(Codec):
-    """A codec that a recipe or a header names by its ``id``.
+    """Base class of the codecs that recipes and headers name by ``id``.
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,
-    repr and the header round trip need no code. A field is annotated with a plain type, such as ``int``, or ``Fields``. A field's metadata
-    declares its values, once for recipes and headers: ``in_range(low, high)`` or ``one_of(known)``. A field with ``ENCODER_ONLY`` and a
-    default only steers the encoder and is never stored. A field with ``OPTIONAL`` is stored unless it has its default, so that files
-    written before the field existed keep their bytes.
+    repr and the header round trip need no code. Annotate each field with a plain type, such as ``int``, or with ``Fields``. Declare its
+    values in its metadata, ``in_range(low, high)`` or ``one_of(known)``; recipes and headers share that declaration. A field with
+    ``ENCODER_ONLY`` and a default affects only the encoder and is never stored. A field with ``OPTIONAL`` is stored only if it differs from
+    its default, so that files written before the field existed keep their bytes.
+
+    Raises:
+        InvalidParameter: A parameter is not one of its declared values.
+
+    >>> kvpack.formats.codec_class("raw")(64, "bf16").params()
+    {'id': 'raw', 'dim': 64, 'dtype': 'bf16'}
     """
 
     def __post_init__(self) -> None:
-        """Raise InvalidParameter for a parameter outside its declared values. Codecs add checks that involve several parameters."""
+        """Raise InvalidParameter for a parameter outside its declared values. Subclasses add checks that involve several parameters."""
         ranges, choices = _declared_checks(type(self))
         for name, low, high in ranges:
             if not low <= (value := getattr(self, name)) <= high:
@@ -62,7 +68,21 @@ class CodecFamily(Codec):
 
     @classmethod
     def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
-        """Read the parameter ``name`` from a recipe's ``word``, by default the word of that name (see ``Options`` for ``omitted``)."""
+        """Read the parameter ``name`` from a recipe.
+
+        Args:
+            options: The recipe's options for this codec.
+            name: Name of the parameter, whose metadata declares its values.
+            default: Value if the recipe lacks the option; None if the option is required.
+            word: Name of the option in the recipe, if it differs from ``name``.
+            omitted: See ``Options``.
+
+        Returns:
+            The parameter's value.
+
+        Raises:
+            InvalidParameter: The option is missing or its value is not allowed.
+        """
         values, word = _declared(cls)[name], word or name
         if "range" in values:
             return options.integer(word, default, *values["range"], omitted=omitted)
@@ -72,13 +92,19 @@ class CodecFamily(Codec):
     @classmethod
     @abstractmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        """Create the codec that a recipe requests, with the defaults of this ``side`` ("k" or "v").
+        """Create the codec that a recipe requests.
 
-        Raises InvalidParameter for an option that is unknown or out of range.
+        Args:
+            dim: Head dim.
+            side: ``"k"`` for keys or ``"v"`` for values, which may have different defaults.
+            options: The recipe's options for this codec.
+
+        Raises:
+            InvalidParameter: An option is unknown or out of range.
         """
 
     def params(self) -> dict[str, Any]:
-        """Return the header's map of this codec: ``id``, then every stored field by name, without optional fields at their default."""
+        """Return the codec's map in a header: ``id``, then every stored field by name. Optional fields at their default are left out."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)
@@ -88,10 +114,11 @@ class CodecFamily(Codec):
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Self:
-        """Create the codec from a header map without its ``id``.
+        """Create the codec from its map in a header, without the ``id``.
 
-        Raises InvalidParameter for a missing or unknown name, an optional field stored with its default, a wrong type or a value out of
-        range.
+        Raises:
+            InvalidParameter: A name is missing or unknown, an optional field is stored with its default, or a value has the wrong type or
+                is out of range.
         """
         fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
         odd = set(params) ^ {field.name for field in fields}
@@ -119,20 +146,20 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
-    """Return the metadata of every parameter with declared values."""
+    """Return the metadata of every parameter with declared values, by name."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """Return the ranges and choices of ``_declared``, cached because files have thousands of codecs."""
+    """Return the ranges and choices of ``_declared``. They are cached because files may have thousands of codecs."""
     ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]
     return ranges, [(name, values["known"]) for name, values in _declared(codec).items() if "known" in values]
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
-    """Return the annotation as written; without ``from __future__ import annotations`` it is the type itself."""
+    """Return the annotation of a field as text. Without ``from __future__ import annotations``, the annotation is the type itself."""
     if isinstance(field.type, str):
         return field.type
     return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))

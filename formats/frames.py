@@ -1,8 +1,8 @@
-"""Frames of a basis: the coordinates in which the codec transform represents keys or values of one layer (spec/basis.md, Transform
+"""Frames of a basis: the coordinates in which the codec transform represents the keys or values of one layer (spec/basis.md, Transform
 matrices).
 
-A frame consists of a mean and, for each column, a row of channels, a scale (the column's spread) and the number of a table of symbol
-frequencies chosen by that scale. Keys are represented as they are before RoPE.
+A frame consists of a mean and, for each column, a vector of channels, a scale (the column's spread), and the number of the symbol table
+that fits the scale. Keys are represented as they are before RoPE.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     Numbers = numpy.ndarray[Any, Any]
 
 PAIRINGS = ("halves", "neighbours")
-"""Channels that a RoPE frequency rotates: i and i + pairs, or 2i and 2i + 1."""
+"""Pairs of channels that one RoPE frequency rotates: i and i + pairs, or 2i and 2i + 1."""
 
 MAX_TABLES = 64
 MAX_ALPHABET = 256
 MAX_FREQUENCY = 2.0
-"""Radians per position, at most: angles of all positions are then exact enough in binary64."""
+"""Maximum frequency in radians per position. Up to it, binary64 is precise enough for the angles of all positions."""
 
 SCALES_PER_TABLE = 4
-"""Scales that share a table; 16 are an octave."""
+"""Number of consecutive scales that share a table; an octave has 16."""
 
 SCALES_PER_OCTAVE = 16
-"""Scales, and steps of the codec, by which a size changes by a factor of 2."""
+"""Number of scales, and of the codec's steps, that correspond to a factor of 2 in size."""
 
 MAX_LEVEL = 2**31 - 1
-"""The largest level of a column, in steps of at most 1."""
+"""Maximum level of a column, in steps of at most 1."""
 
 _ROTATED_TOKENS = 1 << 12
-"""Tokens that are rotated at once; the angles of all others follow from those of the first."""
+"""Number of tokens that are rotated at once. The angles of later tokens are computed from those of the first ones."""
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of keys: ``frequencies`` in radians per position, float32, of the channel pairs that ``pairing`` names.
+    """Rotary embedding of keys: ``frequencies`` in radians per position, float32, for the channel pairs that ``pairing`` selects.
 
     The model uses other frequencies for sequences of more than ``longest`` tokens.
     """
@@ -51,7 +51,9 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotate ``x``, float32 ``[..., token, dim]``, by the positions from ``first`` on, or ``back``; write to ``out`` if given."""
+        """Rotate ``x``, float32 ``[..., token, dim]``, by its positions from ``first`` on, or by the inverse if ``back``. Writes to ``out``
+        if given.
+        """
         pairs = len(self.frequencies)
         sign = -1 if back else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
@@ -66,7 +68,7 @@ class Rope(NamedTuple):
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for at most ``_ROTATED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
+        """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
         # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
@@ -83,10 +85,10 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 
 
 class SymbolTables:
-    """Symbol tables: ``frequencies`` int64 ``[table, symbol]`` and ``values``, the decoded value in steps of every symbol but the first
-    (escape).
+    """Tables for entropy coding: ``frequencies`` int64 ``[table, symbol]``, and ``values``, what symbols decode to in steps.
 
-    The frequencies of a table sum to 2^12. ``values`` is float32 ``[table, symbol - 1]``, for the levels from -``reach`` to ``reach``.
+    The frequencies of a table sum to 2^12. Symbol 0 is the escape. ``values``, float32 ``[table, symbol - 1]``, are for the levels from
+    -``reach`` to ``reach``.
     """
 
     def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
@@ -103,7 +105,7 @@ class SymbolTables:
 
     @property
     def reach(self) -> int:
-        """The largest level of a symbol."""
+        """Largest level that has a symbol."""
         return (self.alphabet - 2) // 2
 
     @cached_property
@@ -113,17 +115,17 @@ class SymbolTables:
 
     @cached_property
     def bits(self) -> Numbers:
-        """Average bits per symbol of each table, float64 ``[table]``, including escapes."""
+        """Average bits per symbol of each table, including escapes: float64 ``[table]``."""
         counts = self.frequencies.astype(numpy.float64)
         return (rans.cost_bits(counts, self.frequencies) + counts[:, 0] * ESCAPE_BITS) / rans.TOTAL
 
 
 ESCAPE_BITS = 32
-"""Bits of a level that has no symbol, after the escape."""
+"""Bits of a level that has no symbol; they follow the escape."""
 
 
 class Frames:
-    """The frames of one layer and side: ``rows`` float32 ``[frame, 1 + column, channel]``, the mean first, and ``scales`` ``[frame,
+    """Frames of one layer's keys or values: ``rows`` float32 ``[frame, 1 + column, channel]``, mean first, and ``scales`` ``[frame,
     column]``.
 
     There is one frame per head, or a single frame over all channels of all heads.
@@ -142,20 +144,20 @@ class Frames:
 
     @property
     def columns(self) -> int:
-        """Number of columns of a frame, which is its number of channels."""
+        """Number of columns of a frame, which equals its number of channels."""
         return int(self.rows.shape[2])
 
     def heads(self, dim: int) -> int:
         return self.count * self.columns // dim
 
     def for_heads(self, heads: int, dim: int) -> Frames:
-        """Return these frames if they have ``heads`` heads. Raises InvalidParameter otherwise."""
+        """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
         return self
 
     def rows_on_device(self, device: torch.device) -> torch.Tensor:
-        """Return a copy of ``rows`` on ``device``, which is cached."""
+        """Return ``rows`` on ``device``. A copy is cached."""
         if self.rows.device == device:
             return self.rows
         if str(device) not in self._device_copies:
@@ -164,7 +166,7 @@ class Frames:
 
     @cached_property
     def inverse(self) -> torch.Tensor:
-        """Return the inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
+        """Inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
         Raises the errors of ``check_reach`` and ``invert_for_encoding``.
         """

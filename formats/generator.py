@@ -1,4 +1,4 @@
-"""The pseudo-random generator: only integer and correctly rounded binary64 operations (spec/packing.md, Generator)."""
+"""The pseudo-random generator. It uses only integer and correctly rounded binary64 operations (spec/packing.md, Generator)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MASK = (1 << 64) - 1
 
 
 class Generator:
-    """SplitMix64. Each ``seed`` (0 to 2^64 - 1) gives the same 64-bit words on every machine."""
+    """A SplitMix64 generator. A ``seed`` from 0 to 2^64 - 1 yields the same 64-bit words on every machine."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
 
     def word(self) -> int:
-        """Return the next 64 bits."""
+        """Return the next 64-bit word."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         z = self._state
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -25,11 +25,11 @@ class Generator:
         return z ^ z >> 31
 
     def symmetric(self) -> float:
-        """Return the next value in [-1, 1): the top 53 bits, exact in binary64."""
+        """Return the next value in [-1, 1), made from the top 53 bits of a word and exact in binary64."""
         return ((self.word() >> 11) - (1 << 52)) / (1 << 52)
 
     def disc(self) -> tuple[float, float, float]:
-        """Return a uniform point of the open unit disc and its nonzero squared radius, by rejection."""
+        """Return a uniform point (x, y) of the open unit disc and its squared radius, which is not 0, by rejection sampling."""
         while True:
             x, y = self.symmetric(), self.symmetric()
             square = x * x + y * y
@@ -39,16 +39,16 @@ class Generator:
 
 @lru_cache(maxsize=64)
 def signs(seed: int, count: int) -> tuple[int, ...]:
-    """Return ``count`` signs, +1 or -1: bit i mod 64 of word i div 64, lowest first; a set bit is -1."""
+    """Return ``count`` signs, +1 or -1. Sign i is bit i mod 64, counted from the lowest, of word i div 64; a set bit means -1."""
     generator = Generator(seed)
     words = [generator.word() for _ in range(-(-count // 64))]
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 
 def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
-    """Return ``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere, binary64 ``[count, 4]``.
+    """Return ``count`` unit quaternions (w, x, y, z), uniform on the 3-sphere: binary64 ``[count, 4]``.
 
-    Source: Marsaglia 1972, two points of the unit disc; only +, -, x, / and square root.
+    Source: Marsaglia 1972, from two points of the unit disc with only +, -, x, / and square root.
     """
     x, y, square = _disc_points(seed, 2 * count)
     stretch = numpy.sqrt((1.0 - square[0::2]) / square[1::2])
@@ -57,7 +57,7 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """Return the results of ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
+    """Return x, y and squared radius for ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, left = 0, count
     while not result or left > 0:
@@ -73,7 +73,7 @@ def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
 
 
 def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
-    """Return ``count`` words of the generator, uint64, after skipping ``first`` words."""
+    """Return ``count`` words of the generator, uint64, after its first ``first`` words."""
     numbers = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64)
     z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)

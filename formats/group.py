@@ -1,7 +1,7 @@
-"""group: affine codes, one scale and one center per group (spec/codecs/group.md).
+"""group: affine codes with one scale and one center per group (spec/codecs/group.md).
 
-Covers KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization
-and TurboAngle's TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1; TurboAngle Sec. 4.2.
+Covers KIVI and OScaR (keys in groups of tokens, values in groups of channels), QuaRot, plain integer quantization, and TurboAngle's
+TurboQuant baselines. Sources: KIVI per OScaR Eq. 3-4; OScaR Algorithm 1; TurboAngle Sec. 4.2.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 AXES = ("token", "channel")
 GROUP_SIZES = (4, 8, 16, 32, 64, 128)
 PER_HEAD = "-per-head"
-"""Suffix of the names of token scales that each head has for itself."""
+"""Suffix of token-scale options for which each head has its own scales."""
 
 TOKEN_SCALE_DTYPES = {"fp16": "F16", "fp32": "F32", f"fp16{PER_HEAD}": "F16", f"fp32{PER_HEAD}": "F32"}
 TOKEN_SCALES = ("none", *TOKEN_SCALE_DTYPES)
 TOKEN_SCALE_FEATURE = "token-scale-per-head"
-"""The required feature of codecs with token scales of each head."""
+"""Required feature of codecs with token scales per head."""
 
 SCALE_DTYPES = ("fp16", "u8")
 CENTRES = ("middle", "zero")
@@ -49,13 +49,12 @@ more, an outlier doubles the usual error."""
 
 @dataclass(frozen=True)
 class Group(CodecFamily):
-    """``bits`` per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
+    """Codec that stores ``bits`` bits per value in groups of ``size`` along ``axis``: x = (code - (2^bits - 1) / 2) * scale + center.
 
-    A ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With ``-per-head`` every head
-    has its own factor, so that a head with a large key costs the other heads no precision.
-    ``scale_dtype`` u8 stores scales and centers in 8 bits, with one range per head and run.
-    ``centre`` selects whether the encoder centers on the middle of the group's range or (symmetric) on zero, and ``norm_rule`` steers the
-    token scales; neither is stored.
+    A ``token_scale`` other than none adds OScaR's factor, one per token over all heads, stored in that dtype. With the suffix
+    ``-per-head``, every head has its own factor, so that a head with a large key costs the other heads no precision. ``scale_dtype`` u8
+    stores scales and centers in 8 bits, with one range per head and run. ``centre`` selects the center of a group, the middle of its range
+    or zero (symmetric). ``centre`` and ``norm_rule`` affect only the encoder and are not stored.
     """
 
     id: ClassVar[str] = "group"
@@ -181,7 +180,8 @@ class Group(CodecFamily):
         return unbiased_factor(factor.to(torch.float32), product, length, TOKEN_SCALE_DTYPES[self.token_scale], squares).to(factor.dtype)
 
     def _divide_by_token_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Map ``x`` to the coded frame and divide it by the token scales if the codec has them; also return the stream of token scales."""
+        """Map ``x`` to the coded frame and divide it by its token scales, if the codec has them. Also returns the stream of token scales.
+        """
         u = self.rotation.forward(x)
         if self.token_scale == "none":
             return u, {}
@@ -204,11 +204,11 @@ class Group(CodecFamily):
 
     @property
     def _member_axis(self) -> int:
-        """Axis of ``_grouped`` that runs over the members of a group."""
+        """Axis of the result of ``_grouped`` that runs over the members of a group."""
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
-        """Return an equivalent codec with binary16 scales and its streams: 8-bit scales are looked up, and decoded bits stay the same."""
+        """Return an equivalent codec with binary16 scales, and streams for it that decode to the same bits. 8-bit scales are looked up."""
         if self.scale_dtype == "fp16":
             return self, dict(streams)
         pairs = scale_range.decode_pairs(streams["scales"], streams["scale_range"])
@@ -221,7 +221,7 @@ class Group(CodecFamily):
         return _MAX_SCALE_RATIO if wide and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The root mean square of the scales of a token's groups."""
+        """Return the root mean square of the scales of a token's groups: float32 ``[batch, kv_head, token]``."""
         scales = self.with_fp16_scales(streams)[1]["scales"][..., 0]
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 
@@ -239,7 +239,7 @@ class Group(CodecFamily):
         return ((1 << self.bits) - 1) / 2
 
     def _grouped(self, u: torch.Tensor) -> torch.Tensor:
-        """Arrange values as groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
+        """Arrange values in groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
 
         A partial last group repeats its last member, which changes neither its minimum nor its maximum.
         """
@@ -256,7 +256,7 @@ class Group(CodecFamily):
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """Return the values of ``codes`` with the given scales and centers, before the token scale."""
+        """Decode ``codes`` with these scales and centers, without the token scale."""
         dim = self._member_axis
         grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))

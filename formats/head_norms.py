@@ -1,4 +1,7 @@
-"""Token norms per head, and detection of tokens with unusual norms (spec/writers.md, Raw tokens)."""
+"""Norms of tokens in each head, and detection of tokens with unusual norms (spec/writers.md, Raw tokens).
+
+The usual norm of a token is the median norm of its page, ``PAGE_TOKENS`` consecutive tokens of a run.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
 PAGE_TOKENS = 128
-"""Tokens of a run, counted from its first, whose median norm is the usual norm of each. Last tokens that fill no page use the same number
-of tokens up to them.
+"""Number of tokens per page, counted from the first token of a run. Tokens at the end that do not fill a page use the last ``PAGE_TOKENS``
+tokens instead.
 """
 
 HEADS, TOKENS = "heads", "tokens"
-"""Kinds of sharing: a scale may serve the heads of a token, or the tokens of a group."""
+"""Kinds of shared scales: one scale may serve all heads of a token, or all tokens of a group."""
 
 SHARED_RATIO = 1.5
-"""A shared scale costs a head precision if it exceeds the scale for the head's own norm by more than this factor."""
+"""Factor by which a shared scale may exceed the scale for a head's own norm before the head loses precision."""
 
 GROUP_RATIO = 2.0
-"""A token costs the others of its group precision if its norm in a head is more than this many times the usual one."""
+"""Multiple of the usual norm in a head above which a token costs the other tokens of its group precision."""
 
 ERROR_RATIO = 1.75
-"""A token loses precision if its error, and this error relative to its norm, exceed the usual ones of a head by more than this factor."""
+"""Factor by which a token's error in a head must exceed the usual one, both as it is and relative to the token's norm, before the token
+loses precision.
+"""
 
 MAX_PER_PAGE = 4
-"""Tokens of a page, at most, that are kept raw because of one head. More would cost more than they gain: they are no outliers."""
+"""Maximum number of tokens per page that are kept raw because of one head. If there are more, they are not outliers."""
 
 
 compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
-"""Returns what ``has_large_size`` does, in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
+"""A C implementation of ``has_large_size``, set by ``kvpack.coding.dispatch``. It returns None if C is unavailable."""
 
 
 def norms_per_head(x: torch.Tensor) -> torch.Tensor:
@@ -42,12 +47,12 @@ def norms_per_head(x: torch.Tensor) -> torch.Tensor:
 
 
 def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token over all heads, ``[batch, token]``, from the norms per head, ``[batch, kv_head, token]``."""
+    """Return the norm of each token over all heads, ``[batch, token]``, from its norms per head, ``[batch, kv_head, token]``."""
     return norms.square().sum(1).sqrt()
 
 
 def usual_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Return each token's page median of ``norms`` ``[..., token]``; NaN norms do not count."""
+    """Return the median of ``norms`` ``[..., token]`` over each token's page. NaN norms are ignored."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
         median = pages.nanmedian(-1).values
@@ -56,19 +61,19 @@ def usual_norms(norms: torch.Tensor) -> torch.Tensor:
 
 
 def has_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask, bool ``[batch, token]``, of tokens with a norm above ``ratio`` times the usual norm in some head; None if there are
+    """Return a mask, bool ``[batch, token]``, of tokens with a norm above ``ratio`` times the usual norm in some head. None if there are
     none.
 
-    A head with a usual norm of 0 is skipped: among zero tokens, such as padding, every other token is far from the median.
+    Heads with a usual norm of 0 are skipped: among zero tokens, such as padding, every other token is far from the median.
     """
     large = exceeds_usual(norms, ratio)
     return None if large is None else large.any(1)
 
 
 def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual one, which is not 0; None if there are none.
+    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual size, which is not 0. None if there are none.
 
-    Sizes that are NaN do not count, and are not above it.
+    NaN sizes are ignored, and are not in the mask.
     """
     if not has_large_size(sizes, ratio):
         return None
@@ -77,9 +82,9 @@ def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def misfit_scores(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return how badly each token fits the scales it shares, float32 ``[batch, token]``; values above 1 are too large.
+    """Return how badly each token fits the scales it shares, float32 ``[batch, token]``. Above 1, it fits too badly.
 
-    ``norms`` ``[batch, kv_head, token]`` are the norms that scales are measured from, and ``shared`` says what shares a scale: ``HEADS``,
+    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists what shares a scale: ``HEADS``,
     ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
@@ -89,7 +94,7 @@ def misfit_scores(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
 def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """Return the factor by which each token widens the usual range of its group, in its largest head: float32 ``[batch, token]``.
 
-    A scale that heads share has already been divided out. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
+    A scale that heads share is divided out first. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
     """
     none = torch.zeros_like(norms[:, 0])
     # One of two tokens is not an outlier.
@@ -104,10 +109,10 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which a scale shared by heads is too large for the head that it fits least: float32 ``[batch, token]``.
+    """Return the factor by which a scale shared by heads is too large for the head that it fits worst: float32 ``[batch, token]``.
 
-    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs as much of it as its norm exceeds
-    its usual norm, and at least the usual scale. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
+    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the usual scale, or more in
+    proportion if its norm exceeds its usual norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
     """
     scale = norms_over_heads(norms)
     medians = usual_norms(scale)
@@ -118,7 +123,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the usual norm of their head; infinite where that is 0."""
+    """Divide norms by the usual norm of their head. The result is infinite where that is 0."""
     medians = usual_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
@@ -131,7 +136,7 @@ def drop_crowded_pages(chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the norms that tokens are compared with, ``[..., page, token]``, and how many tokens to judge by them: the last ones."""
+    """Yield pages of norms ``[..., page, token]``, each with the number of its last tokens that are compared with its median."""
     tokens = norms.shape[-1]
     whole = tokens // PAGE_TOKENS * PAGE_TOKENS
     if whole:
@@ -141,9 +146,9 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
-    """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page; NaN sizes do not count.
+    """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page. NaN sizes are ignored.
 
-    No median is needed: a size is above ``ratio`` times it if it is above ``ratio`` times more than half of the others.
+    No median is computed: a size is above ``ratio`` times the median if it is above ``ratio`` times more than half of the others.
     """
     answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:

@@ -1,4 +1,4 @@
-"""Encoder helpers for a basis: inverses of its matrices, and bounds of decoded values (spec/basis.md)."""
+"""Encoder helpers for a basis: matrix inverses, and bounds of decoded values (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MAX_DECODED = (2 - 2.0**-23) * 2.0**127
 """The largest float32."""
 
 MAX_INVERSE_ERROR = 2.0**-8
-"""The most that values may change by an inverse and the matrix, relative to the largest of a token's (rule basis-19)."""
+"""Maximum error of a value after the inverse and the matrix, relative to the token's largest value (rule basis-19)."""
 
 
 def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
-    """Invert ``matrices`` ``[..., column, channel]``, float32 on the CPU, for encoders; ``what`` names them in errors.
+    """Invert ``matrices`` ``[..., column, channel]``, and return float32 on the CPU. ``what`` names them in errors.
 
-    Raises OutOfRange if there is no inverse, or if it changes values by more than ``MAX_INVERSE_ERROR``.
+    Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
     """
     # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
     exact = matrices.to(torch.float64).cpu().numpy()
@@ -37,9 +37,9 @@ def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
-    """Raise OutOfRange if a token whose columns reach ``largest`` ``[..., column]`` may decode to an infinity (rule basis-20).
+    """Raise OutOfRange if a token could decode to infinity when its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
 
-    ``matrices`` are ``[..., column, channel]``, ``mean`` is added to channels ``[..., channel]``, and ``what`` names the matrices.
+    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the channels. ``what`` names the matrices.
     """
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()

@@ -1,7 +1,7 @@
-"""key_mean: the mean of each page of keys, stored apart from what the codec encodes (spec/side-cars.md).
+"""key_mean: the mean of each page of keys, stored separately from what the codec encodes (spec/side-cars.md).
 
-Keys of one head share a large component, most of their energy in many models. A codec that describes it in every token spends its
-precision on what the tokens have in common. Stored once per page it costs a few hundredths of a bit per value, and attention adds one
+The keys of a head share a large component, which in many models has most of their energy. A codec that encodes it in every token spends its
+precision on what the tokens have in common. Stored once per page, it costs a few hundredths of a bit per value, and attention adds one
 product with the query to the scores of a page.
 """
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 CODES, SCALE = "key_mean", "key_mean_scale"
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""The tokens that a page may have."""
+"""Allowed numbers of tokens per page."""
 
 BITS = (4, 8)
-"""The bits of a channel of a mean."""
+"""Allowed numbers of bits per channel of a mean."""
 
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
-    """The mean of every ``tokens`` tokens of a head in the coded frame, with ``bits`` per channel and a binary16 scale."""
+    """Side-car that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
+    """
 
     name: ClassVar[str] = "key_mean"
     words: ClassVar[tuple[str, ...]] = ("mean", "mean_bits")
@@ -82,7 +83,7 @@ class KeyMean(PageVector):
         return self.tokens
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``key_mean``, the codes of a page's channels, and ``key_mean_scale``."""
+        """Return the layouts of ``key_mean``, the codes of each page's channels, and of ``key_mean_scale``."""
         pages = -(-tokens // self.tokens)
         return {
             CODES: Layout("U8", (batch, heads, pages, self.dim * self.bits // 8), self.tokens),
@@ -90,7 +91,7 @@ class KeyMean(PageVector):
         }
 
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Subtract the mean of each page from the blocks of ``run``; rounding may leave the rest a small mean."""
+        """Subtract the mean of each page from the blocks of ``run``. Because means are rounded, a small mean may remain."""
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             streams = self.encode_means(rotation.forward(self.page_means(block)))
@@ -100,7 +101,7 @@ class KeyMean(PageVector):
         return RunStep({}, encode)
 
     def page_means(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]``, float32 ``[batch, kv_head, page, dim]``."""
+        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]``: float32 ``[batch, kv_head, page, dim]``."""
         batch, heads, tokens, dim = x.shape
         whole = tokens // self.tokens * self.tokens
         parts = [x[:, :, :whole].reshape(batch, heads, tokens // self.tokens, self.tokens, dim).mean(3, dtype=torch.float64)]
@@ -112,7 +113,7 @@ class KeyMean(PageVector):
         return x - self._expand_to_tokens(self.page_means(x), x.shape[2])
 
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame to streams. Raises OutOfRange for a scale above binary16."""
+        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in binary16."""
         most = 2 ** (self.bits - 1) - 1
         scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")
         step = scale.to(torch.float32)[..., None]

@@ -1,12 +1,12 @@
-"""klt: columns of a calibrated basis, each with its own width, with or without a gain per token (spec/codecs/klt.md).
+"""klt: columns of a calibrated basis, each with its own number of bits, and an optional gain per token (spec/codecs/klt.md).
 
-There are two forms. In the first, each run of 16 columns has a width that all heads share, and a head's codes are rows of words. In the
-second, each head has its own widths for runs of 8 columns, and the codes of all heads of a token are one row of bytes, with as many bytes
-per run as its width.
+There are two layouts. In the first, all heads share the widths (bits per column) of runs of 16 columns, and each head's codes are rows of
+words. In the second, each head has its own widths for runs of 8 columns, and the codes of all heads of a token are one row of bytes: a run
+of width w takes w bytes.
 
-The basis is the Karhunen-Loeve transform of a model's keys or values of one layer, weighted by what their errors cost the model
-(formats/basis.py). Source: transform coding with fixed rates, Gersho and Gray 1992, ch. 8; weights as in Fisher-weighted SVD,
-Hsu et al. 2022 (arXiv 2207.00112).
+The basis is the Karhunen-Loeve transform of a model's keys or values in one layer, weighted by how much their errors cost the model
+(formats/basis.py). Source: transform coding with fixed rates, Gersho and Gray 1992, ch. 8; weights as in Fisher-weighted SVD, Hsu et al.
+2022 (arXiv 2207.00112).
 """
 
 from __future__ import annotations
@@ -37,30 +37,29 @@ SIDES = ("k", "v")
 GAIN_DTYPES = {"none": None, "fp16": "F16"}
 """Stored dtypes of the gains of tokens, by parameter value."""
 ROW_DTYPES = {"basis": None, **NORMS}
-"""Stored dtypes of the rows of the basis, by parameter value; they are not stored for ``basis``."""
+"""Stored dtypes of the basis rows, by parameter value. For ``basis``, the file does not store them."""
 
 MAX_WITHOUT_GAIN = 64
-"""The largest head dim at which tokens of heads with their own widths have no gain unless a recipe requests one: its bits are worth more
-in columns there.
-"""
+"""Largest head dim without a gain by default, if heads have their own widths: there, more bits for columns help more than a gain."""
 
 HEAD_RUN_COLUMNS = 8
-"""Columns that share a width if each head has its own widths; their codes are whole bytes."""
+"""Number of columns that share a width if each head has its own widths. Their codes are whole bytes."""
 
 CODES = "codes"
-"""The code stream of all heads, where each head has its own widths; F of it is ``HEAD_RUN_COLUMNS``."""
+"""The code stream of all heads if each head has its own widths. Its number of fields is ``HEAD_RUN_COLUMNS``."""
 
 WIDTH_SCOPES = ("shared", "heads")
-"""True if heads share widths or have their own."""
+"""Values of the option ``widths``: all heads share the widths, or each head has its own."""
 
 
 @dataclass(frozen=True)
 class Klt(CodecFamily):
-    """``widths`` has the bits of each run of 16 columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``.
+    """Codec that stores columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``. ``widths`` has the bits of each run of 16
+    columns.
 
-    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead.
-    ``rows`` says where the rows of the basis are: in its own file (``basis``), or in the stream ``rows`` as fp16 or fp32.
-    ``source`` holds the rows once the codec has been given its basis; it is not stored.
+    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead. ``rows`` selects where the
+    rows of the basis are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
+    once the codec has received its basis; it is not stored.
     """
 
     id: ClassVar[str] = "klt"
@@ -120,7 +119,7 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """Create the codec for heads with their own ``widths`` of runs of 8 columns, listed head by head."""
+        """Create the codec for heads that have their own ``widths`` of runs of 8 columns, listed head by head."""
         return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
 
     @classmethod
@@ -135,7 +134,8 @@ class Klt(CodecFamily):
         rows: str = "basis",
         source: BasisRows | None = None,
     ) -> Self:
-        """Create the codec for heads that share ``widths`` of runs of 16 columns, with the default F of every stream."""
+        """Create the codec for heads that share the ``widths`` of runs of 16 columns, with the default number of fields for every stream.
+        """
         counts = columns_by_width(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)
@@ -150,7 +150,7 @@ class Klt(CodecFamily):
 
     @property
     def fixed_heads(self) -> int | None:
-        """Number of heads that ``widths`` covers; None if heads share widths."""
+        """Number of heads that ``widths`` covers, or None if all heads share the widths."""
         return len(self.widths) // head_run_count(self.dim) if self.fields == ((CODES, HEAD_RUN_COLUMNS),) else None
 
     @property
@@ -160,7 +160,7 @@ class Klt(CodecFamily):
 
     @property
     def code_bits(self) -> list[int]:
-        """Return a mask of the bits that belong to columns, for each byte of a row of all heads; empty if heads share widths."""
+        """Mask of the bits that belong to columns, for each byte of a row of all heads. Empty if all heads share the widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
             for places in part.places:
@@ -169,7 +169,7 @@ class Klt(CodecFamily):
 
     @property
     def runs(self) -> tuple[RunsOfWidth, ...]:
-        """Runs with codes, by width, if each head has its own widths; otherwise empty."""
+        """The runs that have codes, grouped by width, if each head has its own widths; otherwise empty."""
         return () if self.fixed_heads is None else _runs_by_width(self.widths, self.dim)
 
     @property
@@ -178,7 +178,7 @@ class Klt(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """The part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
@@ -199,16 +199,17 @@ class Klt(CodecFamily):
         return result
 
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
-        """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter for another number of heads."""
+        """Return the basis rows for ``streams``, on their device. Raises MissingBasis, or InvalidParameter if the number of heads is wrong.
+        """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
         stream = next(iter(streams.values()))
         return self.source_for(self.fixed_heads or stream.shape[1]).on_device(stream.device)
 
     def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
-        """Return the same codec with its rows as ``source``; rows stored in ``streams`` are named by their own digest.
+        """Return an equal codec with its rows as ``source``. Rows stored in ``streams`` get their own digest as the name of the basis.
 
-        Raises MissingBasis, or InvalidParameter for another number of heads.
+        Raises MissingBasis, or InvalidParameter if the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -218,7 +219,8 @@ class Klt(CodecFamily):
         return replace(self, rows="basis", basis=digest, source=BasisRows(stored))
 
     def source_for(self, heads: int) -> BasisRows:
-        """Return the rows that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
+        """Return the rows of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads`` heads.
+        """
         if self.source is None:
             raise missing_basis(self.basis_location)
         try:
@@ -327,7 +329,7 @@ class Klt(CodecFamily):
         return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
 
     def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse nonzero bits of nonexistent columns in the codes of all heads."""
+        """Reject codes in which a bit after the last column of a head is set."""
         spare = ~numpy.array(self.code_bits, numpy.uint8)
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
@@ -368,17 +370,17 @@ class Klt(CodecFamily):
 
 
 def default_gain(dim: int, own: bool) -> str:
-    """Return the gain for a recipe that names none, at head dim ``dim``; ``own`` is True if heads have their own widths."""
+    """Return the default gain at head dim ``dim``; ``own`` is True if each head has its own widths."""
     return "none" if own and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
-    """Return the distinct nonzero widths of a head's runs, ascending; there is one code stream for each."""
+    """Return the distinct nonzero widths of a head's runs, ascending. Each has a code stream."""
     return sorted({*widths} - {0})
 
 
 def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
-    """Return the columns of each of ``used_widths``, ascending."""
+    """Return the columns, ascending, that have each of the ``used_widths``."""
     result: dict[int, list[int]] = {width: [] for width in used_widths(widths)}
     for run, width in enumerate(widths):
         if width:
@@ -388,7 +390,11 @@ def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
 
 
 class RunsOfWidth(NamedTuple):
-    """Runs of 8 columns of one ``width``, of ``columns`` columns each: their heads, numbers, and ``places`` in a row of bytes."""
+    """Runs of 8 columns that have the same ``width``, if each head has its own widths.
+
+    ``columns`` is the number of columns of every run, ``heads`` and ``runs`` are the head and the number of each run, and ``places`` are
+    its positions in a row of bytes.
+    """
 
     width: int
     columns: int
@@ -403,7 +409,8 @@ class RunsOfWidth(NamedTuple):
 
 @lru_cache(MAX_CACHED_TABLES)
 def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
-    """Group the runs with codes, for heads with their own ``widths``, by width; full runs come before those at the end of a head."""
+    """Group the runs that have codes by width, for heads with their own ``widths``. Full runs precede those cut off by the end of a head.
+    """
     result: dict[tuple[int, bool], list[tuple[int, int, tuple[int, ...]]]] = {}
     place, count = 0, head_run_count(dim)
     for number, width in enumerate(widths):
@@ -420,7 +427,7 @@ def _runs_by_width(widths: bytes, dim: int) -> tuple[RunsOfWidth, ...]:
 
 
 def head_run_count(dim: int) -> int:
-    """Return the number of runs of 8 columns of a head; the last one may be partial."""
+    """Return the number of runs of 8 columns in a head. The last one may be partial."""
     return -(-dim // HEAD_RUN_COLUMNS)
 
 
@@ -432,7 +439,7 @@ def _pack_codes(digits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Invert ``_pack_codes``: int64 ``[..., 8]``; missing bytes at the end count as zeros."""
+    """Unpack the result of ``_pack_codes`` to int64 ``[..., 8]``. Missing bytes at the end count as zeros."""
     shifts = torch.arange(0, 8 * codes.shape[-1], 8, device=codes.device)
     words = (codes.to(torch.int64) << shifts).sum(-1)[..., None]
     return words >> torch.arange(0, HEAD_RUN_COLUMNS * width, width, device=codes.device) & (1 << width) - 1
@@ -464,9 +471,10 @@ def _check_widths(widths: bytes, dim: int) -> None:
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, int32, of the entries of ``table`` ``[batch or 1, kv_head, code]`` nearest to ``values``, and these entries.
+    """Return the codes, int32, of the ``table`` entries nearest to ``values``, and those entries. ``table`` is ``[batch or 1, kv_head,
+    code]``.
 
-    The stable sort breaks ties between equal entries, on which devices would otherwise differ.
+    Ties between equal entries are broken by a stable sort; otherwise, devices would differ.
     """
     batch, heads, _, _ = values.shape
     ordered, codes = table.expand(batch, heads, -1).sort(dim=-1, stable=True)
@@ -476,11 +484,11 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Return the gains of tokens from ``own``, their weighted squared length, and ``common``, its product with the ``decoded`` token;
-    float32.
+    """Return the gains of tokens, float32.
 
-    |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees apart, that no
-    longer holds, and the factor with the least error is stored.
+    ``own`` is the weighted squared length of a token x, ``decoded`` that of the decoded token d, and ``common`` their product <x, d>. The
+    gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees apart,
+    that no longer holds, and the gain with the smallest error is stored.
     """
     near = (common > 0) & (own * decoded <= 2 * common.square())
     gains = torch.where(near, own / common, common.clamp_min(0) / decoded)

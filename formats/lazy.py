@@ -1,4 +1,4 @@
-"""Import torch and numpy at first use: reading a header needs neither, and both are slow to import."""
+"""Torch and NumPy, imported at first use. Both import slowly, and reading a header needs neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lloyd-Max tables for a known density, in binary64 (spec/codecs: tables are stored in the header, so no reader needs this)."""
+"""Lloyd-Max tables for known densities, in binary64. Headers store the tables, so readers do not need this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 CELLS = 1 << 16
-"""The number of cells in the quadrature grid for the marginal densities."""
+"""Number of cells of the quadrature grid for the marginal densities."""
 
 _TOLERANCE = 1e-10
 _STEPS = 100
@@ -21,11 +21,10 @@ _STEPS = 100
 def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     """Return the ``levels`` centroids, ascending, that minimize the mean squared error of a density.
 
-    ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``: the density is constant in a cell.
-    The result is a fixed point of Lloyd's iteration (every centroid is the mean of its cell between midpoints).
-    Newton's method finds it, starting from the companding quantizer, whose point density is the cube root of the
-    density (Panter and Dite 1951). Raises InvalidParameter if 100 steps do not bring it within 1e-10,
-    or when a cell loses all mass.
+    ``edges`` is float64 ``[cells + 1]``, ascending, and ``masses`` float64 ``[cells]``; the density is constant within a cell. The result
+    is a fixed point of Lloyd's iteration: every centroid is the mean of its cell between midpoints. Newton's method finds it, starting from
+    the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises InvalidParameter if 100
+    steps do not bring it within 1e-10, or if a cell loses all its mass.
     """
     middles = (edges[1:] + edges[:-1]) / 2
     masses = masses / masses.sum()
@@ -90,7 +89,9 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Allow underflow: the tails of densities vanish, which raises if the process has configured numpy to do so."""
+    """Return a context that allows underflow. The tails of densities vanish, which would raise if the process makes NumPy raise on
+    underflow.
+    """
     return numpy.errstate(under="ignore")
 
 
@@ -105,7 +106,7 @@ def direction_table(levels: int) -> bytes:
 
 @cache
 def triplet_norm_table(dim: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of a triplet's norm within a unit vector of ``dim`` coordinates, little-endian float32."""
+    """Return ``levels`` centroids of the norm of three coordinates of a unit vector in ``dim`` dimensions, little-endian float32."""
     with _ignore_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), triplet_norm_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -113,7 +114,7 @@ def triplet_norm_table(dim: int, levels: int) -> bytes:
 
 @cache
 def coordinate_table(dim: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of the magnitude of a coordinate within a unit vector of ``dim`` coordinates, little-endian float32."""
+    """Return ``levels`` centroids of the magnitude of a coordinate of a unit vector in ``dim`` dimensions, little-endian float32."""
     with _ignore_underflow():
         angles = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(numpy.sin(angles), coordinate_masses(angles, dim), levels).astype("<f4").tobytes()
@@ -121,7 +122,7 @@ def coordinate_table(dim: int, levels: int) -> bytes:
 
 @cache
 def polar_angle_table(first: int, second: int, levels: int) -> bytes:
-    """Return ``levels`` centroids of the angle between radii of ``first`` and ``second`` values, little-endian float32."""
+    """Return ``levels`` centroids of the angle between a radius of ``first`` values and one of ``second`` values, little-endian float32."""
     with _ignore_underflow():
         edges = numpy.linspace(0.0, numpy.pi / 2, CELLS + 1)
         return lloyd_max(edges, polar_angle_masses(edges, first, second), levels).astype("<f4").tobytes()

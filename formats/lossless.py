@@ -1,7 +1,7 @@
-"""lossless: exponents entropy-coded, signs and fractions stored unchanged (spec/codecs/lossless.md).
+"""lossless: 16-bit floats bit for bit, with entropy-coded exponents (spec/codecs/lossless.md).
 
-Exponents of neighboring values are similar, and the other bits are nearly random. Sources: SplitZip and FlexKV also code the exponents of
-a KV cache, in fields of fixed width; DFloat11 (arXiv 2504.11651) entropy-codes the exponents of weights.
+Exponents of neighboring values are similar, while signs and fractions are nearly random and stored unchanged. Sources: SplitZip and FlexKV
+also code the exponents of a KV cache, in fields of fixed width; DFloat11 (arXiv 2504.11651) entropy-codes the exponents of weights.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 _CHECKED_WORDS = 1 << 20
 _CHECKED_CHUNKS = 1 << 10
-"""The most words, and chunks, that are decoded at once when a side is checked; a single chunk may have 2^16 words."""
+"""Maximum number of words and of chunks that a check decodes at once. A single chunk may have 2^16 words."""
 
 _EXTRA_BELOW, _EXTRA_ABOVE = 4, 1
-"""A table has room for exponents that its run lacks, so that a run of like values can follow with the same table: 0, and so many
-below the smallest and above the largest."""
+"""Number of exponents below the smallest and above the largest of a run that its table can also encode, besides 0.
+
+The table then also fits a following run of similar values.
+"""
 
 
 class FloatFormat(NamedTuple):
-    """Bit widths of a value's fields, from the lowest bit up: fraction, exponent, sign."""
+    """Bit widths of the fraction and the exponent of a value. The fraction is lowest; the sign is highest."""
 
     fraction_bits: int
     exponent_bits: int
@@ -57,7 +59,7 @@ FLOAT_FORMATS = {"bf16": FloatFormat(7, 8), "fp16": FloatFormat(10, 5)}
 
 @dataclass(frozen=True)
 class Lossless(CodecFamily):
-    """Values of ``dtype``, bf16 or fp16, bit for bit; the exponents of ``chunk`` tokens of a head are coded together."""
+    """Codec that stores bf16 or fp16 values (``dtype``) bit for bit. The exponents of ``chunk`` tokens of a head are coded together."""
 
     id: ClassVar[str] = "lossless"
 
@@ -86,7 +88,7 @@ class Lossless(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Nominal bits for normally distributed values; actual sizes depend on the values."""
+        """Bits per value of normally distributed values. Actual sizes depend on the values."""
         return 1 + FLOAT_FORMATS[self.dtype].fraction_bits + _TYPICAL_EXPONENT_BITS
 
     @property
@@ -129,9 +131,9 @@ class Lossless(CodecFamily):
         return RunEncoder({"frequencies": stored}, lambda block, _: self.encode_with_tables(block, tables))
 
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
-        """Return the frequencies int64 ``[batch · kv_head, symbol]`` for exponents with these ``counts``.
+        """Return the frequencies for exponents with these ``counts``, int64 ``[batch · kv_head, symbol]``.
 
-        The tables of ``before`` are reused if new ones, which take space of their own, would save nothing.
+        The tables of the run ``before`` are reused if new ones would not save more than the space they take.
         """
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
@@ -142,7 +144,7 @@ class Lossless(CodecFamily):
         return tables
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
+        """Round ``x`` of any float dtype to ``dtype``, ties to even, and encode it. Values that already have that dtype keep their bits.
 
         Raises OutOfRange if a finite value would become infinity.
         """
@@ -151,9 +153,9 @@ class Lossless(CodecFamily):
         return {**run.encode(x, 0), **run.streams}
 
     def encode_with_tables(self, x: torch.Tensor, tables: Numbers) -> dict[str, torch.Tensor]:
-        """Return the streams of ``x`` except ``frequencies``, coded by ``tables``, int64 ``[batch · kv_head, symbol]``.
+        """Encode ``x`` with ``tables``, int64 ``[batch · kv_head, symbol]``. Returns all streams except ``frequencies``.
 
-        Every symbol in ``x`` must have a frequency.
+        Every symbol in ``x`` must have a frequency above 0.
         """
         batch, heads, tokens, dim = x.shape
         bits = self._bits(x)
@@ -168,7 +170,7 @@ class Lossless(CodecFamily):
         return self.pack("signed_fractions", self._fractions(bits)) | self.chunk_streams(chunks, batch, heads, x.device)
 
     def chunk_streams(self, chunks: rans.Chunks, batch: int, heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the streams of coded chunks, ordered by chunk, then sequence, then head."""
+        """Return the streams of coded chunks, which are ordered by token group, sequence and head."""
         states = chunks.states.astype("<u4").view("<u2").reshape(-1, batch, heads, 2 * rans.LANES).transpose(1, 2, 0, 3)
         counts = chunks.counts.reshape(-1, batch, heads).transpose(1, 2, 0)
         return {
@@ -186,17 +188,17 @@ class Lossless(CodecFamily):
         return _to_numpy((bits >> fraction & (1 << exponent) - 1).to(torch.uint8))
 
     def _fractions(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return signs and fractions as digits, int32."""
+        """Return the digits that combine a value's sign and fraction, int32."""
         fraction, exponent = FLOAT_FORMATS[self.dtype]
         return (bits >> exponent & 1 << fraction | bits & (1 << fraction) - 1).to(torch.int32)
 
     def _lengths(self, runs: Sequence[int]) -> Numbers:
-        """Return the symbols in every chunk of a head, int64, given the tokens of each run."""
+        """Return the number of symbols in every chunk of a head, int64, given the number of tokens in each run."""
         tokens = [min(self.chunk, run - first) for run in runs for first in range(0, run, self.chunk)]
         return numpy.array(tokens, numpy.int64) * self.dim
 
     def stored_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the values of a run, or of its first tokens, in their dtype; a cut chunk keeps its first tokens."""
+        """Return the values of a run in the codec's dtype. A shortened chunk decodes to its first tokens."""
         return self._join_fields(self.digits(streams)[0], streams)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -205,7 +207,7 @@ class Lossless(CodecFamily):
     def exponents(self, streams: Mapping[str, torch.Tensor]) -> Numbers:
         """Return the exponent fields, uint8 ``[chunk, batch, kv_head, token of the chunk, dim]``.
 
-        A single partial chunk is as long as its tokens.
+        A single partial chunk has only as many tokens as it encodes.
         """
         batch, heads, tokens = streams["signed_fractions.0"].shape[:3]
         rows = -(-tokens // self.chunk)
@@ -233,7 +235,7 @@ class Lossless(CodecFamily):
         return bits.view({"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is coded again by the same tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is encoded again with the same tables."""
         begin = streams["signed_fractions.0"].shape[2] - tokens
         last = {
             name: stream[:, :, begin:] if name.startswith("signed_fractions") else stream[:, :, -1:] for name, stream in streams.items()
@@ -252,7 +254,7 @@ class Lossless(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse frequencies that do not sum to 2^12, states below 2^16, and word counts that do not match the words."""
+        """Reject frequencies that do not sum to 2^12, states below 2^16, and word counts that do not match the words."""
         for first, (block,) in row_blocks(arrays["frequencies"]):
             sums = block.sum(1, dtype=numpy.int64)
             if (sums != rans.TOTAL).any():
@@ -271,7 +273,7 @@ class Lossless(CodecFamily):
         return (self._check_chunks,)
 
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Refuse chunks that no encoder produces: the words read or the final state do not match."""
+        """Reject chunks that no encoder produces: the number of words read or the final state is wrong."""
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])
@@ -298,7 +300,7 @@ class Lossless(CodecFamily):
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks to decode together, given the end of each chunk in the words."""
+    """Yield ranges of chunks to decode together, given the position in the words where each chunk ends."""
     first = 0
     while first < len(ends):
         begin = int(ends[first - 1]) if first else 0
@@ -309,7 +311,7 @@ def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _add_unseen(counts: Numbers) -> Numbers:
-    """Raise zero ``counts`` ``[table, symbol]`` to 1 for symbols that may still occur, which costs next to nothing for many values."""
+    """Raise zero ``counts`` ``[table, symbol]`` to 1 for symbols that may still occur. With many values, this costs almost nothing."""
     present = counts > 0
     room = present.copy()
     for step in range(1, _EXTRA_BELOW + 1):
@@ -321,7 +323,7 @@ def _add_unseen(counts: Numbers) -> Numbers:
 
 
 def _join_states(words: Numbers) -> Numbers:
-    """Combine stored words ``[chunk, 2 · LANES]``, lower half first, into states uint32 ``[chunk, LANES]``."""
+    """Join stored words ``[chunk, 2 · LANES]``, lower half first, to states: uint32 ``[chunk, LANES]``."""
     return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
 
 
@@ -335,12 +337,12 @@ def _to_stream(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def _replace_last(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.Tensor:
-    """Replace the last ``rows`` rows of ``stream`` with ``new``."""
+    """Replace the last ``rows`` rows of ``stream`` by ``new``."""
     return torch.cat([stream[:, :, : stream.shape[2] - rows], new], 2)
 
 
 _TYPICAL_EXPONENT_BITS = 2.53125
-"""Bits of words per exponent of normally distributed values: the entropy is 2.54, and the states hold a part of it."""
+"""Bits of words per exponent of normally distributed values. The entropy is 2.54 bits, but part of it is in the states."""
 
 
 @lru_cache(MAX_CACHED_TABLES)

@@ -1,6 +1,6 @@
 """minifloat: floats of 8 or 4 bits with the scales that engines store next to them (spec/codecs/minifloat.md).
 
-Covers fp8 caches (e4m3, e5m2; one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (8-bit scales per block of channels).
+Covers fp8 caches (e4m3 or e5m2, with one scale per tensor, head or token), and mxfp8, mxfp4 and nvfp4 (8-bit scales per block of channels).
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, Sec. 5 and 6.3; NVIDIA's NVFP4.
 """
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Element(NamedTuple):
-    """A float with a sign, ``exponent_bits`` and ``fraction_bits``; codes of magnitude ``finite`` and above are NaN or infinity."""
+    """Format of an element: a sign, ``exponent_bits`` and ``fraction_bits``. Codes of magnitude ``finite`` and above are NaN or infinity.
+    """
 
     exponent_bits: int
     fraction_bits: int
@@ -57,19 +58,20 @@ class Element(NamedTuple):
 ELEMENTS = {"e4m3": Element(4, 3, 0x7F), "e5m2": Element(5, 2, 0x7C), "e2m1": Element(2, 1, 8)}
 GRANULARITIES = ("tensor", "head", "token", "block")
 BLOCK_CHANNELS = {"e8m0": 32, "e4m3": 16}
-"""Channels of a block, by the dtype of its scale."""
+"""Number of channels per block, by the dtype of the block's scale."""
 
 E8M0_NAN = 0xFF
 E8M0_BIAS = 127
 
 _CONVERTING_DEVICES = ("cpu", "cuda")
-"""Devices on which torch converts float32 to floats of 8 bits."""
+"""Device types on which torch converts float32 to 8-bit floats."""
 
 _MAX_POWER_RATIO = 3.0
 _MIN_SIZE_FACTOR = 0.35
-"""Root mean square of normal values, relative to the smallest normal element, at which subnormal elements double their error."""
+"""Root mean square of normally distributed values, relative to the smallest normal element, at which subnormal elements double their error.
+"""
 _MIN_BLOCK_SIZE_FACTOR = 0.009
-"""The same relative to the scale of a run, where scales of blocks are e4m3: below it these are subnormal."""
+"""The same bound, relative to the run's scale, if blocks have e4m3 scales: below it, those scales are subnormal."""
 
 _MAX_HEADROOM = 16.0
 _GROWTH_FACTOR = 2.0
@@ -79,10 +81,10 @@ _SATURATION_MARGIN = 1 + 1 / 32
 
 @dataclass(frozen=True)
 class Minifloat(CodecFamily):
-    """Values stored as ``element``, times a scale per ``granularity`` stored as ``scale_dtype``.
+    """Codec that stores values as ``element`` floats, times one scale per ``granularity`` stored as ``scale_dtype``.
 
-    ``scale_dtype`` is fp32 or fp16 for one scale per sequence and run (``tensor``), per head and run (``head``) or per token of a head
-    (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels, with one more float32 per run.
+    ``scale_dtype`` is fp32 or fp16 if there is one scale per sequence and run (``tensor``), per head and run (``head``), or per token of a
+    head (``token``). For ``block`` it is e8m0, a power of two per 32 channels, or e4m3 per 16 channels with one additional float32 per run.
     """
 
     id: ClassVar[str] = "minifloat"
@@ -120,22 +122,22 @@ class Minifloat(CodecFamily):
 
     @property
     def format(self) -> Element:
-        """The format of the elements."""
+        """Format of the elements."""
         return ELEMENTS[self.element]
 
     @property
     def block(self) -> int:
-        """Channels that share an 8-bit scale."""
+        """Number of channels that share an 8-bit scale."""
         return BLOCK_CHANNELS[self.scale_dtype]
 
     @property
     def blocks(self) -> int:
-        """Blocks per token; the last one may be partial."""
+        """Number of blocks per token. The last one may be partial."""
         return -(-self.dim // self.block)
 
     @property
     def run_scale(self) -> str | None:
-        """Name of the stream with one scale per run, or None."""
+        """Name of the stream with one scale per run, or None if there is none."""
         if self.granularity == "block":
             return "global_scale" if self.scale_dtype == "e4m3" else None
         return None if self.granularity == "token" else "scale"
@@ -198,7 +200,7 @@ class Minifloat(CodecFamily):
         return self.pack("codes", encode_elements(scaled, self.element)) | streams
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``, padding a partial last block with zeros."""
+        """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``. A partial last block is padded with zeros."""
         spare = self.blocks * self.block - self.dim
         whole = functional.pad(values, (0, spare)) if spare else values
         return whole.reshape(*values.shape[:-1], self.blocks, self.block)
@@ -228,7 +230,7 @@ class Minifloat(CodecFamily):
         return _MAX_POWER_RATIO if self.scale_dtype == "e8m0" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The largest scale of a token's blocks."""
+        """Return the largest scale of a token's blocks: float32 ``[batch, kv_head, token]``."""
         return (streams["block_scales"].amax(3).to(torch.int32) << 23).view(torch.float32)
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -241,7 +243,7 @@ class Minifloat(CodecFamily):
         return scale * (_MIN_SIZE_FACTOR * 2.0 ** (2 - self.format.bias))
 
     def with_wide_run_scale(self, streams: Mapping[str, torch.Tensor]) -> tuple[Minifloat, Mapping[str, torch.Tensor]]:
-        """Return a codec whose scales per run are float32, and streams for it that decode to the same bits."""
+        """Return an equivalent codec with float32 scales per run, and streams for it that decode to the same bits."""
         if self.run_scale != "scale" or self.scale_dtype == "fp32":
             return self, streams
         return replace(self, scale_dtype="fp32"), {**streams, "scale": streams["scale"].to(torch.float32)}
@@ -250,7 +252,7 @@ class Minifloat(CodecFamily):
         return (self._check_numbers,)
 
     def _check_numbers(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse elements and block scales that are NaN or infinite, and negative block scales."""
+        """Reject elements and block scales that are NaN or infinite, and negative block scales."""
         if self.element != "e2m1":
             # Elements of 8 bits are the bytes of words; bytes without an element are zero.
             for plane in range(len(self.packings()["codes"].planes)):
@@ -305,7 +307,7 @@ def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Compute ``encode_elements`` with operations that every device has; int32."""
+    """Compute ``encode_elements`` with operations that every device supports: int32."""
     form = ELEMENTS[element]
     spare = 23 - form.fraction_bits
     smallest_normal = 2.0 ** (1 - form.bias)
@@ -319,27 +321,29 @@ def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the e8m0 codes, int32, of blocks with ``largest`` magnitudes, float32: floor(log2(largest)) - emax (OCP MX, Sec. 6.3)."""
+    """Return the e8m0 codes of blocks whose largest magnitudes are ``largest``, float32: floor(log2(largest)) - emax, int32.
+
+    Source: OCP MX, Sec. 6.3.
+    """
     emax = ELEMENTS[element].value(ELEMENTS[element].finite - 1)
     return ((largest.contiguous().view(torch.int32) >> 23) - floor_log2(emax)).clamp_min_(0)
 
 
 def floor_log2(value: float) -> int:
-    """Return the exponent of the largest power of two that is at most ``value``, which must be at least 1."""
+    """Return the exponent of the largest power of two that is at most ``value``. The value must be at least 1."""
     return int(value).bit_length() - 1
 
 
 def max_quotient(codec: Minifloat) -> float:
-    """Return the largest quotient of a value and its run's scale."""
+    """Return the largest ratio of a value to its run's scale."""
     return codec.format.largest * (ELEMENTS["e4m3"].largest if codec.granularity == "block" else 1)
 
 
 def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Return the scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``; infinite if they do not fit.
+    """Return the scales of a run whose values are at most ``largest``, ``[batch, kv_head or 1, 1]``. Scales that do not fit are infinite.
 
-    The scales of the preceding run, ``last``, are kept unless they are too small or far too large, because runs with one scale can be
-    joined.
-    A new, larger scale has room to grow, so that later runs seldom need another. 0 means no scale yet.
+    The preceding run's scales, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be joined.
+    A larger scale leaves room to grow, so that later runs seldom need another. A scale of 0 means that all values so far are 0.
     """
     most = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
@@ -352,7 +356,7 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
 
 
 def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``most`` in binary16 (``half``) or float32, one unit larger if a subnormal scale would saturate values."""
+    """Return ``largest`` / ``most`` in binary16 (``half``) or float32. It is one unit larger if a subnormal scale would saturate values."""
     largest = largest.clamp_max(_LARGEST_SCALED)
     scale = _divide(largest, most).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
@@ -362,7 +366,8 @@ def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
 
 
 def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide ``x`` by ``number``, correctly rounded on every device; on CUDA, PyTorch multiplies by a number's reciprocal instead."""
+    """Divide ``x`` by ``number``, correctly rounded on every device. On CUDA, PyTorch would multiply by the reciprocal of a Python number.
+    """
     return x / x.new_full((), number)
 
 
@@ -372,7 +377,7 @@ def _quotient(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @cache_per_device
 def element_values(element: str) -> torch.Tensor:
-    """Return the value of each code, float32 ``[2^bits]``; 0 for codes of NaN and infinity, which readers refuse."""
+    """Return the value of each code, float32 ``[2^bits]``. Codes of NaN and infinity, which readers reject, have value 0."""
     form = ELEMENTS[element]
     half = 1 << form.bits - 1
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""The option norm_rule: how an encoder chooses the stored factor of a token; decoders do not depend on it.
+"""The option norm_rule: how an encoder chooses the factor stored for a token. Decoders do not depend on it.
 
-A codec of directions decodes a token x to a factor times a direction d, the sum of its codes. Papers store x's norm as the factor
-("norm"). That keeps the error small, but d, the direction nearest to x's, is too short along x: every product with x, and every
-attention score, shrinks. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2 at the same size; after a random rotation
-the expected decoded token is x. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
+A codec of directions decodes a token x to a factor times a direction d, which its codes describe. Papers store the norm of x as the factor
+("norm"). The error is then small, but since d only approximates the direction of x, every product with x shrinks, and with it every
+attention score. The factor |x|^2 / <x, d> ("unbiased") makes <x, decoded x> = |x|^2 at the same size. After a random rotation, the expected
+decoded token is x. Source: RaBitQ (Gao and Long 2024, arXiv 2405.12497), Theorem 3.2.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from .rotation import Rotation
 
 NORM_RULES = ("unbiased", "norm")
-"""The default, and the rule of the papers."""
+"""The rules: the default first, then the rule of the papers."""
 
 SKETCHED_NORM_RULE = "norm"
-"""The default for a codec whose residual is sketched: the sketch makes products unbiased, the better the smaller the residual is."""
+"""Default rule for a codec with a sketched residual. The sketch already makes products unbiased, and works best with a small residual."""
 
 _SMALLEST_NORMAL = 2.0**-126
 
 
 def read_norm_rule(options: Options) -> str:
-    """Return the rule that a recipe requests."""
+    """Return the norm rule that a recipe requests."""
     return options.choice("norm_rule", SKETCHED_NORM_RULE if options.sketched else NORM_RULES[0], NORM_RULES)
 
 
 def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate rows ``[row, dim]`` into the frame of ``rotation`` and normalize them; return float32 unit rows and their norms ``[row]``.
+    """Rotate rows ``[row, dim]`` by ``rotation`` and normalize them. Returns float32 unit rows and their norms ``[row]``.
 
-    A subnormal norm leaves a row shorter than 1.
+    A row with a subnormal norm stays shorter than 1.
     """
     # In binary64 no square overflows or underflows.
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
@@ -42,7 +42,9 @@ def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return ``unbiased_factor`` for rows of ``norm`` whose ``normalize_rows`` decode to ``decoded`` ``[row, dim]``."""
+    """Return ``unbiased_factor`` for the unit rows that ``normalize_rows`` returned with ``norm``, and that decode to ``decoded`` ``[row,
+    dim]``.
+    """
     product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
@@ -52,9 +54,9 @@ def unbiased_factor(
 ) -> torch.Tensor:
     """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
-    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Rows more than 45 degrees away from d keep
-    their norm, because the error of the larger factor would exceed the row; so do zeros, and norms that do not fit. If the norm fits but
-    the factor does not, the factor becomes the largest number.
+    ``product`` is <u, d>, ``decoded`` |d|^2 and ``squares`` |u|^2, in the shape of ``norm``. Some rows keep their norm: rows more than 45
+    degrees from d, because the error of the larger factor would exceed the row itself; zeros; and norms that do not fit the dtype. If the
+    norm fits but the factor does not, the factor is the largest number of the dtype.
     """
     kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
     return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

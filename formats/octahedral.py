@@ -1,4 +1,4 @@
-"""octahedral: triplet directions on the octahedron, triplet norms, and one norm per token (spec/codecs/octahedral.md).
+"""octahedral: directions of rotated triplets on an octahedron, triplet norms, and one norm per token (spec/codecs/octahedral.md).
 
 Source: OCTOPUS Sec. 3, Eq. 1-13 and Algorithm 1.
 """
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 ARRANGEMENTS = ("dense", "direct")
 
 SMALLEST_DIM = 4
-"""The smallest head dim: below it, a triplet's norm has no density."""
+"""Minimum head dim. For smaller ones, the norm of a triplet has no density."""
 
 _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
 _SIGNS = 4
 _MAX_SCALED_DIRECTIONS = 1 << 14
-"""Up to this number of pairs of direction and norm, a table has their products."""
+"""Maximum number of pairs of a direction and a norm for which a table stores all products."""
 _SMALLEST_NORMAL = 2.0**-126
 _SAFE_NORMS = (2.0**-40, 2.0**40)
 _CHUNK_ROWS = 4096
@@ -52,10 +52,10 @@ _CHUNK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Octahedral(CodecFamily):
-    """``b_dir`` bits for each of two octahedral coordinates and ``b_norm`` bits for the norm of every three rotated values.
+    """Codec that stores each rotated triplet as two octahedral coordinates of ``b_dir`` bits and a norm of ``b_norm`` bits.
 
-    ``direction_table`` holds the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms,
-    both ascending, little-endian float32. ``rounding`` and ``norm_rule`` steer the encoder and are not stored.
+    ``direction_table`` contains the 2^(b_dir - 1) magnitudes of a coordinate, ``norm_table`` the 2^b_norm triplet norms; both are
+    ascending, little-endian float32. ``rounding`` and ``norm_rule`` affect only the encoder and are not stored.
     """
 
     id: ClassVar[str] = "octahedral"
@@ -102,7 +102,7 @@ class Octahedral(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """The paper's b for its split (b + 1, b - 1); for any other split, a third of the bits of a triplet."""
+        """Bits per value: the paper's b for its split (b + 1, b - 1); for any other split, a third of the bits of a triplet."""
         if self.b_dir - self.b_norm == 2:
             return (self.b_dir + self.b_norm) / 2
         return (2 * self.b_dir + self.b_norm) / 3
@@ -113,7 +113,7 @@ class Octahedral(CodecFamily):
 
     @property
     def triplets(self) -> int:
-        """The number of triplets per token; the last may end in zeros."""
+        """Number of triplets per token. The last one may be padded with zeros."""
         return -(-self.dim // 3)
 
     def packings(self) -> dict[str, Columns]:
@@ -127,7 +127,7 @@ class Octahedral(CodecFamily):
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with norms in float32."""
         rows, length, norm = _scale_and_measure(rows)
         x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
@@ -183,7 +183,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _directions(self) -> int:
-        """Number of directions in the quarter square, which is the place value of the digit's bits above them."""
+        """Number of directions in the quarter square, which is also the place value of the digit's bits above the direction."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -220,18 +220,18 @@ def _check_table(name: str, table: bytes, length: int) -> None:
 
 
 def norm_extends_index(b_dir: int, b_norm: int) -> bool:
-    """Return True if the norm bits extend the index digit to a width that divides 16; otherwise they are above the signs."""
+    """Return True if the norm bits extend the index digit to a width that divides 16. Otherwise, they extend the sign digit."""
     return 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
 
 
 def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
-    """Return the bits of the index digit and of the sign digit."""
+    """Return the number of bits of the index digit and of the sign digit."""
     index = 2 * (b_dir - 1)
     return (index + b_norm, 2) if norm_extends_index(b_dir, b_norm) else (index, 2 + b_norm)
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """Return the bases of every code stream; a digit of zero bits is left out."""
+    """Return the bases of every code stream. A digit of zero bits is left out."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
         return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}
@@ -265,7 +265,7 @@ def _padding_bits(packing: Columns, triplets: int) -> dict[str, numpy.ndarray[An
 
 
 def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale rows so that their squares fit float32; return them, their norms ``[row, 1]``, and the true norms ``[row]``."""
+    """Scale rows so that their squares fit in float32. Returns the rows, their norms ``[row, 1]``, and the original norms ``[row]``."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SAFE_NORMS[0] and length.max() < _SAFE_NORMS[1]):
         return rows, length, length[:, 0]
@@ -281,14 +281,14 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 @cache_per_device
 def _planar_rotation(rotation: Rotation) -> torch.Tensor:
-    """Return the matrix that maps a row to the first coordinates of all its triplets, then the second, then the third."""
+    """Return the matrix that rotates a row and orders the result: first coordinates of all triplets, then second, then third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)
 
 
 @cache_per_device
 def signed_directions(table: bytes) -> torch.Tensor:
-    """Return unit directions, float32 ``[4 * levels^2, 3]``, by sign bits (high) and index (low)."""
+    """Return the unit directions float32 ``[4 * levels^2, 3]`` by symbol: the sign bits are high, the index is low."""
     quarter = codebook_directions(table).T
     signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]], dtype=torch.float32)
     return (signs[:, None] * quarter).flatten(0, 1)
@@ -296,7 +296,7 @@ def signed_directions(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
-    """Multiply every direction by every norm as decoding does: float32 ``[norm * direction, 3]``."""
+    """Return all directions times all norms, as decoding multiplies them: float32 ``[norm * direction, 3]``."""
     return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 

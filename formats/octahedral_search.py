@@ -1,7 +1,7 @@
-"""The octahedral map and the search for the nearest direction of an octahedral codebook, with the encoder's roundings.
+"""Search for the nearest direction of an octahedral codebook, with the roundings that encoders offer.
 
-The search stays in the quarter square xi, eta >= 0. A codeword is never nearer than its mirror image on the direction's own side of
-x = 0 and y = 0, so the signs are stored and not searched. A direction is three float32 tensors of one shape: nonnegative x and y, and z
+The search is limited to the quarter square xi, eta >= 0. Among a codeword and its mirror images, the nearest always has the signs of the
+direction's x and y, so the signs are stored and not searched. A direction is three float32 tensors of one shape: nonnegative x and y, and z
 of any sign. Its length does not matter.
 """
 
@@ -26,7 +26,7 @@ _SMALLEST_SUM = 1e-30
 
 
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (|xi|, |eta|) in [0, 1] of a direction; (0, 0) for the zero vector. Source: OCTOPUS Eq. 5.
+    """Return |xi| and |eta| of a direction, in [0, 1]; both are 0 for the zero vector. Source: OCTOPUS Eq. 5.
 
     For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y covers both signs of z.
     """
@@ -36,9 +36,9 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
 
 
 def codebook_directions(table: bytes) -> torch.Tensor:
-    """Return the unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``; entry i + levels * j has xi = c_i, eta = c_j.
+    """Return the unit directions of all pairs of magnitudes, float32 ``[3, levels^2]``. Entry i + levels * j has xi = c_i and eta = c_j.
 
-    ``table`` holds the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in binary64.
+    ``table`` contains the ascending magnitudes c, little-endian float32. Source: OCTOPUS Eq. 6, in binary64.
     """
     magnitudes = numpy.frombuffer(table, "<f4").astype(numpy.float64)
     eta, xi = (axis.ravel() for axis in numpy.meshgrid(magnitudes, magnitudes, indexing="ij"))
@@ -54,7 +54,7 @@ def midpoints(table: bytes) -> list[float]:
 
 
 def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
-    """Count the ascending ``bounds`` below each value; float32 in the shape of ``values``."""
+    """Return the number of ascending ``bounds`` below each value, float32 in the shape of ``values``."""
     if len(bounds) > _MAX_COMPARISONS:
         return torch.bucketize(values, torch.tensor(bounds, dtype=torch.float32, device=values.device)).to(torch.float32)
     # A few comparisons are up to ten times faster than one binary search per element.
@@ -66,12 +66,12 @@ def nearest_level(values: torch.Tensor, bounds: list[float]) -> torch.Tensor:
 
 @lru_cache(_MAX_CACHED_CODEBOOKS)
 def codebook(table: bytes, device: torch.device) -> Codebook:
-    """Return the codebook of a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
+    """Return the cached codebook of a table of magnitudes (see ``codebook_directions``), with tensors on ``device``."""
     return Codebook(table, device)
 
 
 class Codebook:
-    """Search for the nearest direction, the one with the largest scalar product (OCTOPUS Eq. 12)."""
+    """Search structure for the nearest direction, the one with the largest scalar product (OCTOPUS Eq. 12)."""
 
     def __init__(self, table: bytes, device: torch.device) -> None:
         self.levels = len(table) // 4
@@ -83,8 +83,8 @@ class Codebook:
     def nearest(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
         """Return the index ``i + levels * j`` that ``rounding`` selects, int32 in the shape of ``x``.
 
-        scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side.
-        local3x3: the best of the nearest magnitudes and their neighbors. full: the best of all magnitudes.
+        scalar: the nearest magnitudes. local2x2: the best of the magnitudes on either side. local3x3: the best of the nearest magnitudes
+        and their neighbors. full: the best of all magnitudes.
         """
         if rounding == "full":
             return self._full_search(x, y, z)
@@ -99,7 +99,7 @@ class Codebook:
         return nx.mul_(x).addcmul_(ny, y).addcmul_(nz, z)
 
     def local_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Run the search of OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
+        """Search as in OCTOPUS Algorithm 1, for every rounding except full; see ``nearest``."""
         columns, rows = self._candidates(torch.stack(octahedral_coordinates(x, y, z)), rounding).unbind(1)
         index = torch.add(columns, rows.unsqueeze(1), alpha=self.levels).flatten(0, 1)
         if rounding == "scalar":
@@ -108,7 +108,7 @@ class Codebook:
         return index.gather(0, best)[0]
 
     def _candidates(self, coordinates: torch.Tensor, rounding: str) -> torch.Tensor:
-        """Return the levels to try, int32 ``[candidate, ...]``, nearest first."""
+        """Return the levels to compare, int32 ``[candidate, ...]``, nearest first."""
         nearest = nearest_level(coordinates, self._bounds).to(torch.int32)
         if rounding == "scalar":
             return nearest[None]
@@ -124,7 +124,7 @@ class Codebook:
         return torch.cat([product(chunk, self._directions).argmax(-1) for chunk in chunks]).to(torch.int32).view(x.shape)
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return the result of the local 3x3 search by grid lookup; only cells that codewords share are searched."""
+        """Look up the result of the local 3x3 search in a grid. Only directions in cells that codewords share are searched."""
         xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
         cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
@@ -135,18 +135,18 @@ class Codebook:
 
     @property
     def _cells(self) -> int:
-        """Cells along each side of the lookup grid: enough that only a few percent of directions fall into shared cells."""
+        """Number of cells along each side of the grid: enough that only a few percent of directions fall into shared cells."""
         return min(_CELLS_PER_LEVEL * self.levels, _MAX_CELLS)
 
     @cached_property
     def _grid(self) -> torch.Tensor:
-        """The codeword nearest to every direction of a cell, or -1: int16 ``[(cells + 1)^2]`` with xi fastest.
+        """Codeword nearest to every direction of a cell, or -1 if codewords share the cell: int16 ``[(cells + 1)^2]`` with xi fastest.
 
-        A cell has the codeword on which its four corners agree, which is sufficient: the directions nearest to one codeword form an
-        intersection of half-spaces, which is convex. The map from the square is linear on either side of the fold xi + eta = 1, which runs
-        along diagonals of cells, so a cell, or each half of a cell on the fold, is the cone over its corners. The local searches find the
-        nearest of all codewords (the tests compare them with the full search). The last cell of a row or column is for a coordinate of
-        exactly 1 and equals the cell before it.
+        A cell is not shared if its four corners have the same nearest codeword. The directions nearest to one codeword form an intersection
+        of half-spaces, which is convex. On either side of the fold xi + eta = 1, which runs along diagonals of cells, the map is linear, so
+        a cell (or each half of a cell on the fold) is the cone over its corners. The local searches find the nearest of all codewords;
+        tests compare them with the full search. The last cell of a row or column is for a coordinate of exactly 1 and equals the cell
+        before it.
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []
@@ -164,7 +164,7 @@ class Codebook:
 
 
 def _negative_indices(values: torch.Tensor) -> torch.Tensor:
-    """Return the positions of the negative values of a flat tensor; on a CPU, numpy finds them four times as fast as torch."""
+    """Return the indices of the negative values of a flat tensor. On a CPU, NumPy finds them four times as fast as torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.flatnonzero(values.numpy() < 0))
     return torch.nonzero(values < 0).view(-1)

@@ -1,4 +1,4 @@
-"""opaque: bytes of an engine's slots that must not be recoded (spec/row.md, Opaque bytes). Only rows use this codec, never files."""
+"""opaque: bytes of an engine's slots that must not be encoded again (spec/row.md, Opaque bytes). It is used in rows, never in files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opaque(CodecFamily):
-    """``dim`` bytes per token and head, stored unchanged. Their values are the integers 0 to 255."""
+    """Codec that stores ``dim`` bytes per token and head unchanged. Their values are the integers 0 to 255."""
 
     id: ClassVar[str] = "opaque"
 

@@ -1,4 +1,4 @@
-"""Options of one codec in a recipe. Readers consume words one by one; a word that no reader consumes is unknown."""
+"""Options of one codec in a recipe. Codecs read them one by one; an option that was never read is unknown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 _DEFAULT: Final = ""
-"""Stands for the default of the reader."""
+"""Marker for ``omitted``: leaving the option out means the reader's default."""
 
 
 class UnknownWord(InvalidParameter):
-    """An option or value that the codec does not know; ``word`` is the part of the recipe to point at."""
+    """Error for an option or value that the codec does not support. ``word`` is the part of the recipe to point at."""
 
     def __init__(self, message: str, word: str) -> None:
         super().__init__(message)
@@ -27,13 +27,24 @@ class UnknownWord(InvalidParameter):
 
 
 class Options:
-    """The ``name=value`` words given to ``codec``. Every reader specifies its default and its range.
+    """The options ``name=value`` that a recipe gives to one codec.
 
-    A reader's ``omitted`` is the value that a recipe without the word means, if it is not the default; None if that depends on the head dim
-    or on the values. The meaning of an omitted word never changes, because recipes are stored without it.
+    Every method that reads an option specifies its range and its default. Its argument ``omitted`` is the value that a recipe without the
+    option means, if that is not the default; None if it depends on the head dim or on the values. That meaning never changes, because
+    stored recipes leave out such options.
 
-    ``sketched`` is True if a side-car will describe the codec's residual. ``calibrated`` is the codec's input from a basis, if it needs
-    one, and ``balanced`` the input of its side-car.
+    Args:
+        codec: Codec id.
+        words: Values of the options by name.
+        calibrated: The codec's input from a basis, if it needs one.
+        balanced: Input from a basis for a side-car of the codec.
+
+    Attributes:
+        sketched: True if a side-car will describe the codec's residual.
+
+    >>> options = kvpack.formats.options.Options("group", {"b": "4"})
+    >>> options.integer("b", None, 1, 8), options.integer("g", 32, 4, 128)
+    (4, 32)
     """
 
     def __init__(
@@ -50,27 +61,27 @@ class Options:
         self._canonical: dict[str, str] = {}
 
     def canonical(self) -> dict[str, str]:
-        """Return the words that were read, sorted by name, in canonical spelling and without those that restate a default."""
+        """Return the options that were read, sorted by name, in their canonical spelling. Options that restate a default are left out."""
         return dict(sorted(self._canonical.items()))
 
     def respell(self, words: Mapping[str, str | None]) -> None:
-        """Replace the spelling of words that belong together; None drops a word."""
+        """Replace the canonical spelling of options. None removes an option."""
         for name, text in words.items():
             self._canonical.pop(name, None)
             if text is not None:
                 self._canonical[name] = text
 
     def is_given(self, name: str) -> bool:
-        """Return True if the word ``name`` was given."""
+        """Return True if the recipe contains the option ``name``."""
         return name in self._words
 
     def mentions_any(self, names: tuple[str, ...]) -> bool:
-        """Return True if any of the options ``names`` was given."""
+        """Return True if the recipe contains any of the options ``names``, and list them in messages about unknown options."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """Read an integer from ``low`` to ``high``; without a default the word is required."""
+        """Read an integer from ``low`` to ``high``. Raises UnknownWord if it is out of range, or missing without a ``default``."""
         text = self._read(name)
         if text is None:
             if default is None:
@@ -86,7 +97,9 @@ class Options:
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """Read one or more integers from ``low`` to ``high``, joined by dots; the word is required."""
+        """Read one or more integers from ``low`` to ``high``, separated by dots. Raises UnknownWord if one is out of range or none is
+        given.
+        """
         text = self._read(name)
         if text is None:
             raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
@@ -100,7 +113,7 @@ class Options:
         return tuple(known[word] for word in words)
 
     def choice(self, name: str, default: str, known: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
-        """Read one of the words in ``known``."""
+        """Read one of the words in ``known``. Raises UnknownWord for any other word."""
         text = self._read(name)
         if text is None:
             return default
@@ -110,7 +123,7 @@ class Options:
         return text
 
     def share(self, name: str, default: float) -> float:
-        """Read a share above 0 and below 1, a decimal number of at most four places."""
+        """Read a number above 0 and below 1 with at most four decimal places. Raises UnknownWord for anything else."""
         text = self._read(name)
         if text is None:
             return default
@@ -121,7 +134,7 @@ class Options:
         return value
 
     def ratio(self, name: str, default: float) -> float:
-        """Read a number above 1 and up to 1,000, a decimal number of at most four places."""
+        """Read a number above 1 and up to 1,000 with at most four decimal places. Raises UnknownWord for anything else."""
         text = self._read(name)
         if text is None:
             return default
@@ -132,14 +145,14 @@ class Options:
         return value
 
     def text(self, name: str) -> str | None:
-        """Read any word; None if it is not given."""
+        """Read any text. Returns None if the recipe lacks the option."""
         text = self._read(name)
         if text is not None:
             self._note(name, text, None)
         return text
 
     def finish(self) -> None:
-        """Refuse the words that were not read."""
+        """Raise UnknownWord if the recipe contains an option that was never read."""
         for name, value in self._words.items():
             if name in self._known:
                 continue
@@ -147,7 +160,7 @@ class Options:
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
 
     def _note(self, name: str, text: str, omitted: str | None) -> None:
-        """Record the spelling ``text`` of a given word, unless leaving it out means the same."""
+        """Record the spelling ``text`` of a given option, unless leaving the option out means the same."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

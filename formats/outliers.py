@@ -1,6 +1,6 @@
-"""outliers: chunks of four values that are far larger than the others, stored in binary16 (spec/side-cars.md).
+"""outliers: chunks of four values that are far larger than the rest, stored in binary16 (spec/side-cars.md).
 
-Source: HQMQ Sec. 3, median-multiplier outlier extraction (Med3x at a multiplier of 3).
+Source: HQMQ Sec. 3, median-multiplier outlier extraction (Med3x with a multiplier of 3).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ FLAGS, VALUES = "outlier_flags", "outliers"
 CHUNK = 4
 
 _MIN_NORM = 2.0**-13
-"""The codec keeps chunks of a smaller norm: binary16 holds numbers below 2^-14 with ever fewer bits."""
+"""Minimum norm of an outlier. Below 2^-14, binary16 has less and less precision, so the codec encodes smaller chunks."""
 
 _LARGEST_MULTIPLIER = 1000
 
 
 @dataclass(frozen=True)
 class Outliers(FramePart):
-    """Chunks of the coded frame whose norm is above ``multiplier`` times the median of their head are stored in binary16.
+    """Side-car that stores outlier chunks of the coded frame in binary16: chunks with a norm above ``multiplier`` times the median of their
+    head.
 
-    The median is over the chunks that are not zero, because chunks of padding would lower it.
+    The median excludes zero chunks, because padding would lower it.
     """
 
     name: ClassVar[str] = "outliers"
@@ -72,8 +73,10 @@ class Outliers(FramePart):
         return Columns(self.dim // CHUNK, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``outlier_flags``, one flag per chunk, and ``outliers``, the flagged ones by token, sequence, head and
-        chunk."""
+        """Return the layouts of ``outlier_flags``, one flag per chunk, and of ``outliers``, the flagged chunks.
+
+        Outliers are ordered by token, sequence, head and chunk.
+        """
         planes = {f"{FLAGS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {VALUES: Layout("F16", (1, 1, 0, CHUNK), per="entry", batch_axis=None)}
 
@@ -96,9 +99,9 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Zero the outliers of ``u`` ``[batch, kv_head, token, dim]``, and return the result and the streams that contain them.
+        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the result, and the streams with the outliers.
 
-        Raises OutOfRange if an outlier does not fit binary16.
+        Raises OutOfRange if an outlier does not fit in binary16.
         """
         chunks = _chunks(u)
         flagged = _norms(chunks) > threshold
@@ -110,7 +113,7 @@ class Outliers(FramePart):
         return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put the outliers back into ``frame`` ``[batch, kv_head, token, dim]``, float32."""
+        """Put the outliers back into ``frame``, float32 ``[batch, kv_head, token, dim]``."""
         chunks = _chunks(frame).clone()
         chunks.permute(2, 0, 1, 3, 4)[self.flags(streams).permute(2, 0, 1, 3)] = streams[VALUES][0, 0].to(torch.float32)
         return chunks.flatten(3)
@@ -121,7 +124,7 @@ class Outliers(FramePart):
         return flags != 0
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for spare bits, flags that do not match the number of outliers, and values that no writer produces."""
+        """Raise InvalidPayload if a spare bit is set, the flags do not match the number of outliers, or an outlier is not finite."""
         planes = [arrays[f"{FLAGS}.{plane}"] for plane in range(len(self.packing.planes))]
         self.packing.check(planes, f"{where}.{FLAGS}")
         values = arrays[VALUES]
@@ -134,7 +137,7 @@ class Outliers(FramePart):
 
 
 def _raise_first_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
-    """Raise OutOfRange, naming the first outlier that does not fit binary16."""
+    """Raise OutOfRange, naming the first outlier that does not fit in binary16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
@@ -144,7 +147,7 @@ def _raise_first_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoRet
 
 
 def _chunks(u: torch.Tensor) -> torch.Tensor:
-    """View ``u`` as chunks of four values, ``[batch, kv_head, token, chunk, 4]``."""
+    """View ``u`` as chunks of four values: ``[batch, kv_head, token, chunk, 4]``."""
     return u.reshape(*u.shape[:-1], u.shape[-1] // CHUNK, CHUNK)
 
 

@@ -1,6 +1,6 @@
-"""polar: pairs of channels, then pairs of radii, level by level, with one angle per pair and the last radii (spec/codecs/polar.md).
+"""polar: a tree of angles over pairs of channels, then pairs of radii, with the last radii stored (spec/codecs/polar.md).
 
-Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with equal bits on every level, as in OCTOPUS Table 1.
+Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with the same number of bits on every level, as in OCTOPUS Table 1.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _TOKENS_OF_ONE_HEAD = 1 << 11
 
 @dataclass(frozen=True)
 class Level:
-    """One level: the ``bits`` of its angles and the number of angles for each of its ``pairs``.
+    """One level of the tree: the ``bits`` of an angle, and the number of angles (``counts``) for each kind of pair in ``pairs``.
 
-    A key of ``pairs`` is the number of channels below the first and the second radius: equal, except in an unequal last pair.
+    An item of ``pairs`` is the number of channels below the first and the second radius. They differ only in an unequal last pair.
     """
 
     bits: int
@@ -47,16 +47,16 @@ class Level:
 
     @property
     def angles(self) -> int:
-        """Angles per token; each combines two radii, and an odd last radius passes on unchanged."""
+        """Number of angles per token. Each angle combines two radii; an odd last radius passes to the next level unchanged."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True)
 class Polar(CodecFamily):
-    """``bits`` lists the bits per angle of each level, joined by dots; the radii after the last level have the dtype ``norm``.
+    """Codec that stores a tree of angles: ``bits`` lists the bits per angle of each level, separated by dots.
 
-    ``angle_table`` holds the angles of every level above the first, ascending, little-endian float32; the first is uniform.
-    ``norm_rule`` steers the encoder and is not stored.
+    The radii after the last level are stored as ``norm``. ``angle_table`` contains the angles of every level above the first, ascending,
+    little-endian float32; the angles of the first level are uniform. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "polar"
@@ -95,7 +95,9 @@ class Polar(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """OCTOPUS's b if every angle has b bits and one radius is left; otherwise PolarQuant's count, with 16 bits per radius."""
+        """Bits per value: OCTOPUS's b if every angle has b bits and one radius is left; otherwise PolarQuant's count, with 16 bits per
+        radius.
+        """
         angle_bits = {level.bits for level in self.levels}
         if len(angle_bits) == 1 and self.radii == 1:
             return float(angle_bits.pop())
@@ -103,7 +105,7 @@ class Polar(CodecFamily):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels, starting with the pairs of channels."""
+        """The levels, from the pairs of channels up."""
         return _levels(self.dim, self.bits)
 
     @property
@@ -118,7 +120,7 @@ class Polar(CodecFamily):
 
     @property
     def tables(self) -> tuple[tuple[bytes, ...], ...]:
-        """Part of ``angle_table`` for each kind of pair of each level; the first level has none."""
+        """Angle tables of each level, one for each kind of pair. The first level has none."""
         return _tables(self.levels, self.angle_table)
 
     def packings(self) -> dict[str, Columns]:
@@ -219,7 +221,7 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """Return the levels of each code stream: consecutive levels with equal bits share a stream, named after the first."""
+    """Return the levels of each code stream. Consecutive levels with equal bits share a stream, which is named after the first level."""
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
         numbers, members = zip(*run, strict=True)
@@ -245,7 +247,7 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """Return (cos, sin) of a level's angles, ``[..., angle, 2]``, by their codes."""
+    """Return the cosine and sine of a level's angles by their codes: ``[..., angle, 2]``."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)
@@ -254,13 +256,13 @@ def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor
 
 @cache_per_device
 def uniform_directions(bins: int) -> torch.Tensor:
-    """Return (cos, sin) of each bin center, float32 ``[bins, 2]``."""
+    """Return the cosine and sine of each bin center, float32 ``[bins, 2]``."""
     return _cos_sin((torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * pi / bins))
 
 
 @cache_per_device
 def angle_directions(table: bytes) -> torch.Tensor:
-    """Return (cos, sin) of each angle of a table, float32 ``[angles, 2]``."""
+    """Return the cosine and sine of each angle of a table, float32 ``[angles, 2]``."""
     return _cos_sin(torch.tensor(struct.unpack(f"<{len(table) // 4}f", table), dtype=torch.float64))
 
 

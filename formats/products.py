@@ -1,4 +1,4 @@
-"""Float32 matrix products that ignore the process's precision settings (spec/packing.md, Rotation)."""
+"""Float32 matrix products that ignore the precision settings of the process (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from .lazy import torch
 
 MIN_ROWS = 16
-"""Minimum number of rows for matrix products: for fewer rows, libraries use other kernels, which sum in another order."""
+"""Minimum number of rows of a product on the CPU. For fewer rows, libraries use other kernels, which add in another order."""
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``rows @ matrix``, for float32 ``[..., row, k]`` and ``[..., k, column]``, with the error of float32 sums.
+    """Return ``rows @ matrix`` for float32 ``[..., row, k]`` and ``[..., k, column]``, with the rounding error of float32 sums.
 
-    If the process lets products round their factors to tf32 or bf16, the product is computed in binary64. On the CPU a row's result does
-    not depend on the number of rows.
+    If the process allows products to round their factors to tf32 or bf16, the product is computed in binary64. On the CPU, the result of a
+    row does not depend on the number of rows.
     """
     count = rows.shape[-2]
     if rows.device.type != "cpu" or count >= MIN_ROWS or may_round_factors("cpu"):
@@ -23,14 +23,14 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def plain_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return ``product`` for attention and searches: a row's result may depend on the number of rows."""
+    """Compute ``product`` for attention and searches, where the result of a row may depend on the number of rows."""
     if may_round_factors(rows.device.type):
         return (rows.to(torch.float64) @ matrix.to(torch.float64)).to(torch.float32)
     return rows @ matrix
 
 
 def may_round_factors(device_type: str) -> bool:
-    """Return True if float32 products on devices of a type may round their factors (see ``torch.set_float32_matmul_precision``)."""
+    """Return True if float32 products on this type of device may round their factors (see ``torch.set_float32_matmul_precision``)."""
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn
     # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one if both were used.

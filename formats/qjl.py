@@ -1,6 +1,6 @@
-"""qjl: the residual of a codec, stored as its norm and the signs of its second rotation (spec/side-cars.md).
+"""qjl: a sketch of a codec's error, by its norm and the signs of its second rotation (spec/side-cars.md).
 
-It makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
+The sketch makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SIGNS, NORM = "qjl_signs", "qjl_norm"
 DEFAULT_SEED = 1
-"""Differs from the seed of the rotations, so that the two are independent."""
+"""Default seed. It differs from the default seed of rotations, so that the two rotations are independent."""
 
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Sketch of residuals of head dim ``dim``: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
+    """Side-car that sketches residuals: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")
@@ -78,19 +78,19 @@ class Qjl(ResidualSketch):
         return Columns(self.dim, (2,), self.fields)
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of the planes of ``qjl_signs``, and of ``qjl_norm``."""
+        """Return the layouts of ``qjl_norm`` and of the planes of ``qjl_signs``."""
         planes = {f"{SIGNS}.{plane}": Layout("U16", (batch, heads, tokens, words)) for plane, words in enumerate(self.packing.planes)}
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode residuals ``[batch, kv_head, token, dim]`` to streams. Raises OutOfRange if a norm does not fit its width."""
+        """Encode residuals ``[batch, kv_head, token, dim]`` to streams. Raises OutOfRange if a norm does not fit its stored dtype."""
         norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
         negative = (self.rotation.forward(residual) < 0).to(torch.int32)
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}
         return planes | {NORM: stored_norm(norm, NORMS[self.norm], "norm of a residual")}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for spare bits and norms that are not finite."""
+        """Raise InvalidPayload if a spare bit is set or a norm is not finite."""
         self.packing.check([arrays[f"{SIGNS}.{plane}"] for plane in range(len(self.packing.planes))], f"{where}.{SIGNS}")
         super().check(arrays, where)
 

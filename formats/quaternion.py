@@ -1,4 +1,4 @@
-"""quaternion: chunks of four values, each coded as one of 24 S directions and a radius (spec/codecs/quaternion.md).
+"""quaternion: chunks of four values, each stored as one of 24 S directions and a radius (spec/codecs/quaternion.md).
 
 Source: HQMQ Sec. 3, App. B and D.
 """
@@ -32,7 +32,7 @@ ARRANGEMENTS = ("dense", "direct")
 NORMS = ("fp16", "fp32")
 MAX_SECONDARY = 4096
 DEFAULT_SEED = 435
-"""Errors vary with the seed by 2 to 5 %; this seed gives those in the page's table at S = 24, 48, 96 and 192."""
+"""Default seed. Errors vary with the seed by 2 to 5 %; with this one, the table in the specification holds for S = 24, 48, 96 and 192."""
 
 _QUATERNIONS_AT_ONCE = 128
 """Number of secondary quaternions whose codewords are computed at once."""
@@ -43,10 +43,10 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Quaternion(CodecFamily):
-    """Four values are radius code * scale / (2^radius_bits - 1) times the product of a Hurwitz unit and a seeded unit quaternion.
+    """Codec that stores four values as a radius code and a codeword, the product of a Hurwitz unit and a seeded unit quaternion.
 
-    ``secondary`` is S, the number of seeded quaternions; ``norm`` is the dtype of the scale, one per token and head.
-    ``norm_rule`` steers the encoder and is not stored.
+    The values are the codeword times radius code * scale / (2^radius_bits - 1). ``secondary`` is S, the number of seeded quaternions, and
+    ``norm`` the dtype of the scale, one per token and head. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "quaternion"
@@ -95,7 +95,7 @@ class Quaternion(CodecFamily):
 
     @property
     def codebook(self) -> torch.Tensor:
-        """The 24 S codewords (w, x, y, z), float32 ``[24 S, 4]``; codeword s * 24 + p is unit p times secondary s."""
+        """All codewords (w, x, y, z), float32 ``[24 S, 4]``. Codeword s * 24 + p is unit p times secondary quaternion s."""
         return codewords(self.seed, self.secondary, "cpu")
 
     def packings(self) -> dict[str, Columns]:
@@ -175,7 +175,7 @@ def _length(planes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares_are_safe(radius: torch.Tensor) -> bool:
-    """Return True if the largest radius of every token is far from where its square would overflow or underflow."""
+    """Return True if the square of the largest radius of every token is far from overflow and underflow."""
     smallest, largest = radius.amax(-1).aminmax() if radius.numel() else (radius.new_ones(()), radius.new_ones(()))
     return bool(smallest > 2.0**-40) and bool(largest < 2.0**60)
 
@@ -218,7 +218,7 @@ def secondary_quaternions(seed: int, count: int) -> torch.Tensor:
 
 @cache_per_device
 def codewords(seed: int, count: int) -> torch.Tensor:
-    """Return the products of all Hurwitz units and ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
+    """Return the products of all Hurwitz units with ``count`` seeded unit quaternions, float32 ``[24 * count, 4]``."""
     units = [[float(sign) if i == axis else 0.0 for i in range(4)] for axis in range(4) for sign in (1, -1)]
     units += [[-0.5 if bits >> i & 1 else 0.5 for i in range(4)] for bits in range(16)]
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, and the sums run left to right.

@@ -1,14 +1,14 @@
 """Exact search for the nearest of the 24 S codewords of the quaternion codec (spec/codecs/quaternion.md).
 
-Chunks are passed as four planes w, x, y, z, float32 ``[chunks]`` each. Three searches find the same codewords:
+Chunks are passed as four planes w, x, y, z, float32 ``[chunk]`` each. Three searches find the same codewords:
 
-- products: all inner products, for a few chunks;
-- explicit: one rotation per secondary quaternion, after which the nearest Hurwitz unit has a closed form;
-- grid: the octahedral map sends half of the directions (the other half are their negatives) into a cube of cells.
-  A cell lists the codewords that can be nearest somewhere in it, mostly one to three; only these are compared.
+- ``search_products`` computes all inner products, for a few chunks.
+- ``search_rotations`` rotates the chunks by each secondary quaternion; the nearest Hurwitz unit then has a closed form.
+- ``search_grid`` looks up a cell. The octahedral map sends half of all directions into a cube of cells; the other half are their negatives.
+  A cell lists the codewords that can be nearest somewhere in it, mostly one to three, and only these are compared.
 
-A codeword is removed from a cell's list only if another codeword beats it in the whole cell. The map is projective in every
-octant, so the difference of two inner products is linear in a cell: its minimum has a closed form.
+A codeword is removed from a cell's list only if another codeword beats it in the whole cell. The map is projective in every octant, so the
+difference of two inner products is linear within a cell, and its minimum has a closed form.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ENTRIES_AT_ONCE = 1 << 20
 
 
 class Search:
-    """Searches one codebook for the nearest codewords.
+    """Search structure for one codebook.
 
-    ``secondary`` is float32 ``[S, 4]``; ``codebook`` is float32 ``[24 S, 4]`` with unit p of secondary s in row s * 24 + p.
+    ``secondary`` is float32 ``[S, 4]``, and ``codebook`` float32 ``[24 S, 4]`` with unit p times secondary quaternion s in row s * 24 + p.
     """
 
     def __init__(self, secondary: torch.Tensor, codebook: torch.Tensor) -> None:
@@ -51,26 +51,26 @@ class Search:
         self._expected = 0
 
     def expect(self, chunks: int, device: torch.device) -> None:
-        """Announce that ``chunks`` more chunks will be searched on ``device``; build the grid once the total pays for it.
+        """Announce that ``chunks`` more chunks will be searched on ``device``. The grid is built once their total is worth it.
 
-        The grid is built before a search, never during it, so that blocks and threads do not affect the codewords.
+        The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
         """
         self._expected += chunks
         if self._expected >= _GRID_BREAK_EVEN and device not in self._grids:
             self._build_grid(device)
 
     def nearest(self, planes: Planes) -> torch.Tensor:
-        """Return the codeword with the largest inner product with each chunk, int32 ``[chunks]``; arbitrary for a zero chunk.
+        """Return the codeword with the largest inner product with each chunk, int32 ``[chunk]``. Zero chunks get an arbitrary codeword.
 
-        Computes all products for a few chunks, and otherwise uses the grid if there is one. Where two codewords differ
-        by no more than rounding (2^-20 of the chunk's norm), searches may disagree, but each is deterministic.
+        If two codewords differ by no more than rounding (2^-20 of the chunk's norm), the three searches may disagree, but each is
+        deterministic.
         """
         if len(planes[0]) <= _MAX_PRODUCT_CHUNKS:
             return self.search_products(planes)
         return self.search_grid(planes) if planes[0].device in self._grids else self.search_rotations(planes)
 
     def search_products(self, planes: Planes) -> torch.Tensor:
-        """Search all codewords by one matrix product; ties go to the lowest s, then to the lowest unit."""
+        """Search all codewords by a matrix product. Ties go to the lowest s, then to the lowest unit."""
         codebook = self._codebook.to(planes[0].device).T
         chunks, size = torch.stack(list(planes), 1), max(1, _PRODUCTS_AT_ONCE // codebook.shape[1])
         nearest = torch.empty(len(chunks), dtype=torch.int32, device=chunks.device)
@@ -83,11 +83,11 @@ class Search:
         return nearest
 
     def search_rotations(self, planes: Planes) -> torch.Tensor:
-        """Search all secondary quaternions; ties go to the lowest s, then to an axis before a half unit."""
+        """Search all secondary quaternions by rotation. Ties go to the lowest s, then to an axis before a half unit."""
         return _search_in_blocks(planes, self._explicit_block)
 
     def search_grid(self, planes: Planes) -> torch.Tensor:
-        """Search the codewords listed in the chunk's cell; ties go to the first listed."""
+        """Search the codewords that the chunk's cell lists. Ties go to the first in the list."""
         device = planes[0].device
         if device not in self._grids:
             self._build_grid(device)
@@ -107,11 +107,11 @@ class Search:
 
 
 class Grid:
-    """For every cell of the octahedral map, the codewords of ``codebook`` that can be nearest in it.
+    """Lists, for every cell of the octahedral map, of the codewords that can be nearest in the cell.
 
-    Row r is a list of codewords: column k of ``_lists`` contains its k-th codeword, or repeats its first. Lists of two come
-    first, each stored once for all cells that share it. Longer lists follow by length: ``_starts[k]`` is the first row
-    with more than k codewords.
+    Cells store a row number. Column k of ``_lists`` contains the k-th codeword of every row, or its first if the row has fewer. Rows of two
+    codewords come first; cells with the same two share a row. Longer rows follow, sorted by length: ``_starts[k]`` is the first row with
+    more than k codewords.
     """
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:
@@ -156,7 +156,8 @@ class Grid:
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codewords for longer lists, given the nearer of the first two; each round has fewer chunks left."""
+        """Return the nearest codewords for chunks with longer lists, given the nearer of the first two. Every round has fewer chunks left.
+        """
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
         nearest = winner.clone()
@@ -172,14 +173,14 @@ class Grid:
 
 
 def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """Gather the entries ``index`` of every row, row by row, which is several times faster."""
+    """Return the entries ``index`` of every row. Gathering row by row is several times faster than all at once."""
     return [row.index_select(0, index) for row in rows]
 
 
 def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Halve the cells until ``resolution``, except cells with one or two codewords left.
+    """Divide the cells until there are ``resolution`` along each axis, except cells that have at most two codewords left.
 
-    Returns the row of every cell ``[resolution] * 3``, the list of every row ``[rows, longest]`` and its length.
+    Returns the row number of every cell, ``[resolution] * 3``, the list of every row, ``[row, longest]``, and its length.
     """
     corners = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * 3)
     cells, size = corners, 2
@@ -207,7 +208,7 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``lists`` at the width of the last list, at least two. Shorter rows repeat their first column."""
+    """Concatenate ``lists`` at the width of the last one, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -230,7 +231,7 @@ def _prune_in_blocks(
 def _can_be_nearest(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Return a mask, bool like ``lists``, of the codewords that can be nearest somewhere in their cell.
 
-    The direction at map coordinates t is (1 - sum |t|, t). So an inner product is its value at the lowest corner of the cell plus a slope
+    The direction at map coordinates t is (1 - sum |t|, t). An inner product is therefore its value at the cell's lowest corner plus a slope
     along each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.
     """
     low = cells * (2 / size) - 1
@@ -251,7 +252,7 @@ def _can_be_nearest(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Te
 
 
 def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) -> torch.Tensor:
-    """Search block by block, so that temporaries fit a core's cache."""
+    """Search block by block, so that temporaries fit in a core's cache."""
     result = torch.empty_like(planes[0], dtype=torch.int32)
     for start in range(0, result.numel(), _BLOCK):
         result[start : start + _BLOCK] = search([plane[start : start + _BLOCK] for plane in planes])
@@ -259,7 +260,7 @@ def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) 
 
 
 def _weighted_sum(planes: Planes, weights: Weights) -> torch.Tensor:
-    """Return the sum of planes, each times its weight (one number, or one per chunk)."""
+    """Return the sum of the planes, each times its weight: one number, or one per chunk."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
         if isinstance(weight, torch.Tensor):
@@ -277,19 +278,22 @@ def _multiply_by_conjugate(planes: Planes, quaternion: Weights) -> list[torch.Te
 
 
 def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inner products with the nearest of the units +-1, +-i, +-j, +-k and with the nearest half unit."""
+    """Return the inner products with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
     w, x, y, z = (plane.abs() for plane in planes)
     largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
     return largest, w.add_(x).add_(y).add_(z).mul_(0.5)
 
 
 def _sign_bit(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 for a negative float32 (including -0), otherwise 0: int32, several times faster than a comparison."""
+    """Return 1 for a negative float32 (including -0), otherwise 0, as int32. This is several times faster than a comparison."""
     return values.view(torch.int32) >> 31 & 1
 
 
 def _nearest_unit(planes: Planes) -> torch.Tensor:
-    """Return the number p of the nearest Hurwitz unit, int32: 2 i + sign for axis i, 8 + one sign bit per component for a half unit."""
+    """Return the number p of the nearest Hurwitz unit, int32.
+
+    It is 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit.
+    """
     negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()
     for axis in (1, 2, 3):
@@ -300,7 +304,7 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
 
 
 def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
-    """Replace ``best`` and ``winner`` in place where ``score`` is larger; a sign mask is several times faster than torch.where."""
+    """Replace ``best`` and ``winner`` in place wherever ``score`` is larger. A sign mask is several times faster than torch.where."""
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))
     torch.maximum(best, score, out=best)

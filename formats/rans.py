@@ -1,9 +1,9 @@
 """rANS: the entropy coder of codecs whose sizes depend on their values (spec/rans.md).
 
-A chunk is an independently coded sequence of symbols: ``LANES`` coders take turns, symbol i is coded by lane i mod ``LANES``, and all lanes
-share one sequence of 16-bit words. Everything is integer arithmetic in numpy, vectorized over all lanes of many chunks, so that checking
-a file does not need torch.
-Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv 1402.3392).
+A chunk is a sequence of symbols that is coded on its own. It has ``LANES`` lanes: lane i mod ``LANES`` codes symbol i, and all lanes share
+one sequence of 16-bit words. Everything is integer arithmetic in NumPy, vectorized over all lanes of many chunks, so that files can be
+checked without torch. Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv
+1402.3392).
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 LANES = 32
 PRECISION = 12
-"""Frequencies of a table sum to 2^PRECISION."""
+"""Number of bits of a frequency: the frequencies of a table sum to 2^PRECISION."""
 TOTAL = 1 << PRECISION
 MIN_STATE = 1 << 16
-"""A coder's state is at least this and below 2^32, and it is this before the first symbol is encoded and after the last is decoded."""
+"""Smallest state of a lane; states are below 2^32. It is also the state before the first symbol is encoded and after the last is decoded.
+"""
 
 MAX_SYMBOLS = 1 << 16
-"""Maximum number of symbols of a chunk: its words can then be counted in 16 bits."""
+"""Maximum number of symbols in a chunk, so that 16 bits can count its words."""
 
 
 class Chunks(NamedTuple):
-    """Coded chunks: ``words`` uint16 ``[word]``, one chunk after another, word ``counts`` int64 ``[chunk]``, and first ``states``.
+    """Encoded chunks.
 
-    ``states`` are uint32 ``[chunk, LANES]``.
+    ``words`` uint16 ``[word]`` contains the words of one chunk after another, ``counts`` int64 ``[chunk]`` their numbers, and ``states``
+    uint32 ``[chunk, LANES]`` the states with which decoding starts.
     """
 
     words: Numbers
@@ -40,22 +42,27 @@ class Chunks(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Decoded ``symbols`` uint8 ``[chunk, symbol]``, and for each chunk the number of words ``read`` and the final ``states``."""
+    """Decoded ``symbols``, uint8 ``[chunk, symbol]``. For each chunk, ``read`` is the number of words read, and ``states`` are the final
+    states.
+    """
 
     symbols: Numbers
     read: Numbers
     states: Numbers
 
     def faulty_chunks(self, counts: Numbers) -> Numbers:
-        """Return the chunks that no encoder produces: not exactly ``counts`` words were read, or a final state is not ``MIN_STATE``."""
+        """Return a mask of the chunks that no encoder produces: they did not read exactly ``counts`` words, or a final state is not
+        ``MIN_STATE``.
+        """
         result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return result
 
 
 def frequencies(counts: Numbers) -> Numbers:
-    """Return frequencies int64 ``[table, symbol]`` near the proportions of ``counts``, with sum ``TOTAL``; at least 1 for a nonzero count.
+    """Return frequencies proportional to ``counts``, int64 ``[table, symbol]``. They sum to ``TOTAL`` and are at least 1 for nonzero
+    counts.
 
-    A table without counts assigns everything to symbol 0.
+    A table without counts gives symbol 0 all of ``TOTAL``.
     """
     counts = counts.astype(numpy.int64)
     counts[:, 0] += counts.sum(1) == 0
@@ -70,7 +77,7 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the bits ``[table]`` of symbols with ``counts`` ``[table, symbol]`` under ``table``; infinite if one has no frequency."""
+    """Return the bits ``[table]`` that symbols with ``counts`` ``[table, symbol]`` take with ``table``. Infinite if one has frequency 0."""
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
     result: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
@@ -78,7 +85,7 @@ def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
 
 
 compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] | None = None
-"""An encoder that codes the same faster, or returns None: ``kvpack.coding.dispatch`` sets it."""
+"""A faster equivalent of ``encode_in_numpy``, set by ``kvpack.coding.dispatch``. It returns None if it does not support the call."""
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
@@ -88,7 +95,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) 
 
 
 def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
-    """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with ``tables`` ``[table, symbol]``.
+    """Encode the first ``lengths`` ``[chunk]`` of ``symbols`` ``[chunk, symbol]`` with the frequencies ``tables`` ``[table, symbol]``.
 
     ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a frequency
     above 0.
@@ -114,7 +121,7 @@ def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: 
 
 
 compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None = None
-"""A decoder that decodes the same faster, or returns None: ``kvpack.coding.dispatch`` sets it."""
+"""A faster equivalent of ``decode_in_numpy``, set by ``kvpack.coding.dispatch``. It returns None if it does not support the call."""
 
 
 def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
@@ -124,10 +131,10 @@ def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) ->
 
 
 def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
-    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8; symbols after a chunk's last one are undefined.
+    """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8. Symbols after a chunk's last one are undefined.
 
-    ``tables`` ``[table, symbol]`` sum to ``TOTAL``, and ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol,
-    ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``Decoded.faulty`` reports those that no encoder produces.
+    ``tables`` ``[table, symbol]`` sum to ``TOTAL``. ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk,
+    symbol]``. Any words, counts and states are safe to decode; ``Decoded.faulty_chunks`` reports those that no encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -160,7 +167,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
 
 
 def _tables_of_step(table: Numbers, step: int) -> Numbers:
-    """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if a chunk has one table."""
+    """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
     result = numpy.zeros((len(table), LANES), numpy.int64)
@@ -170,7 +177,9 @@ def _tables_of_step(table: Numbers, step: int) -> Numbers:
 
 
 def slot_table(tables: Numbers) -> Numbers:
-    """Return all slots of all tables, flat uint32: the symbol, its frequency - 1 from bit 8 on, and its first slot from bit 20 on."""
+    """Return all slots of all tables, flat uint32: the symbol in bits 0 to 7, its frequency - 1 from bit 8 on, its first slot from bit 20
+    on.
+    """
     tables = tables.astype(numpy.int64)
     starts = numpy.cumsum(tables, 1) - tables
     packed = numpy.arange(tables.shape[1]) | (tables - 1 << 8) | starts << 20

@@ -1,4 +1,4 @@
-"""Reader checks of rANS chunks (spec/rans.md): first states, and ends of chunks."""
+"""Reader checks of rANS chunks (spec/rans.md): their first states, and how they end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_states(states: Array, where: str) -> None:
-    """Raise InvalidPayload for a first state below 2^16; ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
+    """Raise InvalidPayload for a first state below 2^16. ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
     for first, (block,) in row_blocks(states):
         low = block[:, 1::2] == 0
         if low.any():
@@ -27,7 +27,10 @@ def check_states(states: Array, where: str) -> None:
 
 
 def check_ends(found: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
-    """Raise InvalidPayload for the first chunk that no encoder produces, given its word ``counts``; ``place`` returns a chunk's indices."""
+    """Raise InvalidPayload for the first chunk that no encoder produces.
+
+    ``counts`` are the chunks' numbers of words, and ``place`` returns the indices of a chunk for the message.
+    """
     faulty = found.faulty_chunks(counts)
     if faulty.any():
         first = int(faulty.argmax())

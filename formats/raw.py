@@ -1,4 +1,4 @@
-"""raw: values stored unchanged (spec/codecs/raw.md)."""
+"""raw: values stored as fp32, fp16 or bf16 (spec/codecs/raw.md)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 TORCH_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Their attributes of torch."""
+"""Name of the corresponding torch dtype."""
 
 EXACT_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
-"""For each dtype, the dtypes that it represents exactly."""
+"""For each stored dtype, the dtypes whose values it represents exactly."""
 
 
 @dataclass(frozen=True)
 class Raw(CodecFamily):
-    """Values stored as ``dtype``: bf16, fp16 or fp32. NaN and infinity are kept."""
+    """Codec that stores values as ``dtype`` (bf16, fp16 or fp32), including NaN and infinity."""
 
     id: ClassVar[str] = "raw"
 
@@ -55,7 +55,7 @@ class Raw(CodecFamily):
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
+        """Round ``x`` of any float dtype to ``dtype``, ties to even. Values that already have that dtype keep their bits.
 
         Raises OutOfRange if a finite value would become infinity.
         """
@@ -68,12 +68,12 @@ class Raw(CodecFamily):
         return streams["values"].to(torch.float32)
 
     def finite_streams(self) -> list[str]:
-        """Return an empty list: any bytes are valid."""
+        """Return an empty list, because any bytes are valid."""
         return []
 
 
 def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Round ``x`` of any float dtype to ``dtype``, ties to even; values of that dtype keep their bits.
+    """Round ``x`` of any float dtype to ``dtype``, ties to even. Values that already have that dtype keep their bits.
 
     Raises OutOfRange if a finite value would become infinity.
     """

@@ -1,10 +1,10 @@
-"""raw_positions: some tokens stored unquantized, in every head, by their positions (spec/side-cars.md).
+"""raw_positions: some tokens stored unquantized, in every head, with their positions (spec/side-cars.md).
 
-Attention sinks have keys of low norm and values near zero, wherever they are in a sequence; codecs that are good on average are worst on
-them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose the tokens for both
-sides. A side whose heads or tokens share scales adds the tokens that make these scales too large for the others. kvpack.pack, which also
-measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453) for
-the first tokens, OTT and OScaR Sec. 3.1 for norms.
+Attention sinks have keys of low norm and values near zero, wherever they are in a sequence. Codecs that are good on average are worst on
+them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose the tokens for keys and
+values alike. If heads or tokens share scales, the tokens that make these scales too large for the others are raw, too. kvpack.pack, which
+also measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453)
+for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 TOKENS_PER_SLOT = 64
-"""Tokens of an engine's page for each raw token that its rows have room for: in smaller pages one would cost too much."""
+"""Number of tokens in an engine's page for each raw token that fits in the page's row. Slots would cost smaller pages too much."""
 
 _POSITION_WORDS = 4
-"""Words of a position: three of its token, least first, and one of its sequence."""
+"""Number of words in a position: three for the token, lowest first, and one for the sequence."""
 _MAX_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
 class RawPositions(KeptTokens):
-    """Tokens stored as ``dtype``: the ``first`` of a sequence, and those with a norm far from their page's median.
+    """Side-car that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
 
-    That is a norm below ``low_norm`` or above ``high_norm`` times the median; 0 disables the bound. With ``high_norm``, tokens are also
-    kept if their norm in one head is above ``high_norm`` times the median of that head, or if they do not fit the scales that heads
-    or tokens share (``head_norms.misfit_scores``). Both apply only to pages with few such tokens.
+    A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
+    ``high_norm``, tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the
+    scales that heads or tokens share (``head_norms.misfit_scores``). These two rules apply only to pages with few such tokens.
 
-    The norms are those of a token's keys, on both sides of a layer, if the encoder is given the keys (``Run.norms``).
+    The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
     """
 
     name: ClassVar[str] = "raw_positions"
@@ -82,7 +82,7 @@ class RawPositions(KeptTokens):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``raw_positions``, token and sequence of each raw token, and of ``raw_values``, their values."""
+        """Return the layouts of ``raw_positions``, the token and sequence of each raw token, and of ``raw_values``."""
         return {
             POSITIONS: Layout("U16", (1, 1, 0, _POSITION_WORDS), per="entry", batch_axis=None),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
@@ -107,8 +107,8 @@ class RawPositions(KeptTokens):
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
 
-        ``position`` is the position of the first token. If it is None, a run that ``continues`` no other one begins the sequence. Tokens
-        that do not fit the codec are added later (``add_misfits``).
+        ``position`` is the position of the first token. If it is None, the run begins the sequence unless it ``continues`` another run.
+        Tokens that do not fit the codec are added later by ``add_misfits``.
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -130,15 +130,16 @@ class RawPositions(KeptTokens):
     def encode(
         self, x: torch.Tensor, chosen: torch.Tensor, token_group: int, start: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``); return ``x`` and their streams.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``). Also returns the streams of
+        those tokens.
 
-        ``start`` is the number of the first token in its run. Raises OutOfRange if a value does not fit the dtype.
+        ``start`` is the number of the first token within its run. Raises OutOfRange if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         return replace_tokens(x, token, sequence, chosen, token_group), self.encode_tokens(x, token, sequence, start)
 
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
-        """Return the streams that contain each ``token`` of a ``sequence`` of ``x``; arguments as in ``encode``."""
+        """Return the streams for each ``token`` of a ``sequence`` of ``x``; for the arguments, see ``encode``."""
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
         return {POSITIONS: encode_positions(token + start, sequence), VALUES: values[None, None]}
 
@@ -164,13 +165,13 @@ class RawPositions(KeptTokens):
         return {POSITIONS: encode_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload unless there are as many positions as rows of values; any values are valid."""
+        """Raise InvalidPayload unless the numbers of positions and of raw tokens are equal. All values are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
             raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for positions that are out of order or out of range, and for unused ones that are not zero."""
+        """Raise InvalidPayload for positions that are out of order or out of range, and for unused entries that are not zero."""
         tokens, last, used = sum(runs), -1, 0
         for first, (block,) in row_blocks(arrays[POSITIONS]):
             words = block.astype(numpy.int64)
@@ -201,16 +202,18 @@ class RawPositions(KeptTokens):
 
 
 def add_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """Add to ``chosen``, bool ``[batch, token]``, the ``misfits`` (``head_norms.misfit_scores``) of pages that have few of them."""
+    """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``misfits`` above 1 (``head_norms.misfit_scores``), in pages with few of
+    them.
+    """
     return chosen | drop_crowded_pages((misfits > 1) & ~chosen)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Pages with a fixed number of raw tokens each; ``codec_input`` is the codec's input, as returned by ``replace_tokens``.
+    """Pages with a fixed number of raw tokens each.
 
-    ``chosen``, bool ``[page, token]``, are the raw tokens. ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``,
-    ``[page, 2]``, is returned by ``choose_slot_tokens``.
+    ``codec_input`` is what the codec encodes, as returned by ``replace_tokens``. ``chosen``, bool ``[page, token]``, marks the raw tokens.
+    ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``, ``[page, 2]``, is returned by ``choose_slot_tokens``.
     """
 
     codec_input: torch.Tensor
@@ -220,7 +223,7 @@ class Slots:
 
 
 def slot_count(tokens: int, least: int = 0) -> int:
-    """Return the number of raw tokens that rows of pages of ``tokens`` tokens have room for, at least ``least``."""
+    """Return the number of raw tokens that the row of a page of ``tokens`` tokens has room for. It is at least ``least``."""
     return max(least, tokens // TOKENS_PER_SLOT)
 
 
@@ -258,10 +261,10 @@ def store_in_slots(
 def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and how many have no slot, int64 ``[page, 2]``.
+    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and count those without a slot, int64 ``[page, 2]``.
 
-    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The two counts of tokens without a slot are
-    all of them, and those that cost other tokens precision.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The two counts are all tokens without a
+    slot, and those among them that cost other tokens precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -278,8 +281,10 @@ def choose_slot_tokens(
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Put the raw tokens of ``streams`` ``[page, slot, ...]`` into pages ``values`` ``[page, kv_head, token, dim]``; the host does not
-    wait."""
+    """Put the raw tokens of ``streams`` ``[page, slot, ...]`` into pages ``values`` ``[page, kv_head, token, dim]``.
+
+    The host does not wait for the device.
+    """
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _token_numbers(words.flatten(0, 1)).view(words.shape[:2])
@@ -293,7 +298,7 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
     """Return the values of each ``token`` of a ``sequence`` of ``x`` in ``dtype``: ``[entry, kv_head, dim]``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, for a finite value that does not fit the dtype.
+    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, if a finite value does not fit the dtype.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
@@ -309,9 +314,9 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 
 
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """Replace each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]``; ``chosen`` is their mask.
+    """Replace each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]``; ``chosen`` is the mask of these tokens.
 
-    The new value is the mean of the other tokens of the token group, which widens no group, or zero if there are none.
+    The new value is the mean of the other tokens of the token group, which does not widen the group's range, or zero if there are none.
     """
     if not len(token):
         return x
@@ -332,7 +337,7 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
 
 
 def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """Return ``run`` with its ``chosen`` tokens replaced as by ``replace_tokens``."""
+    """Return ``run`` with its ``chosen`` tokens replaced by ``replace_tokens``."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0
@@ -346,12 +351,12 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
 
 
 def _token_numbers(words: Any) -> Any:
-    """Return the token numbers of positions ``[entry, word]``, int64, -1 for unused ones."""
+    """Return the token numbers of positions ``[entry, word]``, int64; -1 for unused entries."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and the sequence, int64, of each raw token."""
+    """Return the token and the sequence of each raw token, int64."""
     words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _token_numbers(words)
     used = token >= 0
@@ -359,12 +364,12 @@ def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the stream of positions for token and sequence numbers, int64."""
+    """Return the stream of positions for these token and sequence numbers, int64."""
     return _position_words(token + 1, sequence)[None, None]
 
 
 def _position_words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, of token numbers, counted from 1, and of sequence numbers."""
+    """Return the words, uint16 ``[entry, 4]``, for token numbers, counted from 1, and sequence numbers."""
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

@@ -1,6 +1,6 @@
 """raw_tokens: some tokens stored unquantized, in every head (spec/side-cars.md).
 
-Attention sinks and tokens of low norm are few, and degrade the groups they are in. Source: OScaR Sec. 3.1, after OTT.
+Attention sinks and tokens of low norm are few, but they degrade the groups they are in. Source: OScaR Sec. 3.1, after OTT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(KeptTokens):
-    """Tokens of a side stored as ``dtype``: the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms in the first run."""
+    """Side-car that stores the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms of the first run, as ``dtype``."""
 
     name: ClassVar[str] = "raw_tokens"
     words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")
@@ -61,7 +61,7 @@ class RawTokens(KeptTokens):
         return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of ``raw_token_flags``, 1 for a raw token, and of ``raw_tokens``, the raw ones by token and sequence."""
+        """Return the layouts of ``raw_token_flags``, 1 for a raw token, and of ``raw_tokens``, ordered by token and sequence."""
         return {
             FLAGS: Layout("U8", (batch, 1, tokens)),
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
@@ -78,7 +78,7 @@ class RawTokens(KeptTokens):
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group))
 
     def choose(self, run: Run, continues: bool) -> torch.Tensor:
-        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``; none if it ``continues`` another."""
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``. It is all False if the run ``continues`` another."""
         batch, _, tokens, _ = run.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=run.device)
         if continues:
@@ -91,7 +91,8 @@ class RawTokens(KeptTokens):
         return chosen
 
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, token_group: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``); return ``x`` and their streams.
+        """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``). Also returns the streams of
+        those tokens.
 
         Raises OutOfRange if a value does not fit the dtype.
         """
@@ -108,7 +109,7 @@ class RawTokens(KeptTokens):
         return streams[VALUES][0, 0].to(torch.float32)
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Raise InvalidPayload for a flag above 1, or flags that do not match the number of raw tokens. Any values are valid."""
+        """Raise InvalidPayload for a flag above 1, or if the flags do not match the number of raw tokens. All values are valid."""
         flags, rows = arrays[FLAGS], arrays[VALUES].shape[2]
         count = 0
         for first, block in value_blocks(flags):

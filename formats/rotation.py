@@ -1,4 +1,4 @@
-"""Orthogonal rotations of a head: Hadamard matrices for every head dim in use (spec/packing.md, Rotation)."""
+"""Orthogonal rotations of the channels of a head, by Hadamard matrices for all common head dims (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PALEY_ORDERS = (12, 20, 28)
 
 @lru_cache(maxsize=1)
 def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
-    """Return the +1/-1 Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}: Sylvester's, times Paley's on the right."""
+    """Return the Hadamard matrix of ``order`` 2^k or 2^k x {12, 20, 28}, with entries +1 and -1: Sylvester's matrix times Paley's."""
     paley = _paley_order(order)
     rows = _paley(paley)
     while len(rows) < order:
@@ -28,12 +28,12 @@ def hadamard(order: int) -> tuple[tuple[int, ...], ...]:
 
 
 def check_order(order: int) -> None:
-    """Raise InvalidParameter unless there is a Hadamard matrix of ``order``."""
+    """Raise InvalidParameter unless ``hadamard`` supports ``order``."""
     _paley_order(order)
 
 
 def _paley_order(order: int) -> int:
-    """Return the order of the right factor of ``hadamard(order)``; 1 for a power of two."""
+    """Return the order of the Paley factor of ``hadamard(order)``; 1 for a power of two."""
     for paley in (1, *PALEY_ORDERS):
         if order > 0 and order % paley == 0 and is_power_of_two(order // paley):
             return paley
@@ -54,7 +54,7 @@ def _character(prime: int) -> list[int]:
 
 
 def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Build Paley's first construction, prime = 3 mod 4: I + S, S = [[0, 1], [-1, Q]], Q_ij = chi(i - j)."""
+    """Build Paley's first construction for a prime = 3 mod 4: I + S with S = [[0, 1], [-1, Q]] and Q_ij = chi(i - j)."""
     chi = _character(prime)
     rows = [(1,) * (prime + 1)]
     rows += [(-1, *(chi[(i - j) % prime] + (i == j) for j in range(prime))) for i in range(prime)]
@@ -62,9 +62,9 @@ def _paley_first(prime: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
-    """Build Paley's second construction, prime = 1 mod 4: C = [[0, 1], [1, Q]], Q_ij = chi(i - j).
+    """Build Paley's second construction for a prime = 1 mod 4, from C = [[0, 1], [1, Q]] with Q_ij = chi(i - j).
 
-    Each entry c = +1 or -1 becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
+    Each entry c = +1 or -1 of C becomes c x [[1, 1], [1, -1]], and 0 becomes [[1, -1], [-1, -1]].
     """
     chi = _character(prime)
     conference = [[0, *[1] * prime], *([1, *(chi[(i - j) % prime] for j in range(prime))] for i in range(prime))]
@@ -74,9 +74,22 @@ def _paley_second(prime: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Rotation:
-    """u = H diag(s) x / sqrt(dim): ``kind`` none, hadamard (s = 1) or signed-hadamard (s from ``seed``).
+    """An orthogonal rotation u = H diag(s) x / sqrt(dim) of the channels of a head; H is a Hadamard matrix.
 
-    Raises InvalidParameter for an unknown kind or a head dim without a Hadamard matrix.
+    Attributes:
+        kind: "none" for the identity, "hadamard" (s = 1) or "signed-hadamard" (signs s drawn from ``seed``).
+        dim: Head dim.
+        seed: Seed of the signs, 0 to 2^64 - 1.
+
+    Raises:
+        InvalidParameter: The kind is unknown, or there is no Hadamard matrix for the head dim.
+
+    Source: spec/packing.md, Rotation.
+
+    >>> rotation = kvpack.formats.rotation.Rotation("signed-hadamard", 64)
+    >>> x = torch.randn(10, 64)
+    >>> torch.allclose(rotation.inverse(rotation.forward(x)), x, atol=1e-5)
+    True
     """
 
     kind: str
@@ -94,17 +107,17 @@ class Rotation:
         return _matrix(self.kind, self.dim, self.seed, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate ``[..., dim]`` float32 into the coded frame."""
+        """Rotate float32 ``[..., dim]`` into the coded frame."""
         return x if self.kind == "none" else _rotate(x, self.matrix(x.device).T)
 
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
-        """Rotate ``[..., dim]`` float32 back into the original frame."""
+        """Rotate float32 ``[..., dim]`` back to the original frame."""
         return u if self.kind == "none" else _rotate(u, self.matrix(u.device))
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
-    """Return the rotation shared by all codecs with these parameters. Raises the errors of ``Rotation``."""
+    """Return a rotation that all codecs with these parameters share. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
 
 

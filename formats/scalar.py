@@ -1,4 +1,4 @@
-"""scalar: rotated coordinates quantized by a Lloyd-Max table, one norm per token (spec/codecs/scalar.md).
+"""scalar: rotated coordinates quantized by a Lloyd-Max table, with one norm per token (spec/codecs/scalar.md).
 
 Covers TurboQuant-MSE and, with a second width on some channels, TurboQuant+. Sources: OCTOPUS Sec. 3.1, Eq. 1-3; OScaR App. N.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 SMALLEST_DIM = 2
-"""The smallest head dim: below it, a coordinate of a unit vector has no density."""
+"""Minimum head dim. For smaller ones, a coordinate of a unit vector has no density."""
 
 _MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
 
 
 class ChannelSet(NamedTuple):
-    """The channels of the coded frame with ``bits`` bits each, ascending."""
+    """Channels of the coded frame, ascending, that have ``bits`` bits each."""
 
     bits: int
     channels: tuple[int, ...]
@@ -46,11 +46,11 @@ class ChannelSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Scalar(CodecFamily):
-    """``bits`` per value, sign included, and ``bits_high`` on the channels of the coded frame that ``high_channels`` sets.
+    """Codec that stores ``bits`` bits per value, including the sign, and ``bits_high`` in the channels that ``high_channels`` selects.
 
-    ``magnitude_table`` holds the 2^(bits - 1) magnitudes within a unit vector, ascending, little-endian float32;
-    ``high_magnitude_table`` those of ``bits_high``. ``high_channels`` has one bit per channel, lowest bit first.
-    Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` steers the encoder and is not stored.
+    ``magnitude_table`` contains the 2^(bits - 1) magnitudes of a coordinate of a unit vector, ascending, little-endian float32.
+    ``high_magnitude_table`` contains those for ``bits_high``. ``high_channels`` has one bit per channel of the coded frame, lowest bit
+    first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "scalar"
@@ -125,7 +125,7 @@ class Scalar(CodecFamily):
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with norms in float32."""
         unit, norm = normalize_rows(rows, self.rotation)
         codes = []
         for part, table in zip(self.channel_sets, self._tables, strict=True):
@@ -143,7 +143,7 @@ class Scalar(CodecFamily):
         return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
 
     def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the values of ``digits`` at norm 1, float32 ``[row, dim]``."""
+        """Decode ``digits`` at norm 1: float32 ``[row, dim]``."""
         # Rows of a matrix: torch selects their channels ten times as fast as those of a four-axis tensor.
         values = []
         for codes, table in zip(digits, self._tables, strict=True):
@@ -193,7 +193,7 @@ def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Column
 
 
 def _nearest(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
-    """Return the level of ``table`` nearest to each magnitude, as float32 or int32."""
+    """Return the index of the nearest entry of ``table`` for each magnitude, as float32 or int32."""
     bounds = midpoints(table)
     if len(bounds) <= _MAX_COMPARISONS:
         return nearest_level(magnitudes, bounds)
@@ -228,5 +228,5 @@ def _channels(part: ChannelSet) -> torch.Tensor:
 
 @cache_per_device
 def _order(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
-    """Return, for each channel, its index in the concatenated channels of ``channel_sets``."""
+    """Return, for each channel, its position in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

@@ -1,6 +1,7 @@
-"""8-bit scales and centers: codes are linear in the square root, over a range per head and run (spec/codecs/group.md, Scales of 8 bits).
+"""8-bit scales and centers, with codes that are linear in the square root (spec/codecs/group.md, Scales of 8 bits).
 
-Equal steps of the root are finer for small values, so that the outlier channels of a head cost the groups of ordinary channels little.
+Each head and run has its own range of codes. Equal steps of the root are finer for small values, so outlier channels of a head cost the
+groups of ordinary channels little precision.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTRE = 0, 1
-"""Indices into a (scale, center) pair and into a range: its four numbers are step and minimum of the root for each of the two."""
+"""Indices of the scale and of the center in a pair and in a range. A range is the step and the minimum of the root for each of the two."""
 
 MAX_ENCODED = 255.0**2
-"""The largest scale or center that is encoded: squares stay below the largest binary16 however a range is rounded."""
+"""Largest scale or center that is encoded. Decoded values stay below the largest binary16 however a range is rounded."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
 _MIN_SIZE_FACTOR = 0.13
-"""Measured: with this factor the error of normal values is twice the usual one."""
+"""Factor, found by measurement, at which the error of normally distributed values is twice the usual error."""
 
 
 def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
-    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs (scale, center).
+    """Decode ``codes``, uint8 ``[batch, kv_head, row, group, 2]``, to binary16 pairs of scale and center.
 
     ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
     """
@@ -39,7 +40,11 @@ def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor
 
 
 def encode_nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the uint8 codes nearest to scales or centers ``[batch, kv_head, row, group]``, and the float32 values of these codes."""
+    """Encode scales or centers ``[batch, kv_head, row, group]``: return the nearest uint8 codes, and the float32 values that they decode
+    to.
+
+    ``member`` is ``SCALE`` or ``CENTRE``.
+    """
     step, minimum = _step_and_minimum(scale_range, member)
     codes = ((_signed_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
     return codes, _decode_values(codes, scale_range, member).to(torch.float16).to(torch.float32)
@@ -64,11 +69,11 @@ def _signed_root(values: torch.Tensor) -> torch.Tensor:
 def choose_range(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """Return the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
+    """Choose the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
 
-    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined; otherwise it is widened, so
-    that repeated appends seldom need another range. ``empty`` is returned if there are no values.
-    A group reaches ``middle`` scales to either side. Raises OutOfRange, naming the position, for a value beyond ``MAX_ENCODED``.
+    ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise it is widened, so
+    that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is the number of scales by
+    which a group extends to either side of its center. Raises OutOfRange, naming the position, for a value above ``MAX_ENCODED``.
     """
     ends: list[torch.Tensor] = []
     for scale, centre in blocks:
@@ -101,9 +106,10 @@ def choose_range(
 
 
 def min_sizes(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the root mean square of values, float32 ``[batch, kv_head, 1]``, whose centers and scales of ``steps`` a range codes well.
+    """Return the smallest root mean square of values that a range encodes well: float32 ``[batch, kv_head, 1]``.
 
-    A center is off by its root times the step of roots; that, and not the scale of its group, is the error of smaller values.
+    ``steps`` is the number of scales in a group. The error of a center is its root times the step of the roots; for smaller values, that
+    error exceeds the error due to the scale.
     """
     step = scale_range[..., 0::2].to(torch.float32).amax(-1)
     return (step * steps).square() * _MIN_SIZE_FACTOR
@@ -119,7 +125,7 @@ def _check_size(values: torch.Tensor, what: str) -> None:
 
 
 def check(arrays: Mapping[str, Array], where: str) -> None:
-    """Raise InvalidPayload for a range ``[batch, kv_head, run, 4]`` with a code whose square is infinite in binary16."""
+    """Raise InvalidPayload if a code of a range ``[batch, kv_head, run, 4]`` decodes to a value that is infinite in binary16."""
     where, scale_range = f"{where}.scale_range", arrays["scale_range"]
     for first, (rows,) in row_blocks(scale_range):
         step, minimum = rows[:, 0::2].astype(numpy.float32), rows[:, 1::2].astype(numpy.float32)

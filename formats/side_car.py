@@ -1,16 +1,14 @@
-"""The interface of every side-car: its parameters, its streams, and its place in the coding order (spec/side-cars.md).
+"""The interface of side-cars: additional data that a codec stores next to its codes (spec/side-cars.md).
 
-A side-car file contains one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
+Each side-car's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
-1. ``KeptTokens`` take whole tokens out of the values.
-2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them into the coded frame.
-3. ``PageVector`` subtracts a vector that the tokens of a page share.
-4. ``FramePart`` takes a part of the values out of the coded frame; the codec encodes the rest.
-5. ``ResidualSketch`` describes the codec's error.
+1. ``KeptTokens`` take whole tokens out of the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them
+into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` takes a part of the values out
+of the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
 
 Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
-puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS`` (parts are put back and maps
-inverted in reverse order). Their keys and streams in a file have the same order.
+puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS``; parts are put back, and maps are
+inverted, in reverse order. Their keys and streams in a file have the same order.
 """
 
 from __future__ import annotations
@@ -35,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """A side-car's step before the codec for one run: ``streams`` have one row per run, and ``encode(block, start)`` is called per block.
+    """Step of a side-car before the codec, for one run. ``streams`` have one row per run, and ``encode(block, start)`` is called for each
+    block.
 
-    A block is finite float32 ``[batch, kv_head, token, dim]``. Its first token ``start`` is a multiple of the token group. ``encode``
-    returns the block for the next step, and the streams with one row per token or entry.
+    A block is finite float32 ``[batch, kv_head, token, dim]``; the number of its first token, ``start``, is a multiple of the token group.
+    ``encode`` returns the block for the next step, and the streams with one row per token or entry.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -46,28 +45,28 @@ class RunStep:
 
 
 class SideCar(ABC):
-    """A side-car with its parameters bound to one head dim.
+    """Base class of side-cars, with parameters bound to one head dim.
 
-    Every subclass of a kind is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default steers
-    the encoder only: no header contains it.
+    Every concrete subclass is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default affects only
+    the encoder; no header contains it.
     """
 
     name: ClassVar[str]
-    """Its key in a codec's map in the header, after the codec's own parameters."""
+    """Key of the side-car in a codec's map in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
-    """The options of a recipe that request and configure it."""
+    """Recipe options that request and configure the side-car."""
     supports_every_codec: ClassVar[bool] = False
-    """True if lossy codecs without support for other side-cars support this one."""
+    """True if every lossy codec supports this side-car, even one that supports no other."""
     keys_only: ClassVar[bool] = False
-    """True if codecs with it code only keys."""
+    """True if a codec with this side-car encodes keys but not values."""
     feature: ClassVar[str] = ""
-    """The required feature that stands for it, if the first readers of version 1 do not know it."""
+    """Required feature of files with this side-car, if the first readers of version 1 do not support it; otherwise empty."""
     dim: int
 
     @classmethod
     @abstractmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
-        """Return the side-car that a recipe's ``options`` request for this ``side`` ("k" or "v"), or None.
+        """Return the side-car that a recipe's ``options`` request for ``side`` ("k" or "v"), or None if they request none.
 
         Raises InvalidParameter for an option that is out of range or that needs another option.
         """
@@ -75,11 +74,11 @@ class SideCar(ABC):
     @classmethod
     @abstractmethod
     def from_params(cls, dim: int, value: Any) -> Self:
-        """Create the side-car from its ``value`` in a header. Raises InvalidParameter for an invalid type or value."""
+        """Create the side-car from its ``value`` in a header. Raises InvalidParameter if the type or the value is invalid."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Return the side-car's value in the header, a string, an integer or a map; ``from_params`` inverts it."""
+        """Return the side-car's value in the header: a string, an integer or a map. ``from_params`` inverts it."""
 
     @property
     def nominal_bits(self) -> float:
@@ -88,102 +87,103 @@ class SideCar(ABC):
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that readers need to decode the values."""
+        """SHA-256 of each basis that a reader needs to decode the values."""
         return frozenset()
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the name, dtype and shape of the side-car's streams, in stored order."""
+        """Return the name, dtype and shape of each of the side-car's streams, in stored order."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows per token and sequence in every stream with one row per entry, integers ``[token, batch]``."""
+        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``."""
         return {}
 
     def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the number of rows of every stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
+        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse stored bytes that no writer may produce; ``arrays`` are all streams of the side. Raises InvalidPayload.
+        """Raise InvalidPayload for stored bytes that no writer produces. ``arrays`` are all streams of the layer's keys or values.
 
-        The default checks that binary16 and float32 values are finite.
+        By default, this checks that binary16 and float32 values are finite.
         """
         for name in self.layout(1, 1, 0):
             if arrays[name].dtype.kind == "f":
                 check_finite(f"{where}.{name}", arrays[name], "scales and norms")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for errors visible only in the tokens of each run, in streams that passed ``check``."""
+        """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.
+        """
         return
 
     def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, for streams whose entries name their tokens, the token of each entry in use, int64, ascending."""
+        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
         return {}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams with token numbers increased by ``tokens``; unused entries are dropped."""
+        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
         return {}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of the sequences ``indices``, int64 ``[row]``."""
+        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``."""
         return {}
 
 
 class KeptTokens(SideCar):
-    """Takes whole tokens, in all heads, out of the values, and keeps them in the original frame.
+    """Side-car that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
 
     Entries are ordered by token, then by sequence.
     """
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Choose the tokens of ``run`` to keep; ``before`` contains the streams of the side's preceding run.
+        """Choose the tokens of ``run`` to keep. ``before`` contains the streams of the preceding run of the same layer's keys or values.
 
-        The step replaces the tokens by values that widen none of the token groups that ``codec`` encodes together.
+        The step replaces the tokens by values that do not widen the token groups that ``codec`` encodes together.
         """
 
     @abstractmethod
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token and the sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
+        """Return the token number and the sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put ``kept`` tokens, ``[entry, kv_head, dim]`` in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
+        """Put ``kept`` tokens ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = kept
         return result
 
 
 class ValueMap(SideCar):
-    """Maps the values of each head linearly; its streams, if any, have one row per run.
+    """Side-car that maps the values of each head linearly. Its streams, if any, have one row per run.
 
-    Attention maps queries instead of keys, and sums of values instead of values: it relies on the map being linear.
+    Attention maps the queries instead of the keys, and the sums of values instead of the values, so the map must be linear.
     """
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return the map's streams for ``run``, whose blocks have passed the maps before it."""
+        """Return the map's streams for ``run``, whose blocks have passed the preceding maps."""
         return {}
 
     @abstractmethod
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map ``[batch, kv_head, row, dim]`` float32, given the run's ``streams``."""
+        """Map float32 ``[batch, kv_head, row, dim]``. ``streams`` are the run's."""
 
     @abstractmethod
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Undo ``forward``."""
+        """Invert ``forward``."""
 
     def query(self, q: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Apply the transpose of ``inverse`` to queries: products with mapped keys equal those of ``q`` with the original keys.
+        """Map queries by the transpose of ``inverse``, so that products with mapped keys equal those of ``q`` with the original keys.
 
-        For an orthogonal map it is ``forward``; any other map defines its own.
+        For an orthogonal map this is ``forward``; other maps override it.
         """
         return self.forward(q, streams)
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Reuse the streams of the run ``before``, so that the two can be joined, or else measure ``run``."""
+        """Reuse the streams of the run ``before``, so that the runs can be joined, or measure ``run`` if there is none."""
         names = self.layout(1, 1, 0)
         if before is not None and all(name in before for name in names):
             streams = {name: before[name] for name in names}
@@ -193,24 +193,24 @@ class ValueMap(SideCar):
 
 
 class PageVector(SideCar):
-    """Subtracts one vector per page from the tokens, in the coded frame. A page is ``page_tokens`` tokens of a run; the last may be
-    shorter.
+    """Side-car that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is a token group: kept tokens are replaced by the mean of the others, so that the vector does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last one may be shorter. It is also a token group: kept tokens are replaced by the mean
+    of the others, so that the vector does not depend on them.
     """
 
     @property
     @abstractmethod
     def page_tokens(self) -> int:
-        """Tokens per page."""
+        """Number of tokens per page."""
 
     @abstractmethod
     def begin(self, run: Run, rotation: Rotation) -> RunStep:
-        """Subtract the vectors from the blocks of ``run``; ``rotation`` maps them to the coded frame."""
+        """Subtract the vectors from the blocks of ``run``. ``rotation`` maps them to the coded frame."""
 
     @abstractmethod
     def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
-        """Return approximately what remains of ``x`` ``[batch, kv_head, token, dim]`` without its vectors, in the original frame.
+        """Return approximately ``x`` ``[batch, kv_head, token, dim]`` minus its page vectors, in the original frame.
 
         The first token of ``x`` must begin a page.
         """
@@ -220,50 +220,50 @@ class PageVector(SideCar):
         """Return the vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Add the vectors to ``frame`` ``[batch, kv_head, token, dim]`` float32, whose first token begins a page."""
+        """Add the vectors to ``frame``, float32 ``[batch, kv_head, token, dim]``, whose first token begins a page."""
         return frame + self._expand_to_tokens(self.vectors(streams), frame.shape[2])
 
     def _expand_to_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the vector of each token."""
+        """Return the vector of each token, given those of the pages."""
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
 class FramePart(SideCar):
-    """Takes a part of the values out of the coded frame; the codec encodes the rest."""
+    """Side-car that takes a part of the values out of the coded frame. The codec encodes the rest."""
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Measure ``run``, whose blocks are in the coded frame; ``before`` contains the streams of the side's preceding run.
+        """Measure ``run``, whose blocks are in the coded frame. ``before`` contains the streams of the preceding run, if any.
 
-        The step returns the rest, and the streams that contain the part.
+        The step returns the values without the part, and the streams that contain the part.
         """
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put the part back into ``frame`` ``[batch, kv_head, token, dim]`` float32."""
+        """Put the part back into ``frame``, float32 ``[batch, kv_head, token, dim]``."""
 
 
 class ResidualSketch(SideCar):
-    """Describes the residual: the codec's input minus its decoded values."""
+    """Side-car that describes the residual: the codec's input minus its decoded values."""
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode a ``residual`` ``[batch, kv_head, token, dim]`` float32 in the coded frame; it is 0 where a part is put back exactly."""
+        """Encode a ``residual``, float32 ``[batch, kv_head, token, dim]`` in the coded frame. It is 0 where a part is stored exactly."""
 
     @abstractmethod
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Add the estimated residual to ``frame`` ``[batch, kv_head, token, dim]`` float32."""
+        """Add the estimated residual to ``frame``, float32 ``[batch, kv_head, token, dim]``."""
 
 
 def parse_choice(side_car: str, value: Any, known: Mapping[str, str]) -> str:
-    """Return ``value`` if it is one of the strings ``known``. Raises InvalidParameter otherwise."""
+    """Return ``value`` if it is one of the strings in ``known``. Raises InvalidParameter otherwise."""
     if type(value) is not str or value not in known:
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
 def parse_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
-    """Return ``value`` if it is a map with the keys of ``types`` in order, each of its type. Raises InvalidParameter otherwise."""
+    """Return ``value`` if it is a map with the keys of ``types`` in order, and values of these types. Raises InvalidParameter otherwise."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
         raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")

@@ -1,4 +1,4 @@
-"""A codec with side-cars (spec/side-cars.md). Each side-car has its own file; ``side_car`` defines the order of their steps."""
+"""Codecs with side-cars (spec/side-cars.md). Each side-car has its own file; ``side_car`` defines the order of their steps."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     Observer = Callable[[torch.Tensor, int], None]
 
 _SAFE_MAGNITUDE = 2.0**100
-"""Below this bound no step of a side-car turns a codec's decoded value into an infinity."""
+"""Bound below which no side-car turns a codec's decoded value into infinity."""
 
 
 @dataclass(frozen=True)
 class WithSideCars(Codec):
-    """``codec`` with at least one side-car; ``side_cars`` are in the order of the table ``formats.SIDE_CARS``.
+    """Codec that combines ``codec`` with one or more ``side_cars``, in the order of the table ``formats.SIDE_CARS``.
 
-    Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a codec with a basis and a side-car that
-    is not ``supports_every_codec``; and for page vectors with a codec that encodes tokens together.
+    Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a side-car without
+    ``supports_every_codec`` if the codec does not support all side-cars; and for page vectors if the codec encodes tokens together.
     """
 
     id: ClassVar[str] = ""
@@ -84,7 +84,7 @@ class WithSideCars(Codec):
 
     @cached_property
     def folded_frame(self) -> Balanced | None:
-        """The only value map, if it and the codec's rotation are applied to queries as one product."""
+        """The only value map, if queries can be mapped by it and rotated in one product; otherwise None."""
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, Balanced) and type(self.codec).query is Codec.query else None
 
@@ -146,7 +146,7 @@ class WithSideCars(Codec):
         return replace(self, codec=family)
 
     def with_side_car(self, side_car: SideCar) -> WithSideCars:
-        """Return the codec with ``side_car`` instead of its own side-car of the same class."""
+        """Return the codec with ``side_car`` in place of its side-car of the same class."""
         place = [*map(type, self.side_cars)].index(type(side_car))
         return replace(self, side_cars=(*self.side_cars[:place], side_car, *self.side_cars[place + 1 :]))
 
@@ -185,7 +185,7 @@ class WithSideCars(Codec):
         return self.codec.scales(batch, heads, tokens) | self.side_car_layout(batch, heads, tokens)
 
     def side_car_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the part of ``scales`` that belongs to the side-cars."""
+        """Return the layouts of the side-cars' streams, which are part of ``scales``."""
         return {name: layout for side_car in self.side_cars for name, layout in side_car.layout(batch, heads, tokens).items()}
 
     def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
@@ -216,7 +216,7 @@ class WithSideCars(Codec):
         """Begin a run as in ``Codec.begin``.
 
         ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
-        called with the codec's input from token ``start`` on.
+        called with each block of the codec's input; ``start`` is the number of its first token.
         """
         steps, own = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
@@ -236,7 +236,9 @@ class WithSideCars(Codec):
         return RunEncoder({**inner.streams, **own}, encode)
 
     def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps before the codec for the blocks of ``run``, without ``kept`` tokens, and the streams with one row per run."""
+        """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run. ``kept`` take tokens out
+        first.
+        """
         steps = _Steps(run)
         own: dict[str, torch.Tensor] = {}
 
@@ -260,7 +262,7 @@ class WithSideCars(Codec):
         return steps, own
 
     def _subtract_vectors(self, run: Run) -> Run:
-        """Subtract the page vectors from ``run``, because maps are measured on what the codec will encode."""
+        """Subtract the page vectors from ``run``, because maps must be measured on the values that the codec will encode."""
         if self.page_vectors:
             run = replace(run, whole=run.blocks)
         for vector in self.page_vectors:
@@ -268,7 +270,7 @@ class WithSideCars(Codec):
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """Return the streams that describe the error of the codec's ``streams`` for a ``block``; ``taken`` contains the removed parts."""
+        """Return the streams that describe the error of the codec's ``streams`` for a ``block``. ``taken`` contains the parts taken out."""
         if not self.sketches:
             return {}
         given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
@@ -290,7 +292,7 @@ class WithSideCars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all side-cars to the codec's decoded ``frame``, in the coded frame."""
+        """Apply all side-cars to the codec's decoded ``frame``, and stay in the coded frame."""
         frame = self._apply_side_cars(frame, streams)
         for tokens in self.kept_tokens:
             sequences = tokens.token_positions(streams)[1]
@@ -298,7 +300,7 @@ class WithSideCars(Codec):
         return frame
 
     def to_coded_frame(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map ``kept`` tokens ``[entry, kv_head, dim]``, each of a ``sequence``, to the coded frame."""
+        """Map ``kept`` tokens ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence of each."""
         if not len(kept):
             return kept
         # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
@@ -313,7 +315,7 @@ class WithSideCars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all side-cars to the codec's decoded ``frame``, and return it in the original frame."""
+        """Apply all side-cars to the codec's decoded ``frame``, and return values in the original frame."""
         values = self.original(self._apply_side_cars(frame, streams), streams)
         for tokens in self.kept_tokens:
             values = tokens.put(values, tokens.kept_values(streams), streams)
@@ -340,7 +342,8 @@ class WithSideCars(Codec):
         return self.codec.query(self.inner_query(q, streams), streams)
 
     def inner_query(self, q: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` so that products with the codec's decoded values equal those of ``q`` with keys."""
+        """Map queries ``[batch, kv_head, row, dim]`` so that products with the codec's decoded values equal those of ``q`` with the keys.
+        """
         for value_map in self.value_maps:
             q = value_map.query(q, streams)
         return q
@@ -363,7 +366,7 @@ class WithSideCars(Codec):
         return (*self.codec.run_rules(), *own)
 
     def check_side_cars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Run the part of ``check`` and ``check_runs`` that reads the streams of side-cars, which are ``arrays``. Raises InvalidPayload."""
+        """Make the checks of ``check`` and ``check_runs`` that read ``arrays``, the streams of side-cars. Raises InvalidPayload."""
         for side_car in self.side_cars:
             side_car.check(arrays, where)
         for side_car in self.side_cars:
@@ -378,7 +381,7 @@ def _map_blocks(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable
 
 
 class _Steps:
-    """The steps that the blocks of ``run`` pass through before the codec."""
+    """List of the steps that the blocks of ``run`` pass through before the codec."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -388,11 +391,11 @@ class _Steps:
         self._steps.append(step)
 
     def encode(self, block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Pass a block, with first token ``start``, through all steps; return it and their streams."""
+        """Pass a block, whose first token is number ``start``, through all steps. Returns the block and the steps' streams."""
         return _apply_steps(tuple(self._steps), block, start)
 
     def run(self) -> Run:
-        """Return the run after the steps so far; errors name the tokens of a block."""
+        """Return the run after the steps added so far. Errors name the tokens of a block."""
         if not self._steps:
             return self._run
         steps = tuple(self._steps)

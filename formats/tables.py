@@ -1,4 +1,4 @@
-"""Lookup tables for decoders, computed once and cached per device."""
+"""Caches of the lookup tables that codecs compute, per device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_CACHED_TABLES = 64
-"""The most small tables and packings cached of each kind: file headers ask for them, so their number needs a bound."""
+"""Maximum number of cached small tables and packings of each kind. File headers request them, so the number needs a bound."""
 
 _MAX_ENTRIES = 1024
 """Maximum number of entries of ``BoundedCache``."""
 MAX_CACHED_BYTES = 1 << 24
-"""Maximum number of bytes of all cached tensors: each header may ask for another table of megabytes."""
+"""Maximum number of bytes of all cached tensors. Each header may request another table of several megabytes."""
 
 _cached: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 _cached_bytes = 0
@@ -26,9 +26,9 @@ _lock = threading.Lock()
 
 
 def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Cache the results of ``compute`` by argument; the returned function takes ``device`` as its last argument.
+    """Cache the results of ``compute`` by argument. The returned function takes ``device`` as an additional last argument.
 
-    The most recently used tables are kept, at most ``MAX_CACHED_BYTES`` in total.
+    Up to ``MAX_CACHED_BYTES`` of tables are kept; the least recently used ones are dropped first.
     """
 
     def table(*arguments: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _store(key: tuple[Any, ...], made: torch.Tensor) -> None:
 
 
 def _replace_lock() -> None:
-    """Replace the lock in a forked child: a parent thread that holds it does not exist there."""
+    """Replace the lock in a forked child. A parent thread that holds the lock does not exist there."""
     global _lock
     _lock = threading.Lock()
 
@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_replace_lock)
 
 
 class BoundedCache(dict[Any, Any]):
-    """A dictionary of derived values that clears itself when it has many entries."""
+    """A dictionary of derived values that empties itself before it exceeds ``_MAX_ENTRIES`` entries."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= _MAX_ENTRIES:

@@ -1,4 +1,4 @@
-"""Stored token norms: binary16, float32, or one byte of their logarithm (spec/packing.md, Norms of 8 bits)."""
+"""Stored norms of tokens: binary16, float32, or one byte for their logarithm (spec/packing.md, Norms of 8 bits)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .tables import cache_per_device
 
 LOG8 = "log8"
 TOKEN_NORMS = {**NORMS, LOG8: "U8"}
-"""Stored dtypes of the norms of tokens, by parameter value."""
+"""Stored dtypes of token norms, by parameter value."""
 
 LOG_NORMS_FEATURE = "log-norms"
-"""Required feature of codecs whose norms are bytes."""
+"""Required feature of codecs that store norms as bytes."""
 
 STEPS_PER_OCTAVE, MIN_LOG2 = 16, -7
-"""Codes of an octave, and the binary logarithm of the smallest norm above zero, which code 1 is."""
+"""Number of codes per octave, and the base-2 logarithm of the smallest nonzero norm, which has code 1."""
 
 _CODES = 256
 
@@ -31,7 +31,7 @@ def _code_norm(place: float) -> float:
 
 LARGEST_LOG8 = _code_norm(_CODES - 2)
 LOG8_LIMIT = _code_norm(_CODES - 1.5)
-"""The smallest norm that would round to a larger one than there is."""
+"""The smallest norm that is too large for a byte: it would round to a code above 255."""
 
 LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
 """The smallest norm that does not fit, by stored dtype."""
@@ -42,18 +42,18 @@ LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LO
 
 @cache_per_device
 def log8_values() -> torch.Tensor:
-    """Return the norm of each code, float32 ``[256]``."""
+    """Return the norm that each code decodes to, float32 ``[256]``."""
     return torch.tensor([0.0, *(_code_norm(place) for place in range(_CODES - 1))], dtype=torch.float32)
 
 
 @cache_per_device
 def log8_bounds() -> torch.Tensor:
-    """Return the least norm of each code from 1 on, float32 ``[255]``: half steps, and half of the smallest norm."""
+    """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``: half of the smallest norm, then half steps."""
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
 def encode_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, naming ``what``, if one does not fit."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, calling a norm ``what``, if one does not fit."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], what)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:

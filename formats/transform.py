@@ -1,7 +1,7 @@
-"""transform: columns of a calibrated frame, quantized uniformly and entropy-coded by static tables (spec/codecs/transform.md).
+"""transform: columns of a calibrated frame, quantized uniformly and entropy-coded with static tables (spec/codecs/transform.md).
 
-Transform coding as for images: a decorrelating transform, a uniform quantizer, an entropy coder. Keys are coded as they are before RoPE.
-Sources: V. Goyal, Theoretical foundations of transform coding (2001); KVTC (arXiv 2511.01815) for KV caches.
+This is transform coding as for images: a decorrelating transform, a uniform quantizer and an entropy coder. Keys are encoded as they are
+before RoPE. Sources: V. Goyal, Theoretical foundations of transform coding (2001); KVTC (arXiv 2511.01815) for KV caches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SIDES = ("k", "v")
 SCOPES = ("head", "layer")
-"""Scopes of a frame: the channels of one head, or of all heads of a layer."""
+"""Scopes of a frame: the channels of one head, or those of all heads of a layer."""
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 MAX_STEP = 255
 
@@ -53,14 +53,17 @@ _COUNT_STREAMS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _TYPICAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
-"""Symbols that are decoded at once, if one sequence of a token group has no more; chunks without columns need almost no bytes."""
+"""Maximum number of symbols decoded at once, except that a sequence of a token group is never split. A tiny chunk may decode to many
+tokens.
+"""
 
 
 @dataclass(frozen=True)
 class Transform(CodecFamily):
-    """Columns of ``side`` of ``layer``, in the frames of the basis with SHA-256 ``basis``, as levels of size 2^(-``step`` / 16).
+    """Codec that stores columns of ``side`` of ``layer`` as levels of size 2^(-``step`` / 16), in the frames of the basis with SHA-256
+    ``basis``.
 
-    ``chunk`` tokens are coded together. ``source`` holds the frames once the codec has been given its basis; it is not stored.
+    ``chunk`` tokens are encoded together. ``source`` contains the frames once the codec has received its basis; it is not stored.
     """
 
     id: ClassVar[str] = "transform"
@@ -104,7 +107,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits predicted by the basis; without one, those of an ordinary recipe."""
+        """Bits per value predicted by the basis, or typical for a recipe if the codec has no basis."""
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -122,7 +125,7 @@ class Transform(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """The part of the basis that the codec needs, for messages."""
+        """Description, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     def packings(self) -> dict[str, Columns]:
@@ -151,7 +154,9 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames that the codec was given. Raises MissingBasis, or InvalidParameter for another number of heads."""
+        """Return the frames of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads``
+        heads.
+        """
         if self.source is None:
             raise missing_basis(self.basis_location)
         try:
@@ -160,7 +165,7 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
     def side_rope(self, source: Frames) -> Rope | None:
-        """Return the RoPE to apply to this side, or None."""
+        """Return the RoPE of the keys, or None for values and for models without RoPE."""
         return source.rope if self.side == "k" else None
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
@@ -172,7 +177,7 @@ class Transform(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode as if the first token had position 0.
 
-        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences longer than the basis' RoPE covers.
+        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences longer than the basis's RoPE covers.
         """
         return self._encode(x, 0)
 
@@ -216,16 +221,19 @@ class Transform(CodecFamily):
         return result if self.scope == "head" else result.reshape(self.dim, heads).T
 
     def encode_levels(self, groups: Sequence[Numbers], source: Frames, shape: tuple[int, int]) -> dict[str, Numbers]:
-        """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
+        """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` for each token group. Returns all streams except
+        ``positions``.
 
-        ``source`` contains the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot code.
+        ``source`` contains the frames of all heads; ``shape`` is batch and kv_head. Raises OutOfRange for levels that a table cannot
+        encode.
         """
         return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Yield the number of the first chunk and the symbols of pieces of ``streams``: whole sequences of a token group.
+        """Yield pieces of ``streams``, each with the number of its first chunk and its symbols. A piece has whole sequences of a token
+        group.
 
-        The order is by group, sequence and head. Raises the errors of ``source_for``.
+        Pieces are ordered by token group, sequence and head. Raises the errors of ``source_for``.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
@@ -235,7 +243,7 @@ class Transform(CodecFamily):
             yield first, chunks.symbols(first, min(first + at_once, batch * heads * rows), source.tables)
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Decode all tokens in the chunks of ``streams``; of a cut chunk, the first ones."""
+        """Decode all tokens in the chunks of ``streams``. A shortened chunk decodes to its first tokens."""
         batch, heads, _ = streams["columns"].shape
         device, source = streams["columns"].device, self.source_for(heads)
         tokens = numpy.minimum(flatten_chunks(streams["tokens"])[::batch], self.chunk)
@@ -257,7 +265,7 @@ class Transform(CodecFamily):
         return out
 
     def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
-        """Return the values of the symbols of every chunk, float32 ``[column, token]``."""
+        """Return the decoded symbols of every chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
         places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)
@@ -271,7 +279,7 @@ class Transform(CodecFamily):
     def _token_group(
         self, values: Sequence[torch.Tensor], columns: Numbers, tokens: int, source: Frames, device: torch.device
     ) -> torch.Tensor:
-        """Return the ``tokens`` of one group of a sequence, before RoPE: float32 ``[kv_head, token, dim]``."""
+        """Return the first ``tokens`` tokens of a sequence in one token group, before RoPE: float32 ``[kv_head, token, dim]``."""
         heads, rows = len(values), source.rows_on_device(device)
         if self.scope == "head":
             return torch.stack(
@@ -290,7 +298,7 @@ class Transform(CodecFamily):
         return x.view(tokens, heads, self.dim).transpose(0, 1)
 
     def cut(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is coded again by the same tables."""
+        """Return ``streams`` with only the first ``tokens`` tokens of the last chunk, which is encoded again with the same tables."""
         heads = streams["columns"].shape[1]
         last = {name: stream[:, :, -1:] for name, stream in streams.items() if name != "words"}
         words, count = streams["words"], int(self.entries(last)["words"].sum())
@@ -314,7 +322,7 @@ class Transform(CodecFamily):
         return (self._check_chunk_streams,)
 
     def _check_chunk_streams(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Refuse nonexistent columns, states below 2^16, and word counts that do not match the words."""
+        """Reject column counts above the head dim, states below 2^16, and word counts that do not match the words."""
         for first, block in value_blocks(arrays["columns"]):
             if (block > self.dim).any():
                 at = first_index(block > self.dim, first, arrays["columns"].shape)
@@ -344,7 +352,7 @@ class Transform(CodecFamily):
         return (self._check_symbols,)
 
     def _check_symbols(self, arrays: Mapping[str, Array], where: str) -> None:
-        """With the basis, refuse chunks that no encoder produces."""
+        """Reject chunks that no encoder produces. The check needs the basis, and passes without it."""
         batch, heads, rows = arrays["columns"].shape
         if self.source is None or not rows:
             return
@@ -371,9 +379,10 @@ class Transform(CodecFamily):
             self.check_ends(rans.Decoded(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads, from ``first`` on.
+        """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads; ``first`` is the number of the
+        first chunk.
 
-        The words of escapes count as read; ``shape`` is batch and kv_head.
+        The words of escapes count as read. ``shape`` is batch and kv_head.
         """
         batch, heads = shape
 
@@ -385,7 +394,7 @@ class Transform(CodecFamily):
 
 
 def default_chunk(dim: int) -> int:
-    """Return the maximum number of tokens of a chunk at head dim ``dim``."""
+    """Return the largest number of tokens that a chunk may have at head dim ``dim``."""
     return max(chunk for chunk in CHUNK_SIZES if chunk * dim <= rans.MAX_SYMBOLS)
 
 
@@ -395,5 +404,5 @@ def _join_positions(stream: torch.Tensor) -> Numbers:
 
 
 def _next_position(before: Mapping[str, torch.Tensor]) -> int:
-    """Return the position after the last token of a run."""
+    """Return the position after the last token of the run ``before``."""
     return int(_join_positions(before["positions"])[0, -1]) + int(before["tokens"][0, 0, -1].to(torch.int64))

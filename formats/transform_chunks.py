@@ -1,6 +1,6 @@
-"""Chunks of the codec transform: from column levels to streams, and back to symbols (spec/codecs/transform.md).
+"""Chunks of the codec transform: encoding of column levels to streams, and decoding to symbols (spec/codecs/transform.md).
 
-Everything here is exact integer arithmetic; ``transform.py`` gives the symbols their meaning.
+Everything here is exact integer arithmetic; ``transform.py`` interprets the symbols.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ESCAPE_WORDS = 2
 
 
 class Symbols(NamedTuple):
-    """The symbols of chunks: uint8 ``[chunk, symbol]`` in column order, and for each chunk its ``columns`` and ``tokens``.
+    """The symbols of chunks, uint8 ``[chunk, symbol]`` in column order. ``columns`` and ``tokens`` are their numbers in each chunk.
 
-    ``table`` is the table number of every symbol, uint8 ``[chunk, symbol]``, and ``escaped`` the levels behind escapes, in the order of the
-    symbols of all chunks. For each chunk, ``read`` ``[chunk]`` is the number of words read, ``counts`` the number of words stored, and
-    ``states`` the final states.
+    ``table`` is the table number of every symbol, uint8 ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in
+    the order of the symbols of all chunks. For each chunk, ``read`` is the number of words read, ``counts`` the number of words stored, and
+    ``states`` are the final states.
     """
 
     symbols: Numbers
@@ -40,10 +40,10 @@ class Symbols(NamedTuple):
 
 
 def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numbers, shape: tuple[int, int]) -> dict[str, Numbers]:
-    """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` per token group, to all streams but ``positions``.
+    """Encode levels, int64 ``[batch, kv_head, column of the block, token]`` for each token group. Returns all streams except ``positions``.
 
     ``numbers`` ``[kv_head, column]`` are the table numbers of the columns; ``shape`` is batch and kv_head. Raises OutOfRange for levels
-    that a table cannot code.
+    that a table cannot encode.
     """
     batch, heads = shape
     chunks = [(levels[b, h], numbers[h]) for levels in groups for b in range(batch) for h in range(heads)]
@@ -70,7 +70,7 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     counts = encoded.counts + numpy.array([len(own) for own in escapes], numpy.int64)
 
     def arranged(values: Numbers) -> Numbers:
-        """Arrange rows of chunks, in the order of groups, sequences and heads, as ``[batch, kv_head, row, ...]``."""
+        """Arrange rows of chunks, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
@@ -83,9 +83,10 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
 
 
 class ChunkList(NamedTuple):
-    """The chunks of streams in the order of token groups, sequences and heads: the ``columns``, ``tokens`` and word count of each.
+    """The chunks of streams, ordered by token group, sequence and head. ``columns``, ``tokens`` and ``counts`` (of words) describe each
+    chunk.
 
-    ``ends`` are the ends of the chunks in ``words``. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
+    ``ends`` are the positions in ``words`` where chunks end. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
     ``[kv_head, column]`` are the table numbers of the columns.
     """
 
@@ -99,7 +100,7 @@ class ChunkList(NamedTuple):
 
     @classmethod
     def from_streams(cls, streams: Mapping[str, torch.Tensor], tables: Numbers, chunk: int) -> ChunkList:
-        """List the chunks of ``streams``, of at most ``chunk`` tokens each."""
+        """List the chunks of ``streams``, which have at most ``chunk`` tokens each."""
         batch, heads, rows = streams["columns"].shape
         columns = numpy.minimum(flatten_chunks(streams["columns"]), tables.shape[1])
         counts = join_halves(flatten_chunks(streams["word_counts"]))
@@ -108,7 +109,7 @@ class ChunkList(NamedTuple):
         return cls(columns, tokens, counts, numpy.cumsum(counts), words.reshape(-1), states, tables)
 
     def symbols(self, first: int, last: int, tables: SymbolTables) -> Symbols:
-        """Return the symbols of the chunks from ``first`` to ``last``."""
+        """Decode the chunks ``[first:last]`` to symbols."""
         batch, heads, _ = self.states.shape[:3]
         row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (self.states.shape[2], batch, heads))
         counts = self.counts[first:last]
@@ -123,9 +124,10 @@ class ChunkList(NamedTuple):
 def decode_symbols(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: SymbolTables
 ) -> Symbols:
-    """Decode the symbols of chunks with these ``columns``, ``tokens`` and word ``counts``; ``words`` holds one chunk after another.
+    """Decode chunks to symbols. ``words`` contains the words of one chunk after another.
 
-    ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers`` ``[chunk, column]`` are the table numbers of the columns.
+    ``columns``, ``tokens`` and ``counts`` (of words) describe each chunk. ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers``
+    ``[chunk, column]`` are the table numbers of the columns.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)
@@ -145,7 +147,7 @@ def decode_symbols(
 
 
 def decode_levels(found: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
-    """Return the levels of every chunk, int64 ``[column, token]`` with all ``dim`` columns."""
+    """Return the levels of every chunk, int64 ``[column, token]``, for all ``dim`` columns."""
     levels = found.symbols.astype(numpy.int64) - (tables.reach + 1)
     levels[found.symbols == 0] = found.escaped
     whole = []
@@ -156,25 +158,25 @@ def decode_levels(found: Symbols, tables: SymbolTables, dim: int) -> list[Number
 
 
 def _used_columns(levels: Numbers) -> int:
-    """Return the number of columns ``[column, token]`` up to the last one with a nonzero level."""
+    """Return the number of columns up to the last one with a nonzero level; ``levels`` are ``[column, token]``."""
     used = numpy.flatnonzero(levels.any(1))
     return int(used[-1]) + 1 if len(used) else 0
 
 
 def flatten_chunks(stream: torch.Tensor) -> Numbers:
-    """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head; returns int64."""
+    """Sort rows ``[batch, kv_head, row, ...]`` of 16-bit numbers by row, then sequence, then head. Returns int64."""
     result: Numbers = numpy.moveaxis(stream.cpu().numpy().astype(numpy.int64), 2, 0)
     return result.reshape(-1, *result.shape[3:])
 
 
 def join_halves(pairs: Numbers) -> Numbers:
-    """Join the low and high halves ``[..., 2]`` of 32-bit numbers to int64."""
+    """Join low and high 16-bit halves ``[..., 2]`` to 32-bit numbers, int64."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 
 
 def split_halves(values: Numbers) -> Numbers:
-    """Split ``values`` into low and high 16 bits, uint16 ``[..., 2]``."""
+    """Split ``values`` into low and high 16-bit halves, uint16 ``[..., 2]``."""
     return numpy.stack([values & 0xFFFF, values >> 16], -1).astype(numpy.uint16)
 
 

@@ -1,9 +1,9 @@
-"""trellis: rotated coordinates as paths through a trellis, one norm per token (spec/codecs/trellis.md).
+"""trellis: rotated coordinates as paths through a trellis, with one norm per token (spec/codecs/trellis.md).
 
 The bits of a token form a circular string. A window of the string, which ends with the channel's own bits, selects each channel's value
-from a table. So neighboring channels share most of their windows, and any token can be decoded independently. The encoder finds the
-string whose values are nearest to the token (Viterbi). Sources: QTIP (Tseng et al. 2024, arXiv 2406.11235), Sec. 3.1 and 3.2;
-trellis-coded quantization, Marcellin and Fischer 1990.
+from a table. Neighboring channels therefore share most of their windows, and each token can be decoded on its own. The encoder finds the
+string whose values are nearest to the token (Viterbi). Sources: QTIP (Tseng et al. 2024, arXiv 2406.11235), Sec. 3.1 and 3.2; trellis-coded
+quantization, Marcellin and Fischer 1990.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 MAX_BITS = 4
 STATE_BITS = (8, 10)
-"""Bits of a window: a table has 2 to this power entries."""
+"""Allowed numbers of bits in a window. A table has 2 to this power entries."""
 
 WORD_BITS = 16
 
 _TABLES = Path(__file__).with_name("trellis_tables.bin")
-"""Trained tables of variance 1, binary16: for each of ``STATE_BITS``, those of 1 to ``MAX_BITS`` bits per value."""
+"""Trained tables for unit variance, binary16: for each of ``STATE_BITS``, the tables of 1 to ``MAX_BITS`` bits per value."""
 
 _CPU_ROWS, _DEVICE_ROWS = 64, 4096
-"""Rows that are encoded together: the costs of all states of so many fit a core's cache, or fill a device."""
+"""Number of rows encoded together on the CPU, where the costs of all their states fit in a core's cache, and on other devices."""
 
 
 @dataclass(frozen=True)
 class Trellis(CodecFamily):
-    """``bits`` per value, sign included, and windows of ``state_bits`` bits.
+    """Codec that stores ``bits`` bits per value, including the sign. A window of ``state_bits`` bits selects each value from a table.
 
-    ``table`` holds the value of each window within a unit vector, little-endian binary16. ``norm_rule`` steers the encoder and is not
-    stored.
+    ``table`` contains the value of each window within a unit vector, little-endian binary16. ``norm_rule`` affects only the encoder and is
+    not stored.
     """
 
     id: ClassVar[str] = "trellis"
@@ -103,12 +103,12 @@ class Trellis(CodecFamily):
         return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
     def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
-        """Encode as ``encode``, with a ``search`` that returns what ``nearest_path`` does for ``rows_at_once`` rows."""
+        """Encode ``x`` with ``search``, which returns what ``nearest_path`` does, for ``rows_at_once`` rows at a time."""
         streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
     def _encode_rows(self, search: Search, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode rows ``[row, dim]`` to streams, with float32 norms."""
+        """Encode rows ``[row, dim]`` to streams, with norms in float32."""
         unit, norm = normalize_rows(rows, self.rotation)
         states = search(unit, window_values(self.table, unit.device), self.bits)
         if self.norm_rule == "unbiased":
@@ -122,7 +122,7 @@ class Trellis(CodecFamily):
         return values.mul_(decode_norms(streams["norm"])[..., None])
 
     def windows(self, words: torch.Tensor) -> torch.Tensor:
-        """Return the window of each channel, int64 ``[..., dim]``, given ``words``, integers ``[..., word]``."""
+        """Return the window of each channel, int64 ``[..., dim]``. ``words`` are integers ``[..., word]``."""
         first = _window_starts(self.dim, self.bits, self.state_bits, words.device)
         word, shift = first >> 4, first & WORD_BITS - 1
         following = (word + 1) % words.shape[-1]
@@ -131,10 +131,11 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` per channel with values near ``x`` ``[row, dim]``.
+    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` bits per channel whose values are near ``x`` ``[row,
+    dim]``.
 
-    ``table`` is float32 ``[2^window bits]``. A first search, over the row rotated by half, finds the bits shared by the windows across the
-    ends; the second search is constrained to them (QTIP, Sec. 3.2).
+    ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its length, finds the bits that windows share
+    across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).
     """
     half = x.shape[-1] // 2
     turned = viterbi(x.roll(-half, -1), table, bits, None)
@@ -142,9 +143,9 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
 
 
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:
-    """Return the path with the least squared error.
+    """Return the path with the smallest squared error: windows, int64 ``[row, dim]``.
 
-    The low bits of its first window equal the high bits of its last one; both are ``shared`` if given.
+    If ``shared`` is given, the low bits of the first window and the high bits of the last window must both equal it.
     """
     rows, dim = x.shape
     states, symbols = table.numel(), 1 << bits
@@ -175,7 +176,7 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
 
 
 def _pack_words(symbols: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the string of ``symbols``, integers ``[row, dim]``, into words, int32 ``[row, word]``."""
+    """Pack the string of ``symbols``, integers ``[row, dim]``, into words: int32 ``[row, word]``."""
     string = symbols[..., None] >> torch.arange(bits, device=symbols.device) & 1
     weights = 1 << torch.arange(WORD_BITS, device=symbols.device)
     return (string.view(len(symbols), symbols.shape[-1] * bits // WORD_BITS, WORD_BITS) * weights).sum(-1).to(torch.int32)
@@ -199,7 +200,7 @@ def _check_table(table: bytes, entries: int) -> None:
 
 @cache
 def unit_table(dim: int, bits: int, state_bits: int) -> bytes:
-    """Return the trained table for unit vectors of ``dim`` coordinates, little-endian binary16."""
+    """Return the trained table for unit vectors in ``dim`` dimensions, little-endian binary16."""
     data, entries = _TABLES.read_bytes(), 1 << state_bits
     before = sum(MAX_BITS << smaller for smaller in STATE_BITS if smaller < state_bits) + (bits - 1) * entries
     values = struct.unpack_from(f"<{entries}e", data, 2 * before)

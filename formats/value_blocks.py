@@ -1,4 +1,4 @@
-"""Read stored arrays block by block: checking all values takes bounded memory, however large the array is."""
+"""Block-by-block reading of stored arrays, which checks arrays of any size in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ if TYPE_CHECKING:
     Array = Stored | numpy.ndarray[Any, Any]
 
 BLOCK_VALUES = 1 << 17
-"""Number of values that are checked at once."""
+"""Number of values per block."""
 
 _DEVICE_BLOCK_FACTOR = 32
 
 
 def block_factor(device: torch.device) -> int:
-    """Return the factor by which blocks are larger on ``device`` than on the CPU, where they fit a core's cache.
+    """Return the factor by which blocks on ``device`` are larger than on the CPU, where they fit in a core's cache.
 
-    On other devices a call is expensive, and a block of that size would occupy few of the device's cores.
+    On other devices every call is expensive, and a block of CPU size would keep only a few of the device's cores busy.
     """
     return 1 if device.type == "cpu" else _DEVICE_BLOCK_FACTOR
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all are in memory: then a few reductions process them whole, without the global interpreter lock."""
+    """Return the arrays if all of them are in memory, otherwise None. A few reductions over whole arrays release the global interpreter
+    lock.
+    """
     whole = []
     for array in arrays:
         if not isinstance(array, numpy.ndarray):
@@ -53,14 +55,17 @@ def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] |
 
 
 def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
-    """Yield blocks of consecutive values, each with the flat index of its first value."""
+    """Yield blocks of consecutive values, each preceded by the flat index of its first value."""
     count = math.prod(array.shape)
     for start in range(0, count, BLOCK_VALUES):
         yield start, read_values(array, start, min(start + BLOCK_VALUES, count))
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Yield blocks of rows ``[row, value]`` (along the last axis) of arrays with equal row counts, with the number of the first row."""
+    """Yield blocks of rows ``[row, value]`` of all ``arrays``, preceded by the number of the first row. A row is the last axis.
+
+    The arrays must have the same number of rows.
+    """
     first, widest = arrays[0].shape, 1
     for array in arrays:
         widest = max(widest, array.shape[-1])
@@ -75,12 +80,12 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, An
 
 
 def read_values(array: Array, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-    """Return values ``[start, stop)`` of the flattened array, valid until other values of it are requested."""
+    """Return the values ``[start:stop]`` of the flattened array. They are valid until other values of the array are read."""
     return array.reshape(-1)[start:stop] if isinstance(array, numpy.ndarray) else array.flat(start, stop)
 
 
 def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
-    """Copy the rows ``numbers`` of ``width`` values each, in that order."""
+    """Copy the rows ``numbers``, in that order. A row has ``width`` values."""
     if isinstance(array, numpy.ndarray):
         result: numpy.ndarray[Any, Any] = array.reshape(-1, width)[numbers]
         return result
@@ -93,7 +98,7 @@ def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]
 
 
 def check_finite(where: str, array: Array, what: str) -> None:
-    """Raise InvalidPayload, naming the position, unless all binary16 or binary32 values are finite. ``what`` names them."""
+    """Raise InvalidPayload unless all binary16 or binary32 values are finite. The message calls them ``what`` and shows the position."""
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return
     for first, block in value_blocks(array):
@@ -106,8 +111,8 @@ def check_finite(where: str, array: Array, what: str) -> None:
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:
     """Return True if all binary16 or binary32 values are finite.
 
-    Two reductions of the bits are many times faster than isfinite: bit patterns of nonfinite values are the largest positive signed
-    integers and the largest unsigned integers.
+    Two reductions over the bit patterns are many times faster than isfinite. The patterns of nonfinite values are the largest positive
+    signed and the largest unsigned integers.
     """
     size = array.itemsize
     infinity = 0x7C00 if size == 2 else 0x7F800000

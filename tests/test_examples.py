@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import pytest
 import torch
 
 import kvpack
+import kvpack.formats
 from kvpack.coding import recipes
 from support.caches import random_pairs
 from support.klt_bases import random_basis
 
+CODEC_NAMES = (
+    "base.Codec", "base.Layout", "base.Run", "base.RunEncoder", "base.check_choice", "base.check_fields", "base.check_range",
+    "base.stored_norm", "codec_class", "codec_from_params", "columns.Columns", "columns.default_fields", "create_codec",
+    "encoding_blocks.encode_by_rows", "family.CodecFamily", "options.Options", "rotation.Rotation",
+)  # fmt: skip
+"""Names of ``kvpack.formats`` in the API reference."""
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
 NEEDS_A_MODEL = {"evaluate", "prefill"}
 
@@ -58,7 +66,17 @@ def test_the_examples_of_a_public_name_run(name: str, folder: Path, tmp_path: Pa
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.chdir(tmp_path)
-    example = doctest.DocTestParser().get_doctest(text_of(name), names, name, None, None)
+    run_examples(text_of(name), names, name)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_the_examples_of_the_codec_reference_run(name: str) -> None:
+    text = inspect.getdoc(attrgetter(name)(kvpack.formats)) or ""
+    run_examples(text, {"kvpack": kvpack, "torch": torch, "past": pairs()}, f"formats.{name}")
+
+
+def run_examples(text: str, names: dict[str, Any], name: str) -> None:
+    example = doctest.DocTestParser().get_doctest(text, names, name, None, None)
     assert example.examples, f"the docstring of kvpack.{name} has no example"
     report: list[str] = []
     failed, _ = doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)

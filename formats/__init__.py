@@ -70,8 +70,8 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
         return CODECS[codec_id]
     except KeyError:
         raise UnknownCodec(
-            f"codec {codec_id!r} is unknown; this kvpack knows {', '.join(sorted(CODECS))}: install a newer kvpack, or import the module "
-            "that adds the codec first"
+            f"codec {codec_id!r} is unknown, expected one of {', '.join(sorted(CODECS))}: install a newer kvpack, or import the "
+            "module that adds the codec"
         ) from None
 
 

@@ -132,7 +132,7 @@ class Angle(CodecFamily):
             norms = torch.maximum(norms, norms.amax(-1, keepdim=True) - _MAX_OCTAVES).clamp_min_(_ZERO_TOKEN_MINIMUM)
         low, high = norms.aminmax(dim=-1)
         span = torch.stack([(high - low) / (2**self.norm_bits - 1), low], -1)
-        stored = stored_norm(span, self._range_dtype, f"step or minimum of the norms, tokens from {start},")
+        stored = stored_norm(span, self._range_dtype, f"(step, minimum) of the norms, tokens from {start},")
         step, minimum = stored.to(torch.float32)[..., None].unbind(-2)
         # Codes are rounded against the stored range; a zero step gives zero codes.
         codes = (norms - minimum).div_(torch.where(step > 0, step, torch.inf)).round_().clamp_(0, 2**self.norm_bits - 1)

@@ -73,7 +73,7 @@ def as_list(value: Any, what: str, expected: str) -> list[Any]:
 def check_text(value: Any, what: str) -> None:
     """Raise InvalidType unless ``value`` is a string."""
     if not isinstance(value, str):
-        raise InvalidType(f"{what} is {describe(value)}, expected text")
+        raise InvalidType(f"{what} is {describe(value)}, expected a string")
 
 
 def checked_device(device: Any) -> torch.device:
@@ -85,7 +85,7 @@ def checked_device(device: Any) -> torch.device:
     if parsed.type == "cpu":
         return parsed
     if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidParameter(f"device is {str(parsed)!r}, but PyTorch finds {count} CUDA devices: use one that exists, or 'cpu'")
+        raise InvalidParameter(f"device is {str(parsed)!r}, but the number of CUDA devices is {count}: use one that exists, or 'cpu'")
     if parsed.type == "meta":
         raise InvalidParameter("device is 'meta', which has no values: use a device such as 'cpu' or 'cuda:0'")
     try:

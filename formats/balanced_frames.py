@@ -35,7 +35,7 @@ class BalancedFrames:
     def for_heads(self, heads: int) -> BalancedFrames:
         """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
-            raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}")
+            raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
 
     @cached_property
@@ -49,7 +49,7 @@ class BalancedFrames:
         if not bool((growth <= MAX_GROWTH).all()):
             raise OutOfRange(
                 f"the balanced frame of head {int(growth.argmax())} is ill-conditioned: it or its inverse can enlarge values "
-                f"{float(growth.max()):.4g} times, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave frame= out"
+                f"{float(growth.max()):.4g} times, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave out frame="
             )
         return result.to(self.matrices.device)
 

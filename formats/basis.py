@@ -39,7 +39,7 @@ MAX_LAYER = 4095
 
 def missing_basis(place: str) -> MissingBasis:
     """Create the error for a codec that has no basis. ``place`` is the part of the basis that it needs."""
-    return MissingBasis(f"the {place} are needed, and were not given: pass basis= when loading or converting the cache")
+    return MissingBasis(f"the {place} are needed, but were not passed: pass basis= when loading or converting the cache")
 
 
 LARGEST_GAIN = 65504.0
@@ -69,7 +69,10 @@ class BasisRows:
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 4 or rows.shape[2] < row_count(rows.shape[3]):
-            raise InvalidParameter(f"a basis has shape {list(rows.shape)}, expected [batch, kv_head, >= {row_count(rows.shape[-1])}, dim]")
+            raise InvalidParameter(
+                f"basis rows have the shape {list(rows.shape)}, expected [batch, kv_head, row, dim] with at least "
+                f"{row_count(rows.shape[-1])} rows"
+            )
         self.rows = rows
         self._device_copies: dict[str, BasisRows] = {}
 
@@ -84,7 +87,7 @@ class BasisRows:
     def for_heads(self, heads: int) -> BasisRows:
         """Return these rows. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
-            raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}")
+            raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use the basis of this model")
         return self
 
     @cached_property

@@ -33,7 +33,7 @@ class BlockRotation(ValueMap):
 
     def __post_init__(self) -> None:
         if self.size < 2 or self.dim % self.size:
-            raise InvalidParameter(f"block_rotation is {self.size}, expected a size from 2 that divides the head dim {self.dim}")
+            raise InvalidParameter(f"block_rotation is {self.size}, expected a divisor of the head dim {self.dim} that is at least 2")
         check_order(self.size)
 
     @classmethod

@@ -44,7 +44,9 @@ class ChannelOrder(ValueMap):
 
     def __post_init__(self) -> None:
         if self.dtype == "u8" and self.dim > _MAX_OF_U8:
-            raise InvalidParameter(f"side-car {STREAM} is u8, which can index only {_MAX_OF_U8} channels, but the head dim is {self.dim}")
+            raise InvalidParameter(
+                f"side-car {STREAM} is u8, which can number only {_MAX_OF_U8} channels, but the head dim is {self.dim}: use {STREAM}=u16"
+            )
 
     @classmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:

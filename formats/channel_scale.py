@@ -76,7 +76,7 @@ class ChannelScale(ValueMap):
                 f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
             )
         if options.is_given("frame"):
-            raise InvalidParameter(f"codec {options.codec}: frame= balances channels too: leave out channel_scale=balanced")
+            raise InvalidParameter(f"codec {options.codec}: frame= already balances the channels: leave out channel_scale=balanced")
         balanced = options.balanced
         queries = None if balanced is None else balanced.queries
         if queries is not None and queries.shape[1] != dim:
@@ -121,7 +121,7 @@ class ChannelScale(ValueMap):
             factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
                 by_means = _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
-                # Outlier channels rule the norm of a key, which then tells no attention sink: sinks are coded, and are far from the mean.
+                # Outlier channels dominate a key's norm, so attention sinks are not detected by it: they are encoded, far from the mean.
                 factor = torch.where((factor > _OUTLIER_FACTOR).any(3, keepdim=True), factor, by_means)
         return {STREAM: factor.clamp_max(_MAX_FACTOR).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 

@@ -90,7 +90,7 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
     allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _fits(bases, f)]
     candidates = [Columns(symbols, bases, f) for f in allowed]
     if not candidates:
-        raise InvalidParameter(f"a column cannot hold even one symbol of each alphabet {bases}: use smaller alphabets")
+        raise InvalidParameter(f"one symbol with the bases {list(bases)} does not fit in a column: use smaller bases")
     best = min(candidates, key=lambda c: (c.row_bytes, c.column_bytes < 2, c.column_bytes, c.fields))
     return best.fields
 
@@ -135,15 +135,18 @@ class Columns:
         if not self.alphabets:
             object.__setattr__(self, "alphabets", self.bases)
         text = f"columns({self.symbols}, {list(self.bases)}, {self.fields})"
-        if self.symbols < 1 or not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
-            raise InvalidParameter(f"{text}: expected at least 1 symbol, and bases from 2 to {MAX_BASE}")
+        if self.symbols < 1:
+            raise InvalidParameter(f"{text}: the number of symbols is {self.symbols}, expected at least 1")
+        if not self.bases or not all(2 <= base <= MAX_BASE for base in self.bases):
+            raise InvalidParameter(f"{text}: the bases are {list(self.bases)}, expected one or more integers from 2 to {MAX_BASE}")
         if not 1 <= self.fields <= MAX_FIELDS:
-            raise InvalidParameter(f"{text}: {self.fields} fields, expected 1 to {MAX_FIELDS}")
+            raise InvalidParameter(f"{text}: the number of fields is {self.fields}, expected 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
-            raise InvalidParameter(f"{text}: alphabets {list(self.alphabets)}, expected one per base, each at most its base")
+            raise InvalidParameter(f"{text}: the alphabets are {list(self.alphabets)}, expected one per base, from 1 to the base")
         if not _fits(self.bases, self.fields):
             raise InvalidParameter(
-                f"{text}: a column holds at most {MAX_COLUMN_BYTES} bytes when every base is a power of two, else at most 2^53 values"
+                f"{text}: the column is too wide, expected at most {MAX_COLUMN_BYTES} bytes if every base is a power of two, otherwise at "
+                "most 2^53 values: use fewer fields"
             )
 
     @cached_property
@@ -431,4 +434,4 @@ def _check_limit(place: _RowPosition, what: str, values: numpy.ndarray[Any, Any]
     if values.size and int(values.max()) > limit:
         row, column = divmod(int(values.argmax()), values.shape[1])
         rows = [int(i) for i in numpy.unravel_index(place.first + row, place.axes)]
-        raise InvalidPayload(f"{place.where}: {what} at {[*rows, first + column]} is {int(values[row, column])}, above {limit}")
+        raise InvalidPayload(f"{place.where}: {what} at {[*rows, first + column]} is {int(values[row, column])}, expected at most {limit}")

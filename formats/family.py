@@ -121,15 +121,16 @@ class CodecFamily(Codec):
                 is out of range.
         """
         fields = [field for field in _stored_fields(cls) if field.name in params or not _is_optional(field)]
-        odd = set(params) ^ {field.name for field in fields}
-        if odd:
-            names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd))
-            raise InvalidParameter(f"codec {cls.id}: parameters missing or unknown: {names}")
+        expected = {field.name for field in fields}
+        if set(params) != expected:
+            faults = (("missing", expected - set(params)), ("unknown", set(params) - expected))
+            text = " and ".join(f"{fault} parameters {_listed(names)}" for fault, names in faults if names)
+            raise InvalidParameter(f"codec {cls.id}: {text}")
         values = {}
         for field in fields:
             name, type_name, value = field.name, _type_name(field), params[field.name]
             if _is_optional(field) and value == field.default:
-                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, the default: leave it out")
+                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is the default and must be left out")
             if type_name == "Fields":
                 if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
                     raise InvalidParameter(f"codec {cls.id}: fields is {value!r}, expected a map from stream name to integer")
@@ -163,6 +164,10 @@ def _type_name(field: dataclasses.Field[Any]) -> str:
     if isinstance(field.type, str):
         return field.type
     return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name if name.isprintable() else repr(name) for name in sorted(names))
 
 
 def _is_optional(field: dataclasses.Field[Any]) -> bool:

@@ -153,7 +153,7 @@ class Frames:
     def for_heads(self, heads: int, dim: int) -> Frames:
         """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads(dim) != heads:
-            raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}")
+            raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use the basis of this model")
         return self
 
     def rows_on_device(self, device: torch.device) -> torch.Tensor:

@@ -156,9 +156,9 @@ class Group(CodecFamily):
         u, streams = self._divide_by_token_scale(x)
         grouped, dim = self._grouped(u), self._member_axis
         low, high = grouped.amin(dim), grouped.amax(dim)
-        # The scale is measured from the stored centre, so that rounding the centre costs range and not accuracy.
+        # The scale is measured from the stored center, so that rounding the center costs range and not accuracy.
         if chosen_range is None:
-            stored_centre = stored_norm(self._centre(low, high), "F16", "centre of a group")
+            stored_centre = stored_norm(self._centre(low, high), "F16", "center of a group")
             centre = stored_centre.to(torch.float32)
             stored_scale = stored_norm(self._scale(low, high, centre), "F16", "scale of a group")
             scale = stored_scale.to(torch.float32)
@@ -226,7 +226,7 @@ class Group(CodecFamily):
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        # Values that are divided by token scales are alike.
+        # Division by token scales makes the tokens similar in size.
         if self.scale_dtype == "fp16" or self.token_scale != "none":
             return None
         return scale_range.min_sizes(streams["scale_range"], (1 << self.bits) - 1)

@@ -28,11 +28,9 @@ def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
     except numpy.linalg.LinAlgError:
         error = math.inf
     if not error <= MAX_INVERSE_ERROR:
-        raise OutOfRange(
-            f"{what} has no inverse that is accurate enough: the error is {error:.3g} of a token's largest value, the limit is "
-            f"{MAX_INVERSE_ERROR:.3g}. "
-            "This basis can decode values, but not encode them: run kvpack calibrate on more text"
-        )
+        fault = f"its error is {error:.3g} of a token's largest value, but must be at most {MAX_INVERSE_ERROR:.3g}"
+        fault = f"the inverse of {what} is inaccurate: {fault}" if math.isfinite(error) else f"{what} has no inverse"
+        raise OutOfRange(f"{fault}. This basis can decode values, but not encode them: run kvpack calibrate on more text")
     return torch.from_numpy(inverse)
 
 
@@ -47,5 +45,5 @@ def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tenso
     if not result <= MAX_DECODED:
         raise OutOfRange(
             f"with {what}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
-            "but not encode them: make one with kvpack calibrate, which keeps the scale of the model's values"
+            "but not encode them: make another with kvpack calibrate, which preserves the scale of the model's values"
         )

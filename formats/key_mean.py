@@ -62,8 +62,8 @@ class KeyMean(PageVector):
             return None
         if side == "v":
             raise InvalidParameter(
-                f"codec {options.codec}: mean={text} is for keys only; give each side its own codec, k={options.codec}:...,mean={text} and "
-                f"v={options.codec}:... without mean"
+                f"codec {options.codec}: mean={text} applies to keys only: give each side its own codec, k={options.codec}:...,mean={text} "
+                f"and v={options.codec}:... without mean"
             )
         return cls(dim, int(text), int(bits or 8))
 

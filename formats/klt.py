@@ -57,8 +57,8 @@ class Klt(CodecFamily):
     """Codec that stores columns of the basis with SHA-256 ``basis``, for ``side`` of ``layer``. ``widths`` has the bits of each run of 16
     columns.
 
-    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead. ``rows`` selects where the
-    rows of the basis are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
+    If ``fields`` names the stream ``codes``, ``widths`` has the bits of each run of 8 columns of each head instead. ``rows`` selects where
+    the rows of the basis are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
     once the codec has received its basis; it is not stored.
     """
 
@@ -82,7 +82,7 @@ class Klt(CodecFamily):
         if dict(self.fields).keys() == {CODES}:
             _check_head_widths(self.widths, self.dim)
             if dict(self.fields)[CODES] != HEAD_RUN_COLUMNS:
-                raise InvalidParameter(f"codec {self.id}: fields of {CODES} is {dict(self.fields)[CODES]}, expected {HEAD_RUN_COLUMNS}")
+                raise InvalidParameter(f"codec {self.id}: fields[{CODES!r}] is {dict(self.fields)[CODES]}, expected {HEAD_RUN_COLUMNS}")
         else:
             _check_widths(self.widths, self.dim)
             check_fields(self.id, self.fields, tuple(f"codes_{width}" for width in used_widths(self.widths)))

@@ -111,7 +111,7 @@ class Minifloat(CodecFamily):
         granularity = cls.option(options, "granularity", "block" if in_blocks else "tensor", "per")
         options.finish()
         if in_blocks != (granularity == "block"):
-            expected = "scales=e8m0 and scales=e4m3 need per=block, scales=fp32 and scales=fp16 need per=tensor, head or token"
+            expected = "scales=e8m0 and scales=e4m3 need per=block; scales=fp32 and scales=fp16 need per=tensor, head or token"
             raise InvalidParameter(f"codec {cls.id}: scales is {scale_dtype} and per is {granularity}; {expected}")
         cls.check_value("dim", dim)
         return cls(dim, element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[element].bits,))),))
@@ -275,8 +275,8 @@ class Minifloat(CodecFamily):
                     fault = "infinity" if self.element == "e5m2" and value & 0x7F == self.format.finite else "NaN"
                     at = first_index(odd, first, plane.shape)
                     raise InvalidPayload(
-                        f"{where}: the {self.element} in bits {shift} to {shift + 7} of the word at {at} is {value:#04x}, {fault}; "
-                        "elements must be finite"
+                        f"{where}: the {self.element} in bits {shift} to {shift + 7} of the word at {at} is {value:#04x}, which is "
+                        f"{fault}; elements must be finite"
                     )
 
     def _check_block_scales(self, scales: Array, where: str) -> None:
@@ -289,7 +289,9 @@ class Minifloat(CodecFamily):
                 value = int(block[odd.argmax()])
                 fault = "NaN" if value & nan == nan else "a scale below zero"
                 at = first_index(odd, first, scales.shape)
-                raise InvalidPayload(f"{where}: the {self.scale_dtype} at {at} is {value:#04x}, {fault}; expected below {nan:#04x}")
+                raise InvalidPayload(
+                    f"{where}: the {self.scale_dtype} at {at} is {value:#04x}, which is {fault}; block scales must be below {nan:#04x}"
+                )
 
 
 def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:

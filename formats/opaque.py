@@ -46,7 +46,7 @@ class Opaque(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the bytes ``x``, uint8 ``[batch, kv_head, token, dim]``. Raises InvalidType for any other dtype."""
         if x.dtype != torch.uint8:
-            raise InvalidType(f"codec opaque: dtype {x.dtype}, expected uint8: view an engine's slot as its bytes")
+            raise InvalidType(f"codec opaque: the dtype is {x.dtype}, expected torch.uint8: view the engine's slot as bytes")
         return {"bytes": x}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

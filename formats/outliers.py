@@ -49,7 +49,7 @@ class Outliers(FramePart):
 
     def __post_init__(self) -> None:
         if self.dim % CHUNK:
-            raise InvalidParameter(f"side-car outliers needs a head dim that is a multiple of {CHUNK}, but dim is {self.dim}")
+            raise InvalidParameter(f"side-car outliers: dim is {self.dim}, expected a multiple of {CHUNK}")
         _ = self.packing
 
     @classmethod
@@ -132,7 +132,7 @@ class Outliers(FramePart):
         blocks = (block for plane in planes for _, block in value_blocks(plane))
         flags = sum(int(numpy.unpackbits(block.view(numpy.uint8)).sum(dtype=numpy.int64)) for block in blocks)
         if flags != values.shape[2]:
-            raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, but {where}.{VALUES} has {values.shape[2]}")
+            raise InvalidPayload(f"{where}.{FLAGS}: {flags} chunks are flagged, but {where}.{VALUES} has {values.shape[2]} chunks")
         check_finite(f"{where}.{VALUES}", values, "outliers")
 
 

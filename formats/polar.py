@@ -194,7 +194,8 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
     if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
-            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS} separated by dots at dim {dim}"
+            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS}, separated by dots, at dim "
+            f"{dim}"
         )
     levels = []
     for number, word in enumerate(words):

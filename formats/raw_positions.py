@@ -168,7 +168,7 @@ class RawPositions(KeptTokens):
         """Raise InvalidPayload unless the numbers of positions and of raw tokens are equal. All values are valid."""
         positions, rows = arrays[POSITIONS].shape[2], arrays[VALUES].shape[2]
         if positions != rows:
-            raise InvalidPayload(f"{where}.{POSITIONS}: has {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
+            raise InvalidPayload(f"{where}.{POSITIONS}: there are {positions} positions, but {where}.{VALUES} has {rows} raw tokens")
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Raise InvalidPayload for positions that are out of order or out of range, and for unused entries that are not zero."""
@@ -189,7 +189,7 @@ class RawPositions(KeptTokens):
             wrong = ~unused & (behind_unused | (numpy.concatenate([[last], place[:-1]]) >= place))
             if wrong.any():
                 at = int(wrong.argmax())
-                rule = "follows an unused one, but unused positions come last" if behind_unused[at] else "must come after the one before it"
+                rule = "follows an unused one, but those come last" if behind_unused[at] else "must be greater than the position before it"
                 raise InvalidPayload(f"{where}.{POSITIONS}: position {first + at}, {words[at].tolist()}, {rule}")
             here = int(numpy.count_nonzero(~unused))
             used, last = used + here, int(place[here - 1]) if here else last
@@ -198,7 +198,7 @@ class RawPositions(KeptTokens):
         for first in range(used * width, values.shape[2] * width, BLOCK_VALUES):
             block = read_values(values, first, min(first + BLOCK_VALUES, values.shape[2] * width))
             if block.view(f"<u{block.dtype.itemsize}").any():
-                raise InvalidPayload(f"{where}.{VALUES}: expected only zeros after the {used} raw tokens that have a position")
+                raise InvalidPayload(f"{where}.{VALUES}: an unused entry is not zero, expected zeros after the {used} used entries")
 
 
 def add_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:

@@ -118,4 +118,4 @@ class RawTokens(KeptTokens):
                 raise InvalidPayload(f"{where}.{FLAGS}: the value at {at} is {block[(block > 1).argmax()]}, expected 0 or 1")
             count += int(block.sum(dtype=numpy.int64))
         if count != rows:
-            raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, but {where}.{VALUES} has {rows}")
+            raise InvalidPayload(f"{where}.{FLAGS}: {count} tokens are flagged, but {where}.{VALUES} has {rows} tokens")

@@ -77,7 +77,7 @@ def choose_range(
     """
     ends: list[torch.Tensor] = []
     for scale, centre in blocks:
-        for values, what in ((scale, "scale"), (centre, "centre")):
+        for values, what in ((scale, "scale"), (centre, "center")):
             _check_size(values, what)
         ends.append(torch.stack([torch.stack(_signed_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, centre)], -2))
     if not ends:
@@ -119,7 +119,7 @@ def _check_size(values: torch.Tensor, what: str) -> None:
     if not values.abs().amax().item() <= MAX_ENCODED:
         at = [int(i) for i in torch.nonzero(~(values.abs() <= MAX_ENCODED))[0]]
         raise OutOfRange(
-            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that 8 bits can hold is {MAX_ENCODED:.0f}: "
+            f"{what} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_ENCODED:.0f}: "
             "scale the input, or choose fp16 scales or a raw codec"
         )
 
@@ -136,5 +136,5 @@ def check(arrays: Mapping[str, Array], where: str) -> None:
                 at = first_index(infinite, 2 * first, (*scale_range.shape[:-1], 2))
                 value = root.flat[infinite.argmax()]
                 raise InvalidPayload(
-                    f"{where}: code {code} of the range at {at} decodes to {value} squared, but the largest binary16 is 65504"
+                    f"{where}: code {code} of the range at {at} decodes to the square of {value}, but the largest binary16 is 65504"
                 )

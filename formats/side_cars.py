@@ -56,9 +56,8 @@ class WithSideCars(Codec):
             )
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
-                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, and each group has its own center: "
-                f"{', '.join(side_car.name for side_car in self.page_vectors)} works only with codecs that encode tokens one by one: leave "
-                "out mean"
+                f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
+                f"{', '.join(side_car.name for side_car in self.page_vectors)} needs a codec that encodes tokens one by one: leave out mean"
             )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
@@ -407,7 +406,7 @@ class _Steps:
                 try:
                     after, _ = _apply_steps(steps, block, start)
                 except OutOfRange as error:
-                    raise OutOfRange(f"tokens {start} to {stop}: {error}") from None
+                    raise OutOfRange(f"tokens {start} to {stop - 1}: {error}") from None
                 yield after
                 start = stop
 

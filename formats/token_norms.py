@@ -59,9 +59,8 @@ def encode_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
         at = [int(i) for i in torch.nonzero(~(values < LOG8_LIMIT))[0]]
         raise OutOfRange(
-            f"{what} at {at} is {values[tuple(at)].item():.6g}, but the largest that 8 bits can hold is {LARGEST_LOG8:.6g}: scale the "
-            "input, or "
-            "choose norm=fp16"
+            f"{what} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {LARGEST_LOG8:.6g}: scale the "
+            "input, or choose norm=fp16"
         )
     return torch.bucketize(values, log8_bounds(values.device), right=True).to(torch.uint8)
 

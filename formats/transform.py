@@ -84,8 +84,8 @@ class Transform(CodecFamily):
             raise InvalidParameter(f"codec {self.id}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
         if self.chunk * self.dim > rans.MAX_SYMBOLS:
             raise InvalidParameter(
-                f"codec {self.id}: chunk is {self.chunk}, or {self.chunk * self.dim} symbols at head dim {self.dim}; "
-                f"the limit is {rans.MAX_SYMBOLS}"
+                f"codec {self.id}: chunk is {self.chunk}, which makes {self.chunk * self.dim} symbols at head dim {self.dim}, but a chunk "
+                f"has at most {rans.MAX_SYMBOLS}: use a smaller chunk"
             )
 
     @classmethod
@@ -188,11 +188,10 @@ class Transform(CodecFamily):
         if rope is not None:
             if rope.longest is not None and position + tokens > rope.longest:
                 raise OutOfRange(
-                    f"keys reach token {position + tokens}, but the basis covers sequences of at most {rope.longest} tokens: RoPE uses "
-                    "different frequencies for longer ones, and they would lose more than the recipe promises; choose another codec for "
-                    "keys"
+                    f"the sequence has {position + tokens} tokens, but the basis covers sequences of at most {rope.longest} tokens, "
+                    "because the model's RoPE uses other frequencies for longer ones: choose another codec for keys"
                 )
-            # Any position decodes to the same values; only the right one makes keys of like tokens alike. Those of groups do not wrap.
+            # Any position decodes to the same values, but only the right one makes keys of similar tokens similar. Groups do not wrap.
             position %= _POSITIONS
             position = position if position + tokens <= _POSITIONS else 0
             x = rope.rotate(x.to(torch.float32), position, back=True)
@@ -203,7 +202,10 @@ class Transform(CodecFamily):
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
         if levels.numel() and not float(levels.abs().amax()) <= MAX_LEVEL:
-            raise OutOfRange(f"a value is {float(levels.abs().amax()):.6g} steps from the mean, the limit is {MAX_LEVEL}")
+            raise OutOfRange(
+                f"a value is {float(levels.abs().amax()):.6g} steps from the mean, but must be at most {MAX_LEVEL} steps from it: scale "
+                "the input, or choose a raw codec"
+            )
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
         result = [
@@ -346,7 +348,7 @@ class Transform(CodecFamily):
         tokens = read_values(arrays["tokens"], 0, batch * rows).reshape(batch, rows)
         if (tokens != expected).any():
             b, row = (int(index) for index in numpy.argwhere(tokens != expected)[0])
-            raise InvalidPayload(f"{where}.tokens: the count at {[b, 0, row]} is {tokens[b, row]}, expected {expected[row]} from the run")
+            raise InvalidPayload(f"{where}.tokens: the count at {[b, 0, row]} is {tokens[b, row]}, expected {expected[row]} for this run")
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
         return (self._check_symbols,)

@@ -59,7 +59,7 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
         result = numpy.where(numpy.abs(own) <= tables.reach, own + (tables.reach + 1), 0)
         result[tables.frequencies[table[number, :size], result] == 0] = 0
         if not tables.frequencies[table[number, :size], result].all():
-            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another step")
+            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another bits=")
         symbols[number, :size] = result
         escapes.append(own[result == 0].astype("<i4").view("<u2"))
     encoded = rans.encode(symbols, columns * sizes, tables.frequencies, table)

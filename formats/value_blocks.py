@@ -105,7 +105,7 @@ def check_finite(where: str, array: Array, what: str) -> None:
         if not _all_finite(block):
             odd = ~numpy.isfinite(block)
             at = first_index(odd, first, array.shape)
-            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, {what} must be finite")
+            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, but {what} must be finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:

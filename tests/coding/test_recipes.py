@@ -20,7 +20,7 @@ def test_presets_give_a_codec_for_every_head_dim(name: str) -> None:
     recipe = parse_recipe(name)
     for dim in (64, 80, 96, 112, 128, 192, 256):
         if "block_rotation=32" in PRESETS[name] and dim % 32:
-            with pytest.raises(InvalidParameter, match="block_rotation is 32, expected a size from 2 that divides the head dim"):
+            with pytest.raises(InvalidParameter, match="block_rotation is 32, expected a divisor of the head dim"):
                 recipe.codec(0, 4, "k", dim)
             continue
         for side in "kv":

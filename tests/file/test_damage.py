@@ -218,7 +218,7 @@ KEYS = {"b": "3", "g": "16"}
             KEYS,
             "codes.0",
             lambda a: a.view(torch.uint16).fill_(0xFFFF),
-            r"0\.k\.codes, plane 0: spare bits of word at \[0, 0, 0, 0\] is 61440, above 0",
+            r"0\.k\.codes, plane 0: spare bits of word at \[0, 0, 0, 0\] is 61440, expected at most 0",
         ),
         (KEYS, "scales", lambda a: a.view(torch.float16)[5:6].fill_(torch.nan), r"0\.k\.scales: the value at \[0, 0, 0, 2, 1\] is nan"),
         (

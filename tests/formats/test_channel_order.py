@@ -120,7 +120,7 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("block_rotation=24", "block_rotation is 24, expected a size from 2 that divides the head dim 128"),
+        ("block_rotation=24", "block_rotation is 24, expected a divisor of the head dim 128"),
         ("block_rotation=1", "from 2 to 1024"),
         ("channel_order=u8", "which has no effect without block_rotation=<size>"),
         ("block_rotation=32,channel_order=u32", "expected one of u8, u16"),
@@ -136,8 +136,8 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
     [
         (64, {"block_rotation": True}, "expected an integer"),
         (64, {"block_rotation": "32"}, "expected an integer"),
-        (64, {"block_rotation": 1}, "expected a size from 2"),
-        (64, {"block_rotation": 48}, "that divides the head dim 64"),
+        (64, {"block_rotation": 1}, "expected a divisor"),
+        (64, {"block_rotation": 48}, "divisor of the head dim 64 that is at least 2"),
         (72, {"block_rotation": 36}, "no Hadamard rotation"),
         (64, {"channel_order": "u32"}, "expected one of u8, u16"),
         (300, {"channel_order": "u8"}, "only 256 channels, but the head dim is 300"),

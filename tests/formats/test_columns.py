@@ -15,31 +15,31 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload
 from support.strategies import digits, max_fields, packings, poisoned
 
 INVALID = [
-    pytest.param(0, (4,), 1, (), "at least 1 symbol", id="no symbols"),
-    pytest.param(4, (), 1, (), "bases from 2 to 65536", id="no digits"),
-    pytest.param(4, (1,), 1, (), "bases from 2 to 65536", id="base 1"),
-    pytest.param(4, (65537,), 1, (), "bases from 2 to 65536", id="base above 65536"),
-    pytest.param(4, (4,), 0, (), "0 fields, expected 1 to 128", id="no fields"),
-    pytest.param(4, (4,), 129, (), "129 fields, expected 1 to 128", id="too many fields"),
+    pytest.param(0, (4,), 1, (), "the number of symbols is 0, expected at least 1", id="no symbols"),
+    pytest.param(4, (), 1, (), "expected one or more integers from 2 to 65536", id="no digits"),
+    pytest.param(4, (1,), 1, (), "expected one or more integers from 2 to 65536", id="base 1"),
+    pytest.param(4, (65537,), 1, (), "expected one or more integers from 2 to 65536", id="base above 65536"),
+    pytest.param(4, (4,), 0, (), "the number of fields is 0, expected 1 to 128", id="no fields"),
+    pytest.param(4, (4,), 129, (), "the number of fields is 129, expected 1 to 128", id="too many fields"),
     pytest.param(4, (2,), 10**18, (), "expected 1 to 128", id="absurd fields"),
     pytest.param(64, (8,), 43, (), "at most 16 bytes", id="17 bytes"),
     pytest.param(64, (3,), 34, (), "2\\^53 values", id="above 2^53 values"),
     pytest.param(64, (3, 2), 21, (), "2\\^53 values", id="above 2^53 values in two digits"),
-    pytest.param(4, (4,), 1, (5,), "each at most its base", id="alphabet above base"),
-    pytest.param(4, (4,), 1, (0,), "each at most its base", id="empty alphabet"),
+    pytest.param(4, (4,), 1, (5,), "one per base, from 1 to the base", id="alphabet above base"),
+    pytest.param(4, (4,), 1, (0,), "one per base, from 1 to the base", id="empty alphabet"),
     pytest.param(4, (4, 4), 1, (4,), "one per base", id="alphabet missing"),
 ]
 
 BAD_WORDS = [
     pytest.param(Columns(5, (8,), 3), [0, 1 << 9], "spare bits of word at \\[0, 1\\]", id="spare bit above the last field"),
-    pytest.param(Columns(5, (16,), 3), [0, 1 << 8], "spare bits of word at \\[0, 1\\] is 256, above 0", id="unused bit field"),
+    pytest.param(Columns(5, (16,), 3), [0, 1 << 8], "spare bits of word at \\[0, 1\\] is 256, expected at most 0", id="spare bits"),
     pytest.param(Columns(3, (256,), 1), [0, 1 << 8], "spare bits of word", id="odd tail byte of bit fields"),
     pytest.param(Columns(3, (200,), 1), [0, 1 << 8], "the unused byte at \\[0, 3\\] is 1", id="odd tail byte"),
-    pytest.param(Columns(4, (9,), 4), [9**4], "column at \\[0, 0\\] is 6561, above 6560", id="value above base^F"),
-    pytest.param(Columns(7, (9,), 5), [0, 2 * 9**3], "unused field 3 at \\[0, 1\\] is 2, above 0", id="unused field"),
-    pytest.param(Columns(4, (16,), 4, (9,)), [0x0900], "symbol of field 2 at \\[0, 0\\] is 9, above 8", id="digit outside its alphabet"),
+    pytest.param(Columns(4, (9,), 4), [9**4], "column at \\[0, 0\\] is 6561, expected at most 6560", id="value above base^F"),
+    pytest.param(Columns(7, (9,), 5), [0, 2 * 9**3], "unused field 3 at \\[0, 1\\] is 2, expected at most 0", id="unused field"),
+    pytest.param(Columns(4, (16,), 4, (9,)), [0x0900], "symbol of field 2 at \\[0, 0\\] is 9, expected at most 8", id="digit"),
     pytest.param(Columns(2, (6,), 2, (5,)), [5], "symbol of field 0", id="digit outside its alphabet, base not a power of two"),
-    pytest.param(Columns(2, (4, 8), 2, (4, 6)), [7 << 4], "symbol of field 0 at \\[0, 0\\] is 7, above 5", id="second alphabet"),
+    pytest.param(Columns(2, (4, 8), 2, (4, 6)), [7 << 4], "symbol of field 0 at \\[0, 0\\] is 7, expected at most 5", id="second alphabet"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_a_digit_above_bit_64_of_a_wide_column_is_checked() -> None:
     (digit,) = packing.unpack([torch.full((1, 1), 0, dtype=torch.uint16)] * 8)
     digit[0, 11] = 576
     planes = [plane.numpy() for plane in Columns(12, (1024,), 12).pack([digit])]
-    with pytest.raises(InvalidPayload, match=r"symbol of field 11 at .* is 576, above 575"):
+    with pytest.raises(InvalidPayload, match=r"symbol of field 11 at .* is 576, expected at most 575"):
         packing.check(planes, "x")
 
 
@@ -167,7 +167,7 @@ def test_default_fields_of_common_streams(symbols: int, bases: tuple[int, ...], 
 
 
 def test_default_fields_refuse_a_symbol_that_no_column_holds() -> None:
-    with pytest.raises(InvalidParameter, match="a column cannot hold even one symbol"):
+    with pytest.raises(InvalidParameter, match="does not fit in a column"):
         default_fields(4, (65535,) * 4)
 
 

@@ -125,7 +125,7 @@ def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("kv=octahedral:b=3,mean=128", "mean=128 is for keys only"),
+        ("kv=octahedral:b=3,mean=128", "mean=128 applies to keys only"),
         ("k=group:b=2,g=32,mean=128;v=raw", "encodes 32 tokens together"),
         ("k=scalar:b=2,mean=100;v=raw", "expected one of 8, 16, 32"),
         ("k=scalar:b=2,mean=64,mean_bits=6;v=raw", "expected one of 4, 8"),

@@ -181,7 +181,7 @@ def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(bas
     cache = kvpack.pack(pairs(20), kvpack.Recipe(recipe, basis))
     kvpack.save(cache, path)
     bare, added = kvpack.load(path), pairs(15)
-    with pytest.raises(MissingBasis, match="were not given: pass basis= when loading or converting the cache"):
+    with pytest.raises(MissingBasis, match="were not passed: pass basis= when loading or converting the cache"):
         bare.append(added)
     other = tmp_path / "other.kvbasis"
     other.write_bytes(random_basis({(0, "k"): (2, 16)}, 2))
@@ -269,7 +269,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
     with pytest.raises(OutOfBounds, match="the basis has no values of layer 7"):
         basis.rows(7, "v")
     codec = Klt.of(32, basis.digest, 0, "k", b"\2\2")
-    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
+    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but were not passed"):
         codec.encode(torch.zeros(1, 2, 1, 32))
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis)), path)
@@ -285,7 +285,7 @@ def test_a_matrix_without_an_inverse_decodes_and_does_not_encode() -> None:
     codec = replace(with_random_basis(create("klt", 4, rows="fp32")), source=BasisRows(rows[None]))
     with pytest.raises(OutOfRange, match="no inverse"):
         codec.encode(torch.zeros(1, 1, 1, 4))
-    with pytest.raises(InvalidParameter, match="a basis has shape"):
+    with pytest.raises(InvalidParameter, match="basis rows have the shape"):
         BasisRows(rows[None, :, :100])
 
 

@@ -446,7 +446,7 @@ def test_a_file_may_carry_tables_of_its_own() -> None:
         ({"norm_table": np.array([0.5, np.nan], "<f4").tobytes()}, "norm_table must ascend strictly"),
         ({"norm_table": np.array([0.5, 0.2], "<f4").tobytes()}, "norm_table must ascend strictly"),
         ({"fields": (("symbol", 3),)}, "fields names the streams symbol, expected index, sign"),
-        ({"fields": (("index", 4), ("sign", 0))}, "0 fields"),
+        ({"fields": (("index", 4), ("sign", 0))}, "the number of fields is 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -26,7 +26,7 @@ def test_bytes_are_kept() -> None:
 
 
 def test_other_values_are_refused() -> None:
-    with pytest.raises(InvalidType, match=r"dtype torch.bfloat16, expected uint8: view an engine's slot as its bytes"):
+    with pytest.raises(InvalidType, match=r"the dtype is torch.bfloat16, expected torch.uint8: view the engine's slot as bytes"):
         Opaque(5).encode(torch.zeros(1, 1, 1, 5).bfloat16())
     for dim in (0, 1025):
         with pytest.raises(InvalidParameter, match=f"codec opaque: dim is {dim}, expected 1 to 1024"):

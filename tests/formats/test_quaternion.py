@@ -407,9 +407,9 @@ def test_other_fields_than_the_default_are_read() -> None:
 @pytest.mark.parametrize(
     ("arrangement", "stream", "word", "message"),
     [
-        ("direct", "symbol.0", 576, "symbol of field 0 at .* is 576, above 575"),
+        ("direct", "symbol.0", 576, "symbol of field 0 at .* is 576, expected at most 575"),
         ("direct", "symbol.0", 1 << 13, "spare bits"),
-        ("dense", "codeword_high.0", 9**5, "column at .* is 59049, above 59048"),
+        ("dense", "codeword_high.0", 9**5, "column at .* is 59049, expected at most 59048"),
         ("dense", "scale", 0x7C00, "the value at .* is inf"),
         ("dense", "scale", 0x7E00, "the value at .* is nan"),
     ],

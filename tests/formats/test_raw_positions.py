@@ -314,11 +314,11 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* must come after the one before it"),
+        ([[2, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* must be greater than the position before it"),
         ([[9, 0, 0, 0]], "position 0 is .*, expected one of 8 packed tokens in one of 2 sequences"),
         ([[2, 0, 0, 2]], "position 0 is"),
-        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* follows an unused one, but unused positions come last"),
-        ([[2, 0, 0, 0], [0, 0, 0, 0]], "expected only zeros after the 1 raw tokens that have a position"),
+        ([[0, 0, 0, 0], [2, 0, 0, 0]], "position 1, .* follows an unused one, but those come last"),
+        ([[2, 0, 0, 0], [0, 0, 0, 0]], "an unused entry is not zero, expected zeros after the 1 used entries"),
     ],
 )
 def test_other_positions_are_refused(words: list[list[int]], message: str) -> None:

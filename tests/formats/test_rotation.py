@@ -44,7 +44,7 @@ def test_hadamard_matrices_are_orthogonal_and_as_defined(order: int) -> None:
 
 @pytest.mark.parametrize("order", [order for order in range(-2, MAX_DIM + 2) if order not in ORDERS and order % 37 in (0, 3, 36)], ids=str)
 def test_other_orders_are_refused(order: int) -> None:
-    with pytest.raises(InvalidParameter, match=rf"no Hadamard rotation of head dim {order}: expected 2\^k, or 2\^k x 12, "):
+    with pytest.raises(InvalidParameter, match=rf"no Hadamard rotation of head dim {order}, expected 2\^k, or 2\^k times 12, "):
         hadamard(order)
     with pytest.raises(InvalidParameter, match=f"head dim {order}"):
         Rotation("signed-hadamard", order)

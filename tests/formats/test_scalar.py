@@ -364,7 +364,7 @@ TWO = {"b": 2, "high": 3, "share": 4}
         ({"b": 2}, {"high_channels": bytes(8)}, "high_channels has 8 bytes, expected none without bits_high"),
         ({"b": 2}, {"bits_high": 3}, "high_channels has 0 bytes, expected 8: one bit for each of 64 channels"),
         ({"b": 2}, {"fields": (("codes", 8), ("codes_high", 8))}, "fields names the streams codes, codes_high, expected codes"),
-        ({"b": 2}, {"fields": (("codes", 0),)}, "0 fields"),
+        ({"b": 2}, {"fields": (("codes", 0),)}, "the number of fields is 0"),
         (TWO, {"bits_high": 2}, "bits_high is 2, expected 3 to 8"),
         (TWO, {"bits_high": -1}, "bits_high is -1, expected 3 to 8"),
         (TWO, {"bits_high": 9}, "bits_high is 9, expected 3 to 8"),

@@ -45,7 +45,7 @@ def test_a_norm_that_does_not_fit_is_refused(codec: str, backend: str, monkeypat
     words = ",".join(f"{name}={value}" for name, value in CODECS[codec].items())
     x = torch.randn(1, 1, 40, 64, generator=torch.Generator().manual_seed(0))
     x[0, 0, 7] *= 480 / x[0, 0, 7].norm()
-    with pytest.raises(InvalidParameter, match=r"largest that 8 bits can hold is 469\.506.*norm=fp16"):
+    with pytest.raises(InvalidParameter, match=r"largest that fits in 8 bits is 469\.506.*norm=fp16"):
         kvpack.pack([(x, x)], f"kv={codec}:{words},norm=log8")
 
 

@@ -154,7 +154,7 @@ def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
     assert limit.frames(0, "k").rope._replace(longest=None) == limited(None).frames(0, "k").rope  # type: ignore[union-attr]
     assert kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, limit), start=10).tokens == 20
     for start, tokens in ((11, 20), (0, 31), (2**39, 1)):
-        with pytest.raises(OutOfRange, match=rf"layers\[0\].k.* keys reach token {start + tokens}, but .* sequences of at most 30 tokens"):
+        with pytest.raises(OutOfRange, match=rf"layers\[0\].k.* the sequence has {start + tokens} tokens, but .* at most 30 tokens"):
             kvpack.pack(pairs(tokens), kvpack.Recipe(RECIPE, limit), start=start)
     assert kvpack.pack([(None, v) for _, v in pairs(40)], kvpack.Recipe(RECIPE, limit)).tokens == 40
     for text in ("0", "x", "-5", "1" * 19, ""):
@@ -201,7 +201,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
     with pytest.raises(OutOfBounds, match="no frames of keys of layer 0"):
         kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.of_bytes(random_basis(SHAPES, 2))))
     codec = transform_of(basis, 0, "k", 20)
-    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, and were not given"):
+    with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but were not passed"):
         codec.encode(torch.zeros(1, 2, 1, 32))
 
 
@@ -227,7 +227,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
     x = torch.zeros(1, 1, 20, 32)
     x[0, 0, 3, 5], x[0, 0, 7, 0] = 1e6, -3e4
     assert (codec.decode(codec.encode(x)) - x).abs().max() < 4
-    with pytest.raises(OutOfRange, match=r"steps from the mean, the limit is 2147483647"):
+    with pytest.raises(OutOfRange, match=r"steps from the mean, but must be at most 2147483647"):
         codec.encode(x * 1e5)
     frames = codec.source_for(1)
     tables = SymbolTables(frames.tables.frequencies.copy(), frames.tables.values)
@@ -238,7 +238,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
     nearly = frames.rows.clone()
     nearly[:, 2] = nearly[:, 1] * (1 + 1e-6)
     for rows in (torch.zeros_like(frames.rows), nearly):
-        with pytest.raises(OutOfRange, match="no inverse"):
+        with pytest.raises(OutOfRange, match="is inaccurate"):
             replace(codec, source=Frames(rows, frames.scales, frames.tables)).encode(x)
 
 

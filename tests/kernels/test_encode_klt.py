@@ -154,7 +154,7 @@ def test_what_the_kernel_lacks_is_left_to_the_format() -> None:
 
 def test_a_basis_is_needed_of_as_many_heads() -> None:
     codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
-    with pytest.raises(MissingBasis, match="were not given"):
+    with pytest.raises(MissingBasis, match="were not passed"):
         encoded(replace(codec, source=None), x)
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         encoded(codec, x[:, :1])

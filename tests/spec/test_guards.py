@@ -125,7 +125,7 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
         (GROUP, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (GROUP, {"bits": 0}, "bits is 0, expected 1 to 8"),
         (GROUP, {"rotation_kind": "other"}, "rotation_kind is 'other', expected one of none, hadamard, signed-hadamard"),
-        (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', the default: leave it out"),
+        (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', which is the default and must be left out"),
         (GROUP, {"fields": {b"codes": 1}}, "fields is {.*}, expected a map from stream name to integer"),
         (KLT, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (KLT, {"layer": -1}, "layer is -1, expected 0 to 4095"),

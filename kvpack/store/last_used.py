@@ -28,7 +28,7 @@ _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
 """Uses whose ages differ by less than this factor may be merged into one record."""
-_RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merge_records>-merge_records)?")
+_RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
 
 
 class LastUse(NamedTuple):
@@ -85,8 +85,8 @@ def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
     Later records have names that sort later. A merged record is named by the time of its last use, ``merged_ns``.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
-    merge_records = "" if merged_ns is None else "-merge_records"
-    return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merge_records}"
+    merged = "" if merged_ns is None else "-merged"
+    return f"{time.time_ns() if merged_ns is None else merged_ns:020d}-{os.urandom(8).hex()}{expires}{merged}"
 
 
 def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastUse]:
@@ -97,7 +97,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
     dated = []
     for put_ns, name, record in records:
         match = _RECORD.fullmatch(name.rpartition("/")[2])
-        used_ns = min(put_ns, int(match["time"])) if match and match["merge_records"] else put_ns
+        used_ns = min(put_ns, int(match["time"])) if match and match["merged"] else put_ns
         dated.append((used_ns, name, record, int(match["ttl"]) if match and match["ttl"] else None))
     last: dict[bytes, LastUse] = {}
     for used_ns, _, record, ttl in sorted(dated, key=lambda dated_record: dated_record[:2]):

@@ -193,6 +193,7 @@ def test_merged_records_keep_times_and_ends() -> None:
     aged = enumerate(zip(keys, ages, strict=True))
     last = {key: last_used.LastUse(now - age * 10**9, 60 if number % 2 else None) for number, (key, age) in aged}
     records = last_used.merge_records(last, now)
+    assert all(name.endswith("-merged") for name in records)
     # Put now, by the store's clock; those of about one age and of one ttl are together.
     found = last_used.last_uses_in([(now, f"uses/{name}", record) for name, record in records.items()])
     assert len(records) < len(keys) + 1

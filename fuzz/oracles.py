@@ -1,7 +1,7 @@
-"""Check arbitrary bytes given to the readers of containers, headers and recipes. Does not need torch.
+"""Checks of arbitrary bytes given to the readers of containers, headers and recipes. They do not need torch.
 
-A check reads an input as a program would, and returns whether it was accepted. A KvpackError is a refusal; any other exception is a
-failure. Comparisons with another reader are separate functions: they take longer and see fewer inputs.
+A check reads an input as a program would, and returns True if it is accepted. A KvpackError is a refusal; any other exception is a failure.
+Comparisons with another reader are separate functions, because they take longer and run on fewer inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpack.file.limits import MAX_FILE_BYTES, MAX_JSON_BYTES
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from spec.decoder.header import parse_msgpack, take_header
-from spec.decoder.json_header import json_header, places
+from spec.decoder.json_header import json_header, tensor_spans
 from support.second_decoder import decoder, decompress
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 MAX_DECODED_BYTES = 1 << 20
 """The readers' ``memory_limit`` for one input, as a program would set it for untrusted files."""
 MAX_COMPARED_BYTES = 1 << 15
-"""The second decoder skips tensors of more decoded bytes, because it is slow."""
+"""Maximum number of decoded bytes of inputs that are compared. The second decoder is slow."""
 
 
-def opened(data: bytes) -> File | None:
+def open_verified(data: bytes) -> File | None:
     """Return the verified file, or None if it is refused."""
     try:
         file = container.open_bytes(data, memory_limit=MAX_DECODED_BYTES)
@@ -46,8 +46,8 @@ def opened(data: bytes) -> File | None:
 
 
 def check_container(data: bytes) -> bool:
-    """Check that an accepted file is the only file with its contents: written again, it has the same bytes."""
-    file = opened(data)
+    """Check that no other file has the contents of an accepted file: written again, it has the same bytes."""
+    file = open_verified(data)
     if file is None:
         return False
     arrays = {name: file.tensor(name) for name in file.tensors}
@@ -69,20 +69,20 @@ def compare_container(data: bytes) -> None:
             return
     except KvpackError:
         file = None
-    accepted = file is not None and opened(data) is not None and not needs_basis(file)
+    accepted = file is not None and open_verified(data) is not None and not needs_basis(file)
     decoded, rule = read_by_decoder(data)
     assert accepted == (not rule), f"the library {'accepts' if accepted else 'refuses'} it, the second decoder: {rule or 'accepts'}"
     check_readers(data, ".kvpack", (), decoded, rule)
 
 
 def needs_basis(file: File) -> bool:
-    """Return True if a file uses a basis that it does not embed; only the targets that check values give a reader one."""
+    """Return True if a file uses a basis that it does not embed. Only the targets that check values pass bases to readers."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
     return any(file.header.codecs[number].bases_needed for number in used)
 
 
 def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]:
-    """Return the file that the second decoder reads, given ``bases``, or None and the rule by which it refuses the file."""
+    """Return the file as read by the second decoder with ``bases``, and ""; or None and the rule by which it refuses the file."""
     try:
         return decoder.read(data, decompress, bases), ""
     except decoder.Refused as refused:
@@ -90,7 +90,7 @@ def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]
 
 
 def check_header(data: bytes) -> bool:
-    """Check that an accepted header is canonical and lays out a file."""
+    """Check that an accepted header is canonical, and that its tensors do not overlap."""
     try:
         header = parse_header(data)
     except KvpackError:
@@ -121,7 +121,7 @@ def compare_header(data: bytes) -> None:
         rule = refusal
     else:
         assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
-        made, laid = json_header(data, file.tensors), places(len(data), file.tensors)
+        made, laid = json_header(data, file.tensors), tensor_spans(len(data), file.tensors)
         end = 8 + len(made) + (laid[-1].end if laid else len(data))
         # A reader of whole files checks these against the file, which does not exist here.
         if end > MAX_FILE_BYTES or len(made) > MAX_JSON_BYTES:
@@ -133,7 +133,7 @@ def compare_header(data: bytes) -> None:
 
 def check_safetensors(data: bytes) -> bool:
     """Check that the official safetensors reader accepts every accepted file, with the same names, dtypes, shapes and offsets."""
-    file = opened(data)
+    file = open_verified(data)
     if file is None:
         return False
     theirs = dict(safetensors.deserialize(data))
@@ -177,7 +177,7 @@ def check_recipe(data: bytes) -> bool:
 
 
 def check_recipe_file(data: bytes, path: str) -> bool:
-    """Check that a recipe file, written to ``path``, is refused with its name in the message, or parses to the recipe of its clauses."""
+    """Check that a recipe file, written to ``path``, parses to the recipe of its clauses, or is refused with its name in the message."""
     with open(path, "wb") as file:
         file.write(data)
     recipe, refusal = None, ""

@@ -1,17 +1,17 @@
-"""A second decoder of kvpack 1, written from the text of this folder alone, in Python's standard library.
+"""A second decoder of kvpack 1, written only from the text of this folder, in Python's standard library.
 
-It shares no code with the library. Each module follows a page or a section, which its first line names, so that a question
-about the text has an answer that runs. It is slow and keeps whole files in memory. ``python spec/decoder FILE`` describes a file.
+It shares no code with the library. The first line of each module names the page or section that it implements, so a question about the text
+can be answered by running code. It is slow and keeps whole files in memory. ``python spec/decoder FILE`` describes a file.
 
-Start with ``container.read``, which goes through a file in the order of the text. A module imports only modules behind it in this list:
+Start with ``container.read``, which reads a file in the order of the text. A module imports only modules that follow it in this list:
 
 - ``row``, ``container``: rows, and whole files;
 - ``header``, ``newer``, ``ignorable``, ``json_header``, ``zstd``, ``xxh3``, ``msgpack``: the parts of a file;
-- ``values``, ``given``: from the streams of a side to its values;
+- ``values``, ``basis_lookup``: from the streams of a layer's keys or values to the values;
 - ``codecs``: a module per codec;
-- ``side_cars``, ``basis``: their pages;
-- ``contents``, ``metadata``, ``token_ids``, ``norms``, ``codec``, ``directions``, ``rans``: what these share;
-- ``rotation``, ``generator``, ``packing``, ``conventions``, ``features``, ``limits``, ``refusal``: what every page uses.
+- ``side_cars``, ``basis``: the pages with these names;
+- ``contents``, ``metadata``, ``token_ids``, ``norms``, ``codec``, ``directions``, ``rans``: what the modules above share;
+- ``rotation``, ``generator``, ``packing``, ``conventions``, ``features``, ``limits``, ``refusal``: what all pages use.
 """
 
 from .container import read as read

@@ -1,4 +1,4 @@
-"""``python spec/decoder FILE``: print layers, codecs, shapes and the first values of a file."""
+"""``python spec/decoder FILE``: print the layers, codecs, shapes and first values of a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Describe the file that is named."""
+    """Describe the file named by ``arguments``. Returns the exit code."""
     from . import Refused, read
 
     if len(arguments) != 1:

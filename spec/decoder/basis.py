@@ -1,4 +1,4 @@
-"""basis.md: what a basis holds."""
+"""basis.md: checks of the tensors that make up a basis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TABLE_VALUES = 510
 
 
 def basis_rows(dim: int) -> int:
-    """N(dim)."""
+    """Return N(dim), the smallest number of rows of a head in a basis."""
     return 2 + dim + ceil_div(TABLE_VALUES * ceil_div(dim, RUN_COLUMNS), dim)
 
 
 def check_basis(file: File) -> None:
-    """basis.md, File, but for the values."""
+    """Check basis.md, File, except the rules about values."""
     rule = "basis.md, File"
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
@@ -40,7 +40,7 @@ KEYS = ("k.balanced", "k.centered", "k.queries", "k.mean")
 
 
 def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
-    """basis.md, Transform matrices, but for the values; ``states`` by the names of their tensors."""
+    """Check basis.md, Transform matrices, except the rules about values. ``states`` are the tensors of layer states by name."""
     framed = False
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
@@ -75,7 +75,9 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
 
 
 def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> int:
-    """basis.md, Balanced matrices, but for the values. The head dim of the keys, 0 without any."""
+    """Check basis.md, Balanced matrices, except the rules about values. Returns the head dim of the keys, or 0 if there are no such
+    matrices.
+    """
     rule = "basis.md, Balanced matrices"
     found = {name: states[f"{number}.state.{name}"] for name in KEYS if f"{number}.state.{name}" in states}
     if not found:
@@ -92,6 +94,7 @@ def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> 
 
 
 def check_frame_values(file: File) -> None:
+    """Check the rules of basis.md about the values of transform matrices, balanced matrices, tables and RoPE."""
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name, content in file.states.items():
         kind = name.split(".", 2)[2]

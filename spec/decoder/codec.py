@@ -1,4 +1,4 @@
-"""codecs/: what every codec's page defines."""
+"""codecs/: what the pages of all codecs define."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .refusal import require
 
 @dataclass(frozen=True)
 class NumberStream:
-    """An array of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``.
+    """A stream of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``.
 
-    It has one row for ``tokens`` tokens, or ``per`` "run", or per "entry" in an array of ``[1, 1, entry, *sizes]``.
+    It has one row per ``tokens`` tokens, or if ``per`` is "run", one row per run. If ``per`` is "entry", its shape is ``[1, 1, entry,
+    *sizes]``.
     """
 
     name: str
@@ -31,7 +32,7 @@ class NumberStream:
 
 @dataclass(frozen=True)
 class SideCar:
-    """What a side-car adds to a codec: its streams, those of codes before the others."""
+    """A side-car with its parameters and its streams; streams of codes come first."""
 
     codes: Mapping[str, Columns]
     numbers: Sequence[NumberStream]
@@ -39,21 +40,21 @@ class SideCar:
     block: int = 0
     bits: int = 0
     basis: tuple[bytes, int, str] | None = None
-    """The digest and the layer of the basis that a reader must be given, and which frames of it."""
+    """Digest and layer of the basis that a reader needs, and the kind of its frames."""
 
 
 Digits = Mapping[str, list[list[int]]]
-"""Of one token: for each code stream its digits, each a list with one integer a symbol."""
+"""Digits of one token: for each code stream, a list per digit with one integer per symbol."""
 Numbers = Mapping[str, list[float]]
-"""Of one token: for each number stream its row."""
+"""Numbers of one token: for each number stream, its row."""
 
 
 @dataclass(frozen=True)
 class Codec:
     """A codec with its parameters.
 
-    ``decode`` takes a token of one head to the coded frame; ``tolerance`` gives how far from the exact value every value
-    there may be, by the codec's page; ``check`` refuses what the page says beyond digits and numbers that are not finite.
+    ``decode`` decodes a token of one head to the coded frame. ``tolerance`` returns, for each value, the largest deviation that the codec's
+    page allows. ``check`` enforces rules of the page beyond the ranges of digits and the finiteness of numbers.
     """
 
     id: str
@@ -67,18 +68,18 @@ class Codec:
     rotation_kind: str = "none"
     rotation_seed: int = 0
     side_cars: Mapping[str, SideCar] = field(default_factory=dict)
-    coded: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
-    """The rows of digits that other streams of a side code together, as those of code streams."""
+    derive_digits: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
+    """Derives further rows of digits from other streams of a layer's keys or values, in the form of code streams."""
     basis: tuple[bytes, int, str] | None = None
-    """The digest, the layer and the side of the basis that a reader must be given."""
+    """Digest, layer and side of the basis that a reader needs."""
     feature: str = ""
-    """The required feature that stands for a parameter."""
+    """Required feature that corresponds to a parameter."""
     scope: str = ""
-    """That of the frames of the basis, for a codec that needs these and not its rows."""
+    """Scope of the basis's frames, for a codec that needs frames instead of rows."""
     heads: int = 0
-    """The only number of heads of sides; 0 for any."""
+    """The only number of heads that the codec accepts; 0 for any number."""
     check_sizes: Callable[[Any, str], None] = lambda side, prefix: None
-    """Refuses of a side, before anything is decoded, what needs no basis."""
+    """Checks the rules that need neither the basis nor decoded values."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
@@ -90,16 +91,15 @@ class Codec:
         return made
 
 
-HALF_OR_SINGLE = {"fp16": "F16", "fp32": "F32"}
+FLOAT_DTYPES = {"fp16": "F16", "fp32": "F32"}
 RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[Any]:
-    """The parameters in the page's order, each within its range: a range of integers, the values allowed, or a type.
+    """Return the parameters in the order of the page, each checked against its range: integers, allowed values, or a type.
 
-    A seed may be any integer: those of the msgpack profile are from 0 to 2^64 - 1.
-
-    Those of ``optional``, which come last, are None where they are left out.
+    A seed may be any integer, because those of the msgpack profile are from 0 to 2^64 - 1. Parameters in ``optional`` come last, and are
+    None if they are absent.
     """
     rule = f"codecs/{entry['id']}.md, Parameters and ranges"
     optional = {} if optional is None else optional
@@ -114,10 +114,10 @@ def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optiona
     return [*(entry[name] for name in ranges), *(entry.get(name) for name in optional)]
 
 
-def packings(
+def make_packings(
     codec_id: str, fields: Mapping[str, Any], symbols: int, streams: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> dict[str, Columns]:
-    """The packing of every code stream, from its bases and alphabets and the F of the header."""
+    """Return the packing of every code stream, given its bases and alphabets and the number of fields in the header."""
     rule = f"codecs/{codec_id}.md, Parameters and ranges"
     require(list(fields) == list(streams), rule, f"fields names {list(fields)}, not {list(streams)}")
     made = {}
@@ -129,11 +129,13 @@ def packings(
     return made
 
 
-def one_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def single_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the bases and alphabets of a code stream with one digit."""
     return (base,), (alphabet or base,)
 
 
-def ascending_table(rule: str, name: str, data: bytes, length: int, highest: float) -> list[float]:
+def read_ascending_table(rule: str, name: str, data: bytes, length: int, highest: float) -> list[float]:
+    """Return the binary32 numbers of a table, after checking that they ascend strictly from at least 0 to at most ``highest``."""
     require(len(data) == 4 * length, rule, f"{name} has {len(data)} bytes, not {4 * length}")
     values: list[float] = numbers(data, "F32")
     require(all(0 <= value <= highest for value in values), rule, f"a value of {name} is not in [0, {highest}]")
@@ -142,6 +144,6 @@ def ascending_table(rule: str, name: str, data: bytes, length: int, highest: flo
 
 
 def odd_part(n: int) -> tuple[int, int]:
-    """(k, m) with n = 2^k * m and m odd."""
+    """Return (k, m) with n = 2^k * m and odd m."""
     k = (n & -n).bit_length() - 1
     return k, n >> k

@@ -1,4 +1,4 @@
-"""container.md, Reading: from the bytes of a file to its values."""
+"""container.md, Reading: decoding of a whole file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .basis import check_frame_values
+from .basis_lookup import Bases
 from .contents import File, Tensor
 from .features import BASIS, CHECKSUMS
-from .given import Bases
 from .header import parse_msgpack, take_header
-from .json_header import BLOCK, JSON_HEADER, JSON_START, json_header, places
+from .json_header import BLOCK, JSON_HEADER, JSON_START, json_header, tensor_spans
 from .limits import FORMAT, LIMITS, MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_JSON_BYTES
 from .refusal import refuse, require
 from .values import decode_side
@@ -21,13 +21,13 @@ from .xxh3 import xxh3_128
 from .zstd import check_frame
 
 Decompress = Callable[[bytes, int], bytes]
-"""Takes a Zstandard frame and the size of its content, and gives the content."""
+"""A function that returns the content of a Zstandard frame, given the frame and the size of the content."""
 
 
 def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[bytes] = ()) -> File:
-    """Check a whole file and decode it, in the order of container.md, Reading; raises ``Refused``.
+    """Check a whole file and decode it, in the order of container.md, Reading. Raises ``Refused``.
 
-    ``bases`` are the files of bases that the caller has.
+    ``bases`` are the basis files that the caller has.
     """
     number = 8 + len(JSON_START)
     ends = data[8:number] == JSON_START and re.fullmatch(rb"([1-9][0-9]{0,8})?", data[number:]) is not None
@@ -57,7 +57,7 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     file = take_header(parse_msgpack(header))
 
     require(json == json_header(header, file.tensors), "container.md, JSON header", "its bytes do not follow from kvpack.header")
-    laid = places(header_bytes, file.tensors)
+    laid = tensor_spans(header_bytes, file.tensors)
     end = laid[-1].end if laid else header_bytes
     require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes")
     require(len(section) == end, rule, f"the data section has {len(section)} bytes, and its tensors {end}")
@@ -69,7 +69,7 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
             require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
         else:
             contents[place.tensor.name] = take_content(place.tensor, stored, decompress, CHECKSUMS in file.ignorable)
-    given = by_digest(bases)
+    given = index_by_digest(bases)
     for number_, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
@@ -83,12 +83,13 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     return file
 
 
-def by_digest(bases: Sequence[bytes]) -> Bases:
-    """Files of bases by the digests that name them; each is read when it is needed."""
+def index_by_digest(bases: Sequence[bytes]) -> Bases:
+    """Index basis files by the digests that identify them. Each file is read when it is needed."""
     return {hashlib.sha256(basis).digest(): partial(read, basis) for basis in bases}
 
 
 def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None, checksums: bool) -> bytes:
+    """Check the stored bytes of a tensor, and return them decompressed."""
     require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"{tensor.name} has another digest")
     if tensor.filter == "none":
         return stored

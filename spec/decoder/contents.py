@@ -1,4 +1,4 @@
-"""What a file holds: tensors, sides, and the whole."""
+"""The contents of a file: tensors, the keys and values of layers, and the file as a whole."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Tensor:
 
 @dataclass
 class Side:
-    """One side of a layer, and what ``read`` makes of its tensors.
+    """The keys or the values of one layer, with everything that ``read`` decodes from its tensors.
 
-    ``digits`` holds the rows of every code stream, ``numbers`` every other stream; ``values`` are ``shape`` in C order, in the
-    original frame, and ``tolerances`` say how far from each another reader's value may be.
+    ``digits`` contains the rows of every code stream, ``numbers`` those of every other stream. ``values`` are the decoded values of
+    ``shape`` in C order, in the original frame, and ``tolerances`` the largest deviation allowed to another reader for each of them.
     """
 
     codec: Codec
@@ -47,8 +47,8 @@ class Side:
     numbers: dict[str, list[float]] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
     tolerances: list[float] = field(default_factory=list)
-    given: list[dict[str, list[float]]] = field(default_factory=list)
-    """Of a side that needs a basis: what each head takes from it."""
+    basis_parts: list[dict[str, list[float]]] = field(default_factory=list)
+    """The part of the basis that each head needs, for a codec or side-car with a basis."""
 
     @property
     def packed(self) -> int:
@@ -59,17 +59,19 @@ class Side:
         return self.batch, self.heads, self.packed + self.tail, self.codec.dim
 
     def rows(self, stream: NumberStream) -> int:
-        """container.md, Runs and tail: a stream with one row for every g tokens starts a fresh row at each run."""
+        """Return the number of rows of ``stream``: container.md, Runs and tail. A stream with a row per g tokens starts a new row at each
+        run.
+        """
         if stream.per == "entry":
             return self.entries[stream.name]
         return len(self.runs) if stream.per == "run" else sum(ceil_div(run, stream.tokens) for run in self.runs)
 
     def sizes(self, stream: NumberStream) -> tuple[int, ...]:
-        """The sizes of a row; an entry of raw tokens has those of all heads."""
+        """Return the sizes of a row of ``stream``. An entry of raw tokens has the sizes of all heads."""
         return (self.heads, self.codec.dim) if stream.name in ("raw_tokens", "raw_values") else stream.sizes
 
     def tensors(self, prefix: str) -> list[Tensor]:
-        """The tensors that container.md and the codec's page give, in order, without what only the header says."""
+        """Return the tensors that container.md and the codec's page require, in order, without the fields that only the header contains."""
         made = []
         for name, stream in self.codec.streams.items():
             if isinstance(stream, Columns):
@@ -85,7 +87,7 @@ class Side:
 
 @dataclass
 class File:
-    """What a file holds."""
+    """A decoded file."""
 
     required: list[str]
     ignorable: dict[str, bytes]
@@ -97,11 +99,11 @@ class File:
     layers: list[dict[str, Side | None]]
     tensors: list[Tensor]
     states: dict[str, bytes] = field(default_factory=dict)
-    """The bytes of every state, by the name of its tensor."""
+    """Bytes of every layer state, by the name of its tensor."""
     hidden: list[tuple[int, int, int]] = field(default_factory=list)
-    """Sequence, first position and end of every stretch of hidden tokens."""
+    """Sequence, first position and end of every range of hidden tokens."""
     offsets: list[int] | None = None
-    """The position offset of every sequence."""
+    """Position offset of every sequence."""
 
     @property
     def metadata(self) -> dict[str, str | int | float]:
@@ -109,7 +111,7 @@ class File:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """The known ids of the first tokens of each sequence."""
+        """Known ids of the first tokens of each sequence."""
         sides = [(start, side) for start, layer in zip(self.starts, self.layers, strict=True) for side in layer.values() if side]
         states = [tensor.shape[0] for tensor in self.tensors if tensor.name.split(".")[1] == "state"]
         tokens = max((start + side.shape[2] for start, side in sides), default=self.start) - self.start
@@ -117,6 +119,8 @@ class File:
 
     @property
     def undetermined(self) -> list[tuple[int, str]] | None:
-        """What ids do not determine, each with the position of its first token; None where ``inputs`` is of another form."""
+        """Inputs that token ids do not determine, each with the position of its first token. None if ``inputs`` does not have the format of
+        the page.
+        """
         inputs = take_inputs(self.ignorable.get("inputs", b""))
         return inputs and inputs[1]

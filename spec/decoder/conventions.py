@@ -16,10 +16,10 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def f32(x: float) -> float:
-    """``x`` correctly rounded to binary32.
+    """Round ``x`` correctly to binary32.
 
-    Python computes in binary64, whose 53 bits are more than 2 * 24 + 1: rounding the sum, product or quotient of two
-    binary32 numbers once more gives what binary32 arithmetic gives.
+    Python computes in binary64, whose 53 bits exceed 2 * 24 + 1. Rounding the sum, product or quotient of two binary32 numbers once more
+    therefore gives the same result as binary32 arithmetic.
     """
     try:
         return float(struct.unpack("<f", struct.pack("<f", x))[0])
@@ -28,7 +28,7 @@ def f32(x: float) -> float:
 
 
 def f16(x: float) -> float:
-    """``x`` correctly rounded to binary16."""
+    """Round ``x`` correctly to binary16."""
     try:
         return float(struct.unpack("<e", struct.pack("<e", x))[0])
     except OverflowError:
@@ -36,7 +36,7 @@ def f16(x: float) -> float:
 
 
 def numbers(data: bytes, dtype: str) -> list[Any]:
-    """The numbers of a stored array: integers for ``U8`` and ``U16``, floats otherwise."""
+    """Return the numbers of a stored array: integers for ``U8`` and ``U16``, floats otherwise."""
     if dtype == "BF16":  # "the upper 16 bits of a binary32"
         words = struct.unpack(f"<{len(data) // 2}H", data)
         return list(struct.unpack(f"<{len(words)}f", struct.pack(f"<{len(words)}I", *(word << 16 for word in words))))

@@ -1,4 +1,4 @@
-"""The correctly rounded cosine and sine of the tables of codecs/angle.md and codecs/polar.md."""
+"""Correctly rounded cosines and sines for the tables of codecs/angle.md and codecs/polar.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
 def nearest_f32(x: Decimal) -> float:
-    """``x`` correctly rounded to binary32, not by way of binary64; what is below 10^-40 is a zero."""
+    """Round ``x`` correctly to binary32, without rounding to binary64 first. Numbers below 10^-40 become 0."""
     guess = f32(float(x))
     if abs(x) < Decimal("1e-40"):
         return 0.0
@@ -22,7 +22,7 @@ def nearest_f32(x: Decimal) -> float:
 
 
 def cosine_and_sine(theta: Decimal) -> tuple[float, float]:
-    """Both of an angle in [0, 2 pi), correctly rounded to binary32, from their power series to 50 digits."""
+    """Return the cosine and sine of an angle in [0, 2 pi), correctly rounded to binary32, from their power series to 50 digits."""
     with localcontext() as context:
         context.prec = 60
         sums, term, n = [Decimal(0), Decimal(0)], Decimal(1), 0
@@ -35,7 +35,7 @@ def cosine_and_sine(theta: Decimal) -> tuple[float, float]:
 
 @cache
 def bin_direction(k: int, bins: int) -> tuple[float, float]:
-    """(cos, sin) of 2 pi (k + 1/2) / bins."""
+    """Return (cos, sin) of 2 pi (k + 1/2) / bins."""
     with localcontext() as context:
         context.prec = 60
         theta = PI * (2 * k + 1) / bins

@@ -1,4 +1,4 @@
-"""The names of the required and the ignorable features that have a meaning here."""
+"""Names of the required and ignorable features that this decoder supports."""
 
 from __future__ import annotations
 

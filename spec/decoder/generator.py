@@ -9,7 +9,7 @@ from .conventions import MASK, ceil_div
 
 
 def words(seed: int) -> Iterator[int]:
-    """SplitMix64."""
+    """Yield the 64-bit words of SplitMix64."""
     state = seed
     while True:
         state = (state + 0x9E3779B97F4A7C15) & MASK
@@ -31,7 +31,7 @@ def unit_quaternions(seed: int, count: int) -> list[tuple[float, float, float, f
     def symmetric_value() -> float:
         return ((next(source) >> 11) - 2**52) / 2**52
 
-    def point_of_the_disc() -> tuple[float, float, float]:
+    def disc_point() -> tuple[float, float, float]:
         while True:
             x, y = symmetric_value(), symmetric_value()
             q = x * x + y * y
@@ -40,8 +40,8 @@ def unit_quaternions(seed: int, count: int) -> list[tuple[float, float, float, f
 
     quaternions = []
     for _ in range(count):
-        a, b, q1 = point_of_the_disc()
-        c, d, q2 = point_of_the_disc()
+        a, b, q1 = disc_point()
+        c, d, q2 = disc_point()
         t = math.sqrt((1 - q1) / q2)
         quaternions.append((a, b, c * t, d * t))
     return quaternions

@@ -1,4 +1,4 @@
-"""container.md, Fields: from the tensor ``kvpack.header`` to layers, sides and tensors."""
+"""container.md, Fields: from the tensor ``kvpack.header`` to layers and tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .features import BASIS, CODEC_FEATURES, HIDDEN_TOKENS, LAYER_POSITIONS, LAY
 from .ignorable import take_hidden, take_offsets, take_starts, take_states
 from .limits import FORMAT, LIMITS, MAX_BATCH, MAX_CODECS, MAX_HEADS, MAX_LAYERS, MAX_RATIO, MAX_TOKENS
 from .msgpack import Msgpack
-from .newer import refuse_news
+from .newer import refuse_newer
 from .refusal import refuse, require
 from .side_cars import SIDE_CAR_KEYS, SIDE_CARS, take_side_cars
 
@@ -31,7 +31,7 @@ def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
 
 
 def require_integer(value: object, low: int, high: int, what: str) -> None:
-    """An integer of the range in Fields, within its limit."""
+    """Require an integer within the range of section Fields and within its limit."""
     if not isinstance(value, int) or value < low:
         refuse(FIELDS, f"{what} is {value!r}")
     require(value <= high, LIMITS, f"{what} is {value}")
@@ -44,10 +44,13 @@ def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
 
 
 def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any]:
-    """The header; one that is not canonical is refused, as a newer version's where it says so. ``more_codecs`` are those of rows."""
-    refuse_news(data, more_codecs)
+    """Parse a header. One that is not canonical is refused; if it says that a newer version wrote it, that is the reason given.
+
+    ``more_codecs`` are codecs that occur only in rows.
+    """
+    refuse_newer(data, more_codecs)
     parser = Msgpack(data)
-    top = parser.value()
+    top = parser.read_value()
     require(isinstance(top, dict), parser.RULE, "the header is not a map")
     parser.expect(parser.at == len(data), f"{len(data) - parser.at} bytes follow the map")
     if parser.breach:
@@ -58,7 +61,10 @@ def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any
 def take_header(
     header: dict[str, Any], known: Mapping[str, Callable[[Mapping[str, Any]], Codec]] | None = None, *, without_tensors: bool = False
 ) -> File:
-    """container.md, Fields; what is new in the header was told before. ``known`` are the codecs, ``without_tensors`` those of a page."""
+    """Check container.md, Fields, and return the file without its contents. New versions, features and codecs have been reported before.
+
+    ``known`` are the codecs. ``without_tensors`` is True for the page of a row.
+    """
     require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
     required: Any = header.get("required")
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
@@ -130,16 +136,16 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
     whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1
     require(whole, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
-    of_entries = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
-    if of_entries:
+    entry_streams = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
+    if entry_streams:
         require(list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, the last not entries")
     else:
         require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row per entry")
-    return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, of_entries, what))
+    return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, entry_streams, what))
 
 
 def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
-    """The rows of the streams ``names``, which have a row per entry."""
+    """Return the number of rows of the streams ``names``, which have a row per entry."""
     if not names:
         return {}
     if not isinstance(value, dict) or list(value) != names:

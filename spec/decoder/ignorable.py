@@ -1,4 +1,4 @@
-"""container.md, Layer positions, Layer states, Hidden tokens and Position offsets: the bytes of these features."""
+"""container.md, Layer positions, Layer states, Hidden tokens and Position offsets: the data of these features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFFSETS = "container.md, Position offsets"
 
 
 def take_starts(file: File, named: bool) -> list[int]:
-    """container.md, Layer positions: the start of every layer."""
+    """Return the start of every layer: container.md, Layer positions."""
     require(named == (LAYER_POSITIONS in file.ignorable), POSITIONS, f"{LAYER_POSITIONS} is not both in required and in ignorable")
     if not named:
         return [file.start] * len(file.layers)
@@ -35,7 +35,7 @@ def take_starts(file: File, named: bool) -> list[int]:
 
 
 def take_offsets(file: File, states: list[tuple[int, Tensor]], named: bool) -> list[int] | None:
-    """container.md, Position offsets: the offset of every sequence."""
+    """Return the offset of every sequence: container.md, Position offsets."""
     require(named == (POSITION_OFFSETS in file.ignorable), OFFSETS, f"{POSITION_OFFSETS} is not both in required and in ignorable")
     if not named:
         return None
@@ -53,7 +53,7 @@ def take_offsets(file: File, states: list[tuple[int, Tensor]], named: bool) -> l
 
 
 def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
-    """container.md, Layer states: the layer and the tensor of every state."""
+    """Return the layer and the tensor of every state: container.md, Layer states."""
     require(named == (LAYER_STATE in file.ignorable), STATES, f"{LAYER_STATE} is not both in required and in ignorable")
     if not named:
         return []
@@ -80,7 +80,7 @@ def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
 
 
 def take_hidden(file: File, named: bool, sequences: list[int]) -> list[tuple[int, int, int]]:
-    """container.md, Hidden tokens: every stretch of them; ``sequences`` are those of the states."""
+    """Return every range of hidden tokens: container.md, Hidden tokens. ``sequences`` are the numbers of sequences in the states."""
     require(named == (HIDDEN_TOKENS in file.ignorable), HIDDEN, f"{HIDDEN_TOKENS} is not both in required and in ignorable")
     if not named:
         return []

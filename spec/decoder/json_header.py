@@ -21,28 +21,28 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor or pad lies in the data section; ``tensor`` is None for a pad."""
+class TensorSpan:
+    """Position of a tensor or pad in the data section; ``tensor`` is None for a pad."""
 
     begin: int
     end: int
     tensor: Tensor | None
 
 
-def places(header_bytes: int, tensors: Sequence[Tensor]) -> list[Place]:
-    """container.md, Tensors and alignment."""
+def tensor_spans(header_bytes: int, tensors: Sequence[Tensor]) -> list[TensorSpan]:
+    """Return the positions of tensors and pads: container.md, Tensors and alignment."""
     made, at = [], header_bytes
     for tensor in tensors:
         if at % ALIGNMENT:
-            made.append(Place(at, ceil_div(at, ALIGNMENT) * ALIGNMENT, None))
+            made.append(TensorSpan(at, ceil_div(at, ALIGNMENT) * ALIGNMENT, None))
             at = made[-1].end
-        made.append(Place(at, at + tensor.stored_bytes, tensor))
+        made.append(TensorSpan(at, at + tensor.stored_bytes, tensor))
         at += tensor.stored_bytes
     return made
 
 
 def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:
-    """The JSON header, a function of the tensor ``kvpack.header`` and of what it lists."""
+    """Return the JSON header, which is determined by the tensor ``kvpack.header`` and the tensors that it lists."""
     parts = [JSON_START.decode() + f'{FORMAT} {xxh3_128(header).hex()}"}}']
 
     def entry(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:
@@ -50,7 +50,7 @@ def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:
 
     parts.append(entry("kvpack.header", "U8", [len(header)], 0, len(header)))
     pads = 0
-    for place in places(len(header), tensors):
+    for place in tensor_spans(len(header), tensors):
         size = place.end - place.begin
         if place.tensor is None:
             parts.append(entry(f"kvpack.pad.{pads}", "U8", [size], place.begin, place.end))

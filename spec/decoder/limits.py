@@ -18,5 +18,5 @@ MAX_BINARY_BYTES = 65_536
 MAX_WINDOW_BYTES = 8_388_608
 MAX_RATIO = 256
 MAX_DEPTH = 100
-"""No value of this version nests deeper than five; one of a later version is read as far as this."""
+"""Maximum nesting depth. No value of this version exceeds five; headers of later versions are read up to this depth."""
 LIMITS = "container.md, Limits"

@@ -9,13 +9,13 @@ from .limits import MAX_BINARY_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_NAMES, MAX_STR
 from .refusal import refuse, require
 
 OTHER_TYPES = {0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Types that do not occur in this version, but may in later ones: the bytes after the first one."""
+"""Types that later versions may use, by first byte: the number of bytes that follow it."""
 EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Those with a length: its bytes."""
+"""Extension types with a length, by first byte: the number of bytes of the length."""
 
 
 @dataclass(frozen=True)
-class Other:
+class UnknownValue:
     """A value of a type that does not occur in this version."""
 
     first: int
@@ -23,10 +23,10 @@ class Other:
 
 
 class Msgpack:
-    """One value in msgpack; ``breach`` says what in it is not canonical, first of all, and where.
+    """Parser of one msgpack value. ``breach`` describes the first part that is not canonical, and its position.
 
-    A later version may write what this one does not know, so the rest is read all the same. Forms that are not the shortest are
-    breaches, so nothing need be written again.
+    A later version may write types that this one does not know, so parsing continues after a breach. Numbers and lengths that are not in
+    their shortest form are breaches, so values need not be encoded again.
     """
 
     RULE = "container.md, msgpack profile"
@@ -49,8 +49,10 @@ class Msgpack:
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def number(self, first: int, forms: tuple[tuple[int, int], ...], below: int) -> int | None:
-        """The number after ``first`` when that is one of ``forms``; ``below`` is the least that no fixed form holds."""
+    def read_number(self, first: int, forms: tuple[tuple[int, int], ...], below: int) -> int | None:
+        """Return the number after ``first`` if that is one of ``forms``, otherwise None. ``below`` is the least number without a shorter
+        form.
+        """
         for form, count in forms:
             if first == form:
                 value = int.from_bytes(self.take(count), "big")
@@ -59,43 +61,43 @@ class Msgpack:
             below = 256**count
         return None
 
-    def value(self, depth: int = 0) -> Any:
+    def read_value(self, depth: int = 0) -> Any:
         require(depth <= MAX_DEPTH, self.RULE, f"the value at byte {self.at} is nested too deep")
         first = self.take(1)[0]
         if first < 0x80:
             return first
         if first == 0xC0:
             return None
-        if (integer := self.number(first, self.INTEGERS, 0x80)) is not None:
+        if (integer := self.read_number(first, self.INTEGERS, 0x80)) is not None:
             return integer
-        length = first & 0x1F if first & 0xE0 == 0xA0 else self.number(first, self.STRINGS, 0x20)
+        length = first & 0x1F if first & 0xE0 == 0xA0 else self.read_number(first, self.STRINGS, 0x20)
         if length is not None:
             require(length <= MAX_STRING_BYTES, "container.md, Limits", f"a string has {length} bytes")
             try:
                 return self.take(length).decode("utf-8")
             except UnicodeDecodeError:
                 refuse(self.RULE, f"the string before byte {self.at} is not UTF-8")
-        length = self.number(first, self.BINARIES, 0)
+        length = self.read_number(first, self.BINARIES, 0)
         if length is not None:
             require(length <= MAX_BINARY_BYTES, "container.md, Limits", f"a binary value has {length} bytes")
             return self.take(length)
-        length = first & 0x0F if first & 0xF0 == 0x90 else self.number(first, self.ARRAYS, 0x10)
+        length = first & 0x0F if first & 0xF0 == 0x90 else self.read_number(first, self.ARRAYS, 0x10)
         if length is not None:
             require(length <= MAX_ENTRIES, "container.md, Limits", f"an array has {length} entries")
-            return [self.value(depth + 1) for _ in range(length)]
-        length = first & 0x0F if first & 0xF0 == 0x80 else self.number(first, self.MAPS, 0x10)
+            return [self.read_value(depth + 1) for _ in range(length)]
+        length = first & 0x0F if first & 0xF0 == 0x80 else self.read_number(first, self.MAPS, 0x10)
         if length is not None:
             require(length <= MAX_NAMES, "container.md, Limits", f"a map has {length} entries")
-            return self.map(length, depth + 1)
+            return self.read_map(length, depth + 1)
         self.expect(False, f"the type of first byte 0x{first:02x} does not occur")
         length = int.from_bytes(self.take(EXTENSIONS[first]), "big") + 1 if first in EXTENSIONS else OTHER_TYPES.get(first, 0)
-        return Other(first, self.take(length))
+        return UnknownValue(first, self.take(length))
 
-    def map(self, length: int, depth: int) -> dict[str, Any]:
+    def read_map(self, length: int, depth: int) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for _ in range(length):
-            key = self.value(depth)
+            key = self.read_value(depth)
             self.expect(isinstance(key, str), f"a key of a map is {key!r}, not a string")
             self.expect(not isinstance(key, str) or key not in entries, f"the key {key!r} occurs twice in a map")
-            entries[key if isinstance(key, str) else repr(key)] = self.value(depth)
+            entries[key if isinstance(key, str) else repr(key)] = self.read_value(depth)
         return entries

@@ -1,4 +1,4 @@
-"""container.md, Header tensor: what is new in a header is reported before what is wrong."""
+"""container.md, Header tensor: new features and codecs are reported before errors."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .msgpack import EXTENSIONS, OTHER_TYPES
 from .refusal import require
 
 NUMBERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-"""Integers of any form, by their first byte: the bytes after it."""
+"""Integer types by first byte: the number of bytes that follow it."""
 SIZED = {
     **{0xD9: ("string", 1), 0xDA: ("string", 2), 0xDB: ("string", 4), 0xC4: ("other", 1), 0xC5: ("other", 2), 0xC6: ("other", 4)},
     **{0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)},
 }
-"""Values with a length: what they are, and the bytes of the length."""
+"""Types with a length, by first byte: the type, and the number of bytes of the length."""
 
 
-class End(Exception):
-    """The bytes end within a value."""
+class UnexpectedEnd(Exception):
+    """Exception raised if the bytes end within a value."""
 
 
-class Walk:
-    """A place in msgpack of any version, whose values are skipped or looked at, never built."""
+class Walker:
+    """Reader of msgpack from any version, which inspects or skips values without building them."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
 
     def take(self, count: int) -> bytes:
         if self.at + count > len(self.data):
-            raise End
+            raise UnexpectedEnd
         self.at += count
         return self.data[self.at - count : self.at]
 
-    def head(self) -> tuple[str, int]:
-        """What the next value is, and its number, its bytes or its entries."""
+    def read_head(self) -> tuple[str, int]:
+        """Return the type of the next value, and its number, its length in bytes, or its number of entries."""
         first = self.take(1)[0]
         if first < 0x80:
             return "integer", first
@@ -52,61 +52,61 @@ class Walk:
             return "other", int.from_bytes(self.take(EXTENSIONS[first]), "big") + 1
         return "other", OTHER_TYPES.get(first, 0) if first < 0xE0 else 0
 
-    def pass_by(self, kind: str, count: int) -> None:
-        """Leave out the rest of a value whose head was taken."""
+    def skip_rest(self, kind: str, count: int) -> None:
+        """Skip the rest of a value whose head has been read."""
         values = {"array": count, "map": 2 * count}.get(kind, 0)
         self.take(count if kind in ("string", "other") else 0)
         while values:
-            kind, count = self.head()
+            kind, count = self.read_head()
             values += {"array": count, "map": 2 * count}.get(kind, 0) - 1
             self.take(count if kind in ("string", "other") else 0)
 
-    def string(self) -> bytes | None:
-        """The next value where it is a string, else None."""
-        kind, count = self.head()
+    def read_string(self) -> bytes | None:
+        """Return the next value if it is a string, otherwise None."""
+        kind, count = self.read_head()
         if kind == "string":
             return self.take(count)
-        self.pass_by(kind, count)
+        self.skip_rest(kind, count)
         return None
 
-    def id(self) -> bytes | None:
-        """The id of the next value where it is the map of a codec, else None."""
-        kind, count = self.head()
+    def read_codec_id(self) -> bytes | None:
+        """Return the id in the next value if that is the map of a codec, otherwise None."""
+        kind, count = self.read_head()
         if kind != "map":
-            self.pass_by(kind, count)
+            self.skip_rest(kind, count)
             return None
         ids = []
         for _ in range(count):
-            if self.string() == b"id":
-                ids.append(self.string())
+            if self.read_string() == b"id":
+                ids.append(self.read_string())
             else:
-                self.pass_by(*self.head())
+                self.skip_rest(*self.read_head())
         return ids[0] if ids else None
 
 
-def refuse_news(data: bytes, more_codecs: Sequence[str] = ()) -> None:
-    """container.md, Order of reports: "A reader MUST report what is new before what is wrong"."""
-    walk, version = Walk(data), FORMAT
+def refuse_newer(data: bytes, more_codecs: Sequence[str] = ()) -> None:
+    """Check container.md, Order of reports: "A reader MUST report what is new before what is wrong"."""
+    walk, version = Walker(data), FORMAT
     unknown: dict[bytes, list[bytes]] = {}
     known: dict[bytes, set[bytes]] = {b"required": REQUIRED_FEATURES, b"codecs": {name.encode() for name in (*CODECS, *more_codecs)}}
     try:
-        kind, count = walk.head()
+        kind, count = walk.read_head()
         seen: set[bytes] = set()
         for _ in range(count if kind == "map" else 0):
-            key = walk.string()
-            kind, entries = walk.head()
+            key = walk.read_string()
+            kind, entries = walk.read_head()
             if key == b"format" and key not in seen and kind == "integer":
                 version = entries
             elif key in known and key not in seen and kind == "array":
                 unknown[key] = []
                 for _ in range(entries):
-                    name = walk.string() if key == b"required" else walk.id()
+                    name = walk.read_string() if key == b"required" else walk.read_codec_id()
                     if name is not None and name not in known[key]:
                         unknown[key].append(name)
             else:
-                walk.pass_by(kind, entries)
+                walk.skip_rest(kind, entries)
             seen.add(key or b"")
-    except End:
+    except UnexpectedEnd:
         pass
     require(version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
     require(not unknown.get(b"required"), "container.md, Header tensor", f"unknown required features {unknown.get(b'required')}")

@@ -31,7 +31,7 @@ def within_limits(bases: Sequence[int], fields: int) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """columns(n, [B0, B1, ...], F), with the alphabets of the digits; the numbers are within the limits."""
+    """columns(n, [B0, B1, ...], F) with the alphabets of the digits. All numbers are within the limits."""
 
     symbols: int
     bases: tuple[int, ...]
@@ -48,7 +48,7 @@ class Columns:
 
     @property
     def plane_words(self) -> list[int]:
-        """The words per row of every plane."""
+        """Number of words per row of every plane."""
         return [self.width] * (self.column_bytes // 2) + [ceil_div(self.width, 2)] * (self.column_bytes % 2)
 
     @property
@@ -56,7 +56,7 @@ class Columns:
         return 2 * sum(self.plane_words)
 
     def unpack(self, planes: Sequence[Sequence[int]], where: str) -> list[list[int]]:
-        """For each digit its ``symbols`` values, from the words of one row of each plane."""
+        """Return the values of each digit, given the words of one row of each plane."""
         rule = "packing.md, Bit packing"
         columns = []
         for c in range(self.width):
@@ -84,7 +84,7 @@ class Columns:
 
 
 def default_fields(symbols: int, bases: tuple[int, ...]) -> int:
-    """Default F: "the one from 1 to n, within the limits, whose row takes the fewest bytes; among equals one ..."."""
+    """Return the default F: "the one from 1 to n, within the limits, whose row takes the fewest bytes; among equals one ..."."""
 
     def order(fields: int) -> tuple[int, bool, int, int]:
         packing = Columns(symbols, bases, fields, bases)
@@ -94,5 +94,5 @@ def default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def default_row_bytes(symbols: int, *bases: int) -> int:
-    """The bytes per row of several streams of one digit each, each at its default F."""
+    """Return the number of bytes per row of several streams with one digit each, each with its default F."""
     return sum(Columns(symbols, (base,), default_fields(symbols, (base,)), (base,)).row_bytes for base in bases)

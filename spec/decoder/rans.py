@@ -17,32 +17,32 @@ def check_frequencies(where: str, table: Sequence[int]) -> None:
     require(sum(table) == RANS_TOTAL, "rans.md, Tables", f"{where}: the frequencies sum to {sum(table)}")
 
 
-def chunk_symbols(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
-    """Decode: the ``n`` symbols of a chunk whose symbols all have one table."""
-    symbols, taken = any_symbols(where, [table] * n, first_states, chunk_words)
+def decode_chunk(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
+    """Return the ``n`` symbols of a chunk in which all symbols have the same table: section Decode."""
+    symbols, taken = decode_symbols(where, [table] * n, first_states, chunk_words)
     require(taken == len(chunk_words), "rans.md, Decode", f"{where} takes {taken} of its {len(chunk_words)} words")
     return symbols
 
 
 @cache
 def slots(table: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The sums below every symbol of a table, and the symbol of every slot."""
+    """Return the sum of frequencies below every symbol of a table, and the symbol of every slot."""
     return list(accumulate(table, initial=0)), [s for s, frequency in enumerate(table) for _ in range(frequency)]
 
 
-def first_states_of(where: str, halves: Sequence[int]) -> list[int]:
-    """Chunks: the first states of lanes from their low and high halves."""
+def read_first_states(where: str, halves: Sequence[int]) -> list[int]:
+    """Return the first states of the lanes from their low and high halves: section Segments."""
     states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
     least = min(states, default=MIN_STATE)
     require(least >= MIN_STATE, "rans.md, Segments", f"{where}: a first state is {least}")
     return states
 
 
-def any_symbols(
+def decode_symbols(
     where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Decode: the symbols of a chunk, each by its own table, and the number of words that they take."""
-    states = first_states_of(where, first_states)
+    """Return the symbols of a chunk, each decoded with its own table, and the number of words that they take: section Decode."""
+    states = read_first_states(where, first_states)
     symbols, taken = [], 0
     for i, table in enumerate(tables):
         below, symbol_of = slots(tuple(table))

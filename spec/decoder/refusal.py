@@ -1,4 +1,4 @@
-"""How a breach of the text is reported."""
+"""The error for files that break a rule of the text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NoReturn
 
 
 class Refused(Exception):
-    """A file breaks a rule of the text: ``rule`` names the page and the section, ``detail`` says where and how."""
+    """Error for a file that breaks a rule of the text. ``rule`` is the page and the section; ``detail`` describes the position and the
+    fault.
+    """
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")

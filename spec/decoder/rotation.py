@@ -14,8 +14,8 @@ from .refusal import require
 ROTATION_KINDS = ("none", "hadamard", "signed-hadamard")
 
 
-def factors(dim: int) -> tuple[int, int] | None:
-    """(2^k, m) with dim = 2^k * m and m of 1, 12, 20 and 28; None where there is no such pair."""
+def hadamard_factors(dim: int) -> tuple[int, int] | None:
+    """Return (2^k, m) with dim = 2^k * m and m = 1, 12, 20 or 28, or None if there is no such pair."""
     for m in (1, 12, 20, 28):
         if dim % m == 0 and dim // m == power_of_two_at_least(dim // m):
             return dim // m, m
@@ -43,7 +43,7 @@ def paley(m: int) -> list[list[int]]:
 
 @cache
 def hadamard_columns(dim: int) -> list[list[int]]:
-    found = factors(dim)
+    found = hadamard_factors(dim)
     assert found is not None, "codecs and side-cars have been checked"
     order, m = found
     p = paley(m)
@@ -61,7 +61,7 @@ def cached_signs(seed: int, count: int) -> list[int]:
 
 
 def rotate_back(kind: str, seed: int, u: list[float]) -> list[float]:
-    """x_j = (s_j / sqrt(dim)) * sum over i of H_ij * u_i, in binary64, then rounded to binary32."""
+    """Return x_j = (s_j / sqrt(dim)) * sum over i of H_ij * u_i, computed in binary64 and rounded to binary32."""
     if kind == "none":
         return u
     s = cached_signs(seed, len(u)) if kind == "signed-hadamard" else [1] * len(u)
@@ -69,13 +69,14 @@ def rotate_back(kind: str, seed: int, u: list[float]) -> list[float]:
     return [f32(sign * factor * sum(map(mul, column, u))) for sign, column in zip(s, hadamard_columns(len(u)), strict=True)]
 
 
-def rotated_tolerance(u: list[float], tolerance: list[float], of_head: float = 0.0) -> list[float]:
-    """README.md, Conformance: the tolerances before it as a Euclidean norm of the head, plus that of the rotation.
+def rotate_tolerance(u: list[float], tolerance: list[float], of_head: float = 0.0) -> list[float]:
+    """Return the tolerance after a rotation: README.md, Conformance.
 
-    ``of_head`` is a part that is itself a Euclidean norm of the head.
+    It is the Euclidean norm, over the head, of the tolerances before, plus the tolerance of the rotation. ``of_head`` is a part that is
+    already such a norm.
     """
     return [math.hypot(*tolerance) + of_head + 2.0**-18 * math.hypot(*u) + 2.0**-126] * len(u)
 
 
 def check_rotation(kind: str, dim: int) -> None:
-    require(kind == "none" or factors(dim) is not None, "packing.md, Rotation", f"{kind} has no head dim {dim}")
+    require(kind == "none" or hadamard_factors(dim) is not None, "packing.md, Rotation", f"{kind} has no head dim {dim}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from .codec import Codec, NumberStream
 from .codecs import CODECS
-from .container import by_digest
+from .container import index_by_digest
 from .contents import File
 from .conventions import ceil_div, word32, word64
 from .features import CODEC_FEATURES
@@ -29,7 +29,7 @@ ROW = "row.md, Layout"
 
 @dataclass
 class Row:
-    """A row: the fields of its frame, and its page as a file that holds nothing else."""
+    """A decoded row: the fields of its frame, and its page as a file without other contents."""
 
     namespace: bytes
     key: bytes
@@ -52,9 +52,9 @@ def checksum(row: bytes) -> int:
 
 
 def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
-    """Check a whole row and decode its page; what follows the row in ``data`` is not looked at. Raises ``Refused``.
+    """Check a whole row and decode its page. Bytes after the row in ``data`` are ignored. Raises ``Refused``.
 
-    ``bases`` are the files of bases that the caller has.
+    ``bases`` are the basis files that the caller has.
     """
     require(data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
     length, stored = word64(data, 16), word64(data, 24)
@@ -79,12 +79,12 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
-                decode_side(side, f"{number}.{name}.", contents, by_digest(bases))
+                decode_side(side, f"{number}.{name}.", contents, index_by_digest(bases))
     return Row(data[32:64], data[64:96], file)
 
 
 def take_page(header: dict[str, Any]) -> File:
-    """The description of a page: the map of a header, with the restrictions of row.md."""
+    """Check the description of a page: the map of a header, with the restrictions of row.md."""
     required = header.get("required")
     named = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
     require(named, ROW, "the description names tensors or features")

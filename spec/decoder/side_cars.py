@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .codec import HALF_OR_SINGLE, RAW_DTYPES, Codec, NumberStream, SideCar
+from .codec import FLOAT_DTYPES, RAW_DTYPES, Codec, NumberStream, SideCar
 from .packing import Columns, within_limits
 from .refusal import refuse, require
-from .rotation import factors
+from .rotation import hadamard_factors
 
 SIDE_CARS = "side-cars.md"
 SIDE_CAR_KEYS = (
@@ -39,7 +39,7 @@ def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
 
 
 def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]:
-    """The side-cars that the map of a codec names, each within its ranges."""
+    """Return the side-cars that the map of a codec names, each within its ranges."""
     names = [name for name in SIDE_CAR_KEYS if name in entry]
     require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
@@ -59,14 +59,14 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         require(right, SIDE_CARS, f"balanced is {value!r}")
         return SideCar({}, [], basis=(value["basis"], value["layer"], value["frame"]))
     if name == "channel_scale":
-        return SideCar({}, [NumberStream(name, take_choice(value, HALF_OR_SINGLE, name), (dim,), per="run")])
+        return SideCar({}, [NumberStream(name, take_choice(value, FLOAT_DTYPES, name), (dim,), per="run")])
     if name == "channel_order":
         dtype = take_choice(value, {"u8": "U8", "u16": "U16"}, name)
         require(dtype == "U16" or dim <= 256, SIDE_CARS, f"channel_order in 8 bits with head dim {dim}")
         return SideCar({}, [NumberStream(name, dtype, (dim,), per="run")])
     if name == "block_rotation":
         require(isinstance(value, int) and value >= 2 and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
-        require(factors(value) is not None, "packing.md, Rotation", f"block_rotation has no blocks of {value}")
+        require(hadamard_factors(value) is not None, "packing.md, Rotation", f"block_rotation has no blocks of {value}")
         return SideCar({}, [], block=value)
     if name == "raw_tokens":
         dtype = take_choice(value, RAW_DTYPES, name)
@@ -91,13 +91,13 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         codes = {"outlier_flags": take_flags(value, dim // 4, name)}
         return SideCar(codes, [NumberStream(name, "F16", (4,), per="entry")])
     require(isinstance(value["seed"], int), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
-    norm = take_choice(value["norm"], HALF_OR_SINGLE, "the norm of qjl")
-    require(factors(dim) is not None, "packing.md, Rotation", f"qjl has no head dim {dim}")
+    norm = take_choice(value["norm"], FLOAT_DTYPES, "the norm of qjl")
+    require(hadamard_factors(dim) is not None, "packing.md, Rotation", f"qjl has no head dim {dim}")
     return SideCar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
 
 
 def check_special_values(name: str, stream: NumberStream, values: Sequence[float]) -> None:
-    """Special values, of codecs and side-cars."""
+    """Check the sections Special values of the pages of codecs and side-cars."""
     finite = stream.any_bits or all(map(math.isfinite, values))
     require(finite, "README.md, Conformance", f"{name} holds a number that is not finite")
     if stream.name == "channel_scale":

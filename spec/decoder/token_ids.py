@@ -12,11 +12,14 @@ ID_BYTES = 4
 
 
 def take_inputs(data: bytes) -> tuple[list[int], list[tuple[int, str]]] | None:
-    """The ids of ``inputs``, and what ids do not determine, each with the position of its first token; None for another form."""
+    """Return the ids of ``inputs``, and the inputs that ids do not determine, each with the position of its first token.
+
+    None if the bytes do not have the format of the page.
+    """
     at = 8 + ID_BYTES * word64(data, 0)
     if len(data) < 8 or at > len(data):
         return None
-    ids, undetermined = ids_of(data[8:at]), []
+    ids, undetermined = unpack_ids(data[8:at]), []
     while at < len(data):
         position, size = word64(data, at), word32(data, at + 8)
         text = data[at + 12 : at + 12 + size]
@@ -31,26 +34,26 @@ def take_inputs(data: bytes) -> tuple[list[int], list[tuple[int, str]]] | None:
 
 
 def take_token_ids(ignorable: Mapping[str, bytes], sequences: int, tokens: int) -> list[list[int]]:
-    """The known ids of the first tokens of each sequence, of a file with ``sequences`` and ``tokens``."""
+    """Return the known ids of the first tokens of each sequence, for a file with this number of ``sequences`` and ``tokens``."""
     inputs = take_inputs(ignorable.get("inputs", b""))
     shared = inputs[0] if inputs else []
-    data = joined(ignorable, "token-ids")
-    if len(data) % ID_BYTES == 0 and ids_of(data)[: len(shared)] == shared:
-        shared = ids_of(data)
+    data = join_numbered(ignorable, "token-ids")
+    if len(data) % ID_BYTES == 0 and unpack_ids(data)[: len(shared)] == shared:
+        shared = unpack_ids(data)
     known = [shared] * sequences
-    data = joined(ignorable, "row-ids")
+    data = join_numbered(ignorable, "row-ids")
     n = word64(data, 4)
     if len(data) == 12 + ID_BYTES * n * sequences and word32(data, 0) == sequences:
-        ids = ids_of(data[12:])
+        ids = unpack_ids(data[12:])
         known = [shared + ids[n * row : n * row + n] for row in range(sequences)]
     return [row[:tokens] for row in known]
 
 
-def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Numbered features, which "count from 0 up to the first that is missing"."""
+def join_numbered(ignorable: Mapping[str, bytes], name: str) -> bytes:
+    """Join the data of numbered features, which "count from 0 up to the first that is missing"."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)
 
 
-def ids_of(data: bytes) -> list[int]:
+def unpack_ids(data: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(data) // ID_BYTES}I", data))

@@ -1,4 +1,4 @@
-"""container.md, Reading, step 9: the values of a side, by the steps of side-cars.md, Layout and Decode."""
+"""container.md, Reading, step 9: decoding of a layer's keys or values, by side-cars.md, Layout and Decode."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from .basis_lookup import Bases, balanced_matrices, basis_values
 from .codec import RAW_DTYPES, Codec, Digits, Numbers, NumberStream
 from .contents import Side
 from .conventions import ceil_div, f32, numbers
-from .given import Bases, balanced_for, given_for
-from .norms import norm_of_byte
+from .norms import decode_norm_byte
 from .packing import Columns
 from .refusal import require
-from .rotation import rotate_back, rotated_tolerance
+from .rotation import rotate_back, rotate_tolerance
 from .side_cars import SIDE_CARS, check_special_values
 
 
 def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Bases) -> None:
-    """Step 9 of Reading: the rules of the codec, then its values; all tokens of a head, the packed ones before the tail."""
+    """Check the codec's rules and decode all tokens of each head, packed tokens before the tail: section Reading, step 9."""
     codec = side.codec
     for name, stream in codec.streams.items():
         if isinstance(stream, Columns):
@@ -27,38 +27,38 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: B
         else:
             side.numbers[name] = numbers(contents[prefix + name], stream.dtype)
             if stream.logarithms:
-                side.numbers[name] = [norm_of_byte(int(c)) for c in side.numbers[name]]
+                side.numbers[name] = [decode_norm_byte(int(c)) for c in side.numbers[name]]
             check_special_values(prefix + name, stream, side.numbers[name])
     codec.check_sizes(side, prefix)
-    side.given = given_for(side, prefix, bases) if codec.basis else []
-    places = {name: entry_places(flags) for name, flags in flags_of(side).items()}
+    side.basis_parts = basis_values(side, prefix, bases) if codec.basis else []
+    places = {name: entry_indices(flags) for name, flags in entry_flags(side).items()}
     for name, found in places.items():
         rule = f"{SIDE_CARS}, Layout"
         require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
     if "balanced" in codec.side_cars:
-        side.given = balanced_for(side, prefix, bases)
+        side.basis_parts = balanced_matrices(side, prefix, bases)
     if "raw_positions" in codec.side_cars:
-        places["raw_positions"] = position_places(side, prefix)
-    all_digits = side.digits | codec.coded(side, prefix)
+        places["raw_positions"] = position_indices(side, prefix)
+    all_digits = side.digits | codec.derive_digits(side, prefix)
     tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
     if side.shape[2] == 0:
         return
     tokens = [(number, token) for number, run in enumerate(side.runs) for token in range(run)]
-    of_tokens = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
-    first_rows = {stream.name: list(accumulate((ceil_div(run, stream.tokens) for run in side.runs), initial=0)) for stream in of_tokens}
+    token_streams = [stream for stream in codec.streams.values() if isinstance(stream, NumberStream) and stream.per != "entry"]
+    first_rows = {stream.name: list(accumulate((ceil_div(run, stream.tokens) for run in side.runs), initial=0)) for stream in token_streams}
     for b in range(side.batch):
         for h in range(side.heads):
             head = b * side.heads + h
             for t, (run, token) in enumerate(tokens):
                 digits = {name: rows[head * len(tokens) + t] for name, rows in all_digits.items()}
                 row = {}
-                for stream in of_tokens:
+                for stream in token_streams:
                     first = first_rows[stream.name]
                     number = run if stream.per == "run" else first[run] + token // stream.tokens
                     rows = len(side.runs) if stream.per == "run" else first[-1]
                     row[stream.name] = number_row(side, stream, number + (head if stream.per_head else b) * rows)
-                if side.given:
-                    row |= side.given[h]
+                if side.basis_parts:
+                    row |= side.basis_parts[h]
                 codec.check(f"{prefix}* batch {b}, head {h}, token {t}", digits, row)
                 x, tolerance = decode_token(side, places, (t, b, h), digits, row)
                 side.values += x
@@ -69,7 +69,7 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: B
 
 
 def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, bytes]) -> list[list[list[int]]]:
-    """The digits of every row of a code stream."""
+    """Return the digits of every row of a code stream."""
     widths = packing.plane_words
     planes = [numbers(contents[f"{name}.{plane}"], "U16") for plane in range(len(widths))]
     return [
@@ -78,8 +78,8 @@ def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, by
     ]
 
 
-def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
-    """side-cars.md, Layout: for each stream with a row per entry, the flags by token, sequence, and head and chunk."""
+def entry_flags(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
+    """Return the flags of each stream with a row per entry, by token and sequence (and head and chunk): side-cars.md, Layout."""
     made: dict[str, dict[tuple[int, ...], int]] = {}
     if "outliers" in side.codec.side_cars:
         rows = enumerate(side.digits["outlier_flags"])
@@ -91,13 +91,13 @@ def flags_of(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
     return made
 
 
-def entry_places(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """The entry of each flag that is 1; keys of ``flags`` begin with token, sequence, and then what else the entries follow."""
+def entry_indices(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
+    """Return the entry number of each flag that is 1. Keys of ``flags`` begin with token and sequence, the order of the entries."""
     return {place: number for number, place in enumerate(sorted(place for place, flag in flags.items() if flag))}
 
 
-def position_places(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
-    """side-cars.md, Layout: the entry of each raw token by token and sequence."""
+def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
+    """Return the entry number of each raw token, by token and sequence: side-cars.md, Layout."""
     count, rule = side.entries["raw_positions"], f"{SIDE_CARS}, Layout"
     has = side.entries["raw_values"]
     require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
@@ -125,7 +125,7 @@ def position_places(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
 def decode_token(
     side: Side, places: Mapping[str, Mapping[tuple[int, ...], int]], place: tuple[int, int, int], digits: Digits, row: Numbers
 ) -> tuple[list[float], list[float]]:
-    """side-cars.md, Decode: the values of the token, sequence and head of ``place``, and their tolerances."""
+    """Return the values of a token of one sequence and head, ``place``, and their tolerances: side-cars.md, Decode."""
     codec, (t, b, h) = side.codec, place
     for name, values in (("raw_positions", "raw_values"), ("raw_tokens", "raw_tokens")):
         if (t, b) in places.get(name, {}):
@@ -144,17 +144,17 @@ def decode_token(
     if "qjl" in codec.side_cars:
         (norm,) = row["qjl_norm"]
         gamma = norm * math.sqrt(math.pi / (2 * codec.dim))
-        residual = signs_of_residual(codec.side_cars["qjl"].seed, digits["qjl_signs"][0])
+        residual = residual_signs(codec.side_cars["qjl"].seed, digits["qjl_signs"][0])
         u = [f32(one + gamma * sign) for one, sign in zip(u, residual, strict=True)]
         tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
         of_head = 2.0**-18 * abs(norm)
     x = rotate_back(codec.rotation_kind, codec.rotation_seed, u)
     if codec.rotation_kind != "none":
-        tolerance, of_head = rotated_tolerance(u, tolerance, of_head), 0.0
+        tolerance, of_head = rotate_tolerance(u, tolerance, of_head), 0.0
     if "block_rotation" in codec.side_cars:
         size = codec.side_cars["block_rotation"].block
         blocks = [slice(first, first + size) for first in range(0, codec.dim, size)]
-        tolerance = [one for block in blocks for one in rotated_tolerance(x[block], tolerance[block], of_head)]
+        tolerance = [one for block in blocks for one in rotate_tolerance(x[block], tolerance[block], of_head)]
         x, of_head = [one for block in blocks for one in rotate_back("hadamard", 0, x[block])], 0.0
     tolerance = [one + of_head for one in tolerance]
     if "channel_order" in codec.side_cars:
@@ -175,7 +175,7 @@ def decode_token(
 
 
 def page_vector(codec: Codec, row: Numbers) -> list[float]:
-    """Step 3 of Decode: what the channels of u gain."""
+    """Return the vector to add to u: section Decode, step 3."""
     bits, (scale,) = codec.side_cars["key_mean"].bits, row["key_mean_scale"]
     codes = [int(code) for code in row["key_mean"]]
     if bits == 4:
@@ -183,12 +183,12 @@ def page_vector(codec: Codec, row: Numbers) -> list[float]:
     return [(code - 2 ** (bits - 1)) * scale for code in codes]
 
 
-def signs_of_residual(seed: int, digit: Sequence[int]) -> list[float]:
-    """R'ᵀ s of step 4 of Decode."""
+def residual_signs(seed: int, digit: Sequence[int]) -> list[float]:
+    """Return R'ᵀ s: section Decode, step 4."""
     return rotate_back("signed-hadamard", seed, [-1.0 if bit else 1.0 for bit in digit])
 
 
 def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
-    """The numbers of ``stream`` in row ``row`` of all."""
+    """Return the numbers in row ``row`` of ``stream``, counted over all heads and sequences."""
     size = math.prod(stream.sizes)
     return side.numbers[stream.name][row * size : (row + 1) * size]

@@ -25,7 +25,7 @@ def swap_bytes(x: int, count: int) -> int:
 
 
 def fold(a: int, b: int) -> int:
-    """The two halves of the 128-bit product, xored."""
+    """Return the exclusive or of the two halves of the 128-bit product."""
     product = a * b
     return product & MASK ^ product >> 64
 
@@ -42,7 +42,7 @@ def avalanche_short(x: int) -> int:
 
 
 def xxh3_128(data: bytes) -> bytes:
-    """XXH3-128 of ``data`` with seed 0, in canonical form."""
+    """Return XXH3-128 of ``data`` with seed 0, in canonical form."""
     size = len(data)
     if size > 240:
         low, high = _xxh3_long(data)

@@ -7,9 +7,10 @@ from .refusal import require
 
 
 def check_frame(name: str, frame: bytes, content: int, checksums: bool) -> None:
-    """One frame with a content size, without a dictionary, its window within the limit, nothing before or after it.
+    """Check that ``frame`` is one frame with a content size, without a dictionary, with a window within the limit, and with nothing around
+    it.
 
-    With ``checksums`` it has one.
+    If ``checksums`` is True, the frame must have a checksum.
     """
     rule = "container.md, zstd"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpack.formats import rans
-from spec.decoder.rans import chunk_symbols
+from spec.decoder.rans import decode_chunk
 
 
 def skewed(chunks: int, longest: int, alphabet: int, seed: int) -> numpy.ndarray:
@@ -62,7 +62,7 @@ def test_the_second_decoder_agrees(length: int, alphabet: int, seed: int) -> Non
     tables = tables_of(symbols, alphabet)
     made = rans.encode(symbols, numpy.array([length]), tables, numpy.zeros(1, numpy.int64))
     states = made.states.astype("<u4").view("<u2")[0].tolist()
-    assert chunk_symbols("x", tables[0].tolist(), states, made.words.tolist(), length) == symbols[0].tolist()
+    assert decode_chunk("x", tables[0].tolist(), states, made.words.tolist(), length) == symbols[0].tolist()
 
 
 def test_the_words_are_as_many_as_the_entropy_asks_for() -> None:

@@ -10,7 +10,7 @@ import msgpack
 import xxhash
 
 from spec.decoder.contents import Tensor
-from spec.decoder.json_header import json_header, places
+from spec.decoder.json_header import json_header, tensor_spans
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Parts:
         rows = [Tensor(row[0], row[1], tuple(row[2]), *row[3:]) for row in self.header["tensors"]]
         json = json_header(packed, rows)
         data = len(json).to_bytes(8, "little") + json + packed
-        for place, stored in zip([p for p in places(len(packed), rows) if p.tensor], self.tensors, strict=True):
+        for place, stored in zip([p for p in tensor_spans(len(packed), rows) if p.tensor], self.tensors, strict=True):
             data += bytes(place.begin + 8 + len(json) - len(data)) + stored
         return data
 

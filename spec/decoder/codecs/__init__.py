@@ -1,4 +1,4 @@
-"""Every codec by its id."""
+"""All codecs by id."""
 
 from __future__ import annotations
 

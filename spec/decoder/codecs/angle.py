@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import HALF_OR_SINGLE, Codec, Digits, Numbers, NumberStream, odd_part, one_digit, packings, take_parameters
+from ..codec import FLOAT_DTYPES, Codec, Digits, Numbers, NumberStream, make_packings, odd_part, single_digit, take_parameters
 from ..conventions import f32
 from ..directions import bin_direction
 from ..packing import MAX_BASE, MAX_DIM, default_row_bytes, power_of_two_at_least
@@ -24,7 +24,7 @@ def angle(entry: Mapping[str, Any]) -> Codec:
             "norm": ("fp32", "linear", "log"),
             "norm_bits": range(9),
             "arrangement": ("dense", "direct"),
-            "range": HALF_OR_SINGLE,
+            "range": FLOAT_DTYPES,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "fields": dict,
@@ -47,14 +47,14 @@ def angle(entry: Mapping[str, Any]) -> Codec:
         streams = {"symbol": ((rounded, 2**norm_bits), (bins, 2**norm_bits))}
     else:
         if base == "split":
-            streams = {"angle_low": one_digit(2**k), "angle_high": one_digit(m)}
+            streams = {"angle_low": single_digit(2**k), "angle_high": single_digit(m)}
         else:
-            streams = {"angle": one_digit(rounded if base == "rounded" else bins, bins)}
+            streams = {"angle": single_digit(rounded if base == "rounded" else bins, bins)}
         if coded:
-            streams["norm_codes"] = one_digit(2**norm_bits)
-    stored = NumberStream("range", HALF_OR_SINGLE[range_dtype], (2,)) if coded else NumberStream("norm", "F32", (pairs,))
+            streams["norm_codes"] = single_digit(2**norm_bits)
+    stored = NumberStream("range", FLOAT_DTYPES[range_dtype], (2,)) if coded else NumberStream("norm", "F32", (pairs,))
 
-    def bins_of(digits: Digits) -> list[int]:
+    def bin_numbers(digits: Digits) -> list[int]:
         if arrangement == "direct":
             return digits["symbol"][0]
         if base == "split":
@@ -64,7 +64,7 @@ def angle(entry: Mapping[str, Any]) -> Codec:
     def norm_codes(digits: Digits) -> list[int]:
         return digits["symbol"][1] if arrangement == "direct" else digits["norm_codes"][0]
 
-    def norms_of(digits: Digits, row: Numbers) -> list[float]:
+    def decode_norms(digits: Digits, row: Numbers) -> list[float]:
         if not coded:
             return row["norm"]
         step, minimum = row["range"]
@@ -79,11 +79,11 @@ def angle(entry: Mapping[str, Any]) -> Codec:
         if norm == "linear":
             return [2.0**-21 * (abs(minimum) + product) + 2.0**-118 for product in products for _ in range(2)]
         relative = [2.0**-17 + 2.0**-24 * product for product in products]
-        return [share * r + 2.0**-118 for share, r in zip(relative, norms_of(digits, row), strict=True) for _ in range(2)]
+        return [share * r + 2.0**-118 for share, r in zip(relative, decode_norms(digits, row), strict=True) for _ in range(2)]
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
-        points = zip(norms_of(digits, row), bins_of(digits), strict=True)
+        points = zip(decode_norms(digits, row), bin_numbers(digits), strict=True)
         return [f32(r * part) for r, number in points for part in bin_direction(number, bins)]
 
-    codes = packings("angle", fields, pairs, streams)
+    codes = make_packings("angle", fields, pairs, streams)
     return Codec("angle", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)

@@ -6,25 +6,25 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import RAW_DTYPES, Codec, Digits, Numbers, NumberStream, one_digit, packings, take_parameters
+from ..codec import RAW_DTYPES, Codec, Digits, Numbers, NumberStream, make_packings, single_digit, take_parameters
 from ..contents import Side
 from ..conventions import numbers
 from ..packing import MAX_DIM
-from ..rans import RANS_LANES, check_frequencies, chunk_symbols
+from ..rans import RANS_LANES, check_frequencies, decode_chunk
 from ..refusal import require
 
-FIELDS_OF_HALVES = {"bf16": (8, 7), "fp16": (5, 10)}
-"""Bits of the exponent field and of the fraction field."""
+FIELD_BITS = {"bf16": (8, 7), "fp16": (5, 10)}
+"""Number of bits of the exponent field and of the fraction field."""
 
 
 def lossless(entry: Mapping[str, Any]) -> Codec:
     page = "codecs/lossless.md"
     dim, dtype, chunk, fields = take_parameters(
-        entry, {"dim": range(1, MAX_DIM + 1), "dtype": FIELDS_OF_HALVES, "chunk": (16, 32, 64, 128, 256), "fields": dict}
+        entry, {"dim": range(1, MAX_DIM + 1), "dtype": FIELD_BITS, "chunk": (16, 32, 64, 128, 256), "fields": dict}
     )
     require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
-    e_bits, m_bits = FIELDS_OF_HALVES[dtype]
-    codes = packings("lossless", fields, dim, {"signed_fractions": one_digit(2 ** (m_bits + 1))})
+    e_bits, m_bits = FIELD_BITS[dtype]
+    codes = make_packings("lossless", fields, dim, {"signed_fractions": single_digit(2 ** (m_bits + 1))})
     streams = [
         NumberStream("frequencies", "U16", (2**e_bits,), per="run"),
         NumberStream("states", "U16", (2 * RANS_LANES,), chunk),
@@ -32,10 +32,10 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
         NumberStream("words", "U16", (), per="entry"),
     ]
 
-    def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
-        """Decode, step 1: the exponent fields, as digits of every token."""
-        numbers_of: dict[str, list[Any]] = side.numbers
-        counts, words_of_all = numbers_of["word_counts"], numbers_of["words"]
+    def exponent_digits(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """Return the exponent fields as digits of every token: section Decode, step 1."""
+        stored: dict[str, list[Any]] = side.numbers
+        counts, words_of_all = stored["word_counts"], stored["words"]
         total = sum(counts)
         require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
         groups = [(run, min(chunk, tokens - first)) for run, tokens in enumerate(side.runs) for first in range(0, tokens, chunk)]
@@ -45,10 +45,10 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
             for head in range(side.batch * side.heads):
                 where = f"{prefix}chunk {group} of head {head}"
                 row, size = head * len(groups) + group, 2**e_bits
-                table = numbers_of["frequencies"][(head * len(side.runs) + run) * size :][:size]
+                table = stored["frequencies"][(head * len(side.runs) + run) * size :][:size]
                 check_frequencies(where, table)
                 own = words_of_all[taken : taken + counts[row]]
-                symbols = chunk_symbols(where, table, numbers_of["states"][row * 64 : row * 64 + 64], own, tokens * dim)
+                symbols = decode_chunk(where, table, stored["states"][row * 64 : row * 64 + 64], own, tokens * dim)
                 taken += counts[row]
                 for t in range(tokens):
                     rows[head * side.packed + token + t] = [symbols[t * dim : (t + 1) * dim]]
@@ -60,4 +60,4 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
         bits = [(c >> m_bits) << 15 | e << m_bits | c % 2**m_bits for e, c in values]
         return numbers(struct.pack(f"<{dim}H", *bits), RAW_DTYPES[dtype])
 
-    return Codec("lossless", dim, chunk, codes, streams, decode, lambda *_: [0.0] * dim, coded=coded)
+    return Codec("lossless", dim, chunk, codes, streams, decode, lambda *_: [0.0] * dim, derive_digits=exponent_digits)

@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import HALF_OR_SINGLE, Codec, Digits, Numbers, NumberStream, one_digit, packings, take_parameters
+from ..codec import FLOAT_DTYPES, Codec, Digits, Numbers, NumberStream, make_packings, single_digit, take_parameters
 from ..conventions import ceil_div, f32
 from ..packing import MAX_DIM
 from ..refusal import require
 
 ELEMENTS = {"e4m3": (8, 4, 3, 7), "e5m2": (8, 5, 2, 15), "e2m1": (4, 2, 1, 1)}
-"""Bits, bits of the exponent and of the fraction, and bias."""
-NOT_FINITE = {"e4m3": range(0x7F, 0x80), "e5m2": range(0x7C, 0x80), "e2m1": range(0)}
-"""Codes without their sign that are NaN or infinity."""
+"""Number of bits, exponent bits and fraction bits, and the bias."""
+NONFINITE_CODES = {"e4m3": range(0x7F, 0x80), "e5m2": range(0x7C, 0x80), "e2m1": range(0)}
+"""Codes, without their sign, that are NaN or infinity."""
 
 
-def element(name: str, c: int) -> float:
-    """Decode, step 2; with a finite code."""
+def decode_element(name: str, c: int) -> float:
+    """Return the value of a finite code: section Decode, step 2."""
     bits, _, fraction_bits, bias = ELEMENTS[name]
     g, rest = divmod(c, 2 ** (bits - 1))
     e, f = divmod(rest, 2**fraction_bits)
@@ -29,38 +29,39 @@ def element(name: str, c: int) -> float:
 def minifloat(entry: Mapping[str, Any]) -> Codec:
     page = "codecs/minifloat.md"
     in_blocks = {"e8m0": 32, "e4m3": 16}
-    of_blocks = entry.get("granularity") == "block"
+    per_block = entry.get("granularity") == "block"
     dim, name, granularity, scale_dtype, fields = take_parameters(
         entry,
         {
             "dim": range(1, MAX_DIM + 1),
             "element": ELEMENTS,
             "granularity": ("tensor", "head", "token", "block"),
-            "scale_dtype": in_blocks if of_blocks else HALF_OR_SINGLE,
+            "scale_dtype": in_blocks if per_block else FLOAT_DTYPES,
             "fields": dict,
         },
     )
     require(scale_dtype != "e4m3" or name == "e2m1", f"{page}, Parameters and ranges", f"scale_dtype is e4m3 and element {name}")
     bits = ELEMENTS[name][0]
-    codes = packings("minifloat", fields, dim, {"codes": one_digit(2**bits)})
-    size = in_blocks[scale_dtype] if of_blocks else dim
-    if of_blocks:
+    codes = make_packings("minifloat", fields, dim, {"codes": single_digit(2**bits)})
+    size = in_blocks[scale_dtype] if per_block else dim
+    if per_block:
         streams = [NumberStream("block_scales", "U8", (ceil_div(dim, size),))]
         if scale_dtype == "e4m3":
             streams.append(NumberStream("global_scale", "F32", (), per_head=False, per="run"))
     else:
         per = "tokens" if granularity == "token" else "run"
-        streams = [NumberStream("scale", HALF_OR_SINGLE[scale_dtype], (), per_head=granularity != "tensor", per=per)]
+        streams = [NumberStream("scale", FLOAT_DTYPES[scale_dtype], (), per_head=granularity != "tensor", per=per)]
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         values = []
         for j, c in enumerate(digits["codes"][0]):
-            v = element(name, c)
-            if not of_blocks:
+            v = decode_element(name, c)
+            if not per_block:
                 values.append(f32(v * row["scale"][0]))
                 continue
             k = int(row["block_scales"][j // size])
-            values.append(f32(v * 2.0 ** (k - 127)) if scale_dtype == "e8m0" else f32(v * element("e4m3", k) * row["global_scale"][0]))
+            scale = 2.0 ** (k - 127) if scale_dtype == "e8m0" else decode_element("e4m3", k) * row["global_scale"][0]
+            values.append(f32(v * scale))
         return values
 
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
@@ -69,8 +70,9 @@ def minifloat(entry: Mapping[str, Any]) -> Codec:
     def check(where: str, digits: Digits, row: Numbers) -> None:
         special = f"{page}, Special values"
         for j, c in enumerate(digits["codes"][0]):
-            require(c % 2 ** (bits - 1) not in NOT_FINITE[name], special, f"{where}: the element {c:#04x} of channel {j} is not finite")
-        for number in row["block_scales"] if of_blocks else ():
+            finite = c % 2 ** (bits - 1) not in NONFINITE_CODES[name]
+            require(finite, special, f"{where}: the element {c:#04x} of channel {j} is not finite")
+        for number in row["block_scales"] if per_block else ():
             limit = 0xFE if scale_dtype == "e8m0" else 0x7E
             require(number <= limit, special, f"{where}: a {scale_dtype} of block_scales is {int(number):#04x}")
 

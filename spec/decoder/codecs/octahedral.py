@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import Codec, Digits, Numbers, ascending_table, one_digit, packings, take_parameters
+from ..codec import Codec, Digits, Numbers, make_packings, read_ascending_table, single_digit, take_parameters
 from ..conventions import ceil_div, f32
-from ..norms import TOKEN_NORMS, feature_of_norm, norm_stream
+from ..norms import TOKEN_NORMS, norm_feature, norm_stream
 from ..packing import MAX_DIM
 from ..refusal import require
 from ..rotation import ROTATION_KINDS, check_rotation
@@ -33,18 +33,18 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
     )
     check_rotation(rotation_kind, dim)
     levels = 2 ** (b_dir - 1)
-    direction_table = ascending_table(rule, "direction_table", direction_bytes, levels, 1.0)
-    norm_table = ascending_table(rule, "norm_table", norm_bytes, 2**b_norm, 1.0)
+    direction_table = read_ascending_table(rule, "direction_table", direction_bytes, levels, 1.0)
+    norm_table = read_ascending_table(rule, "norm_table", norm_bytes, 2**b_norm, 1.0)
     triplets = ceil_div(dim, 3)
 
-    with_index = 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
-    index_bits = 2 * (b_dir - 1) + (b_norm if with_index else 0)
-    sign_bits = 2 + (0 if with_index else b_norm)
+    norm_in_index = 2 * (b_dir - 1) + b_norm in (1, 2, 4, 8, 16)
+    index_bits = 2 * (b_dir - 1) + (b_norm if norm_in_index else 0)
+    sign_bits = 2 + (0 if norm_in_index else b_norm)
     merged = index_bits + sign_bits <= 8 or index_bits == 0
     streams: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     if arrangement == "dense":
-        streams = {"index": one_digit(2**index_bits)} if index_bits else {}
-        streams["sign"] = one_digit(2**sign_bits)
+        streams = {"index": single_digit(2**index_bits)} if index_bits else {}
+        streams["sign"] = single_digit(2**sign_bits)
         symbols = triplets
     else:
         bases: tuple[int, ...] = (2 ** (index_bits + sign_bits),) if merged else (2**index_bits, 2**sign_bits)
@@ -66,7 +66,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
     def decode(digits: Digits, row: Numbers) -> list[float]:
         u: list[float] = []
         for index, sign in list(zip(*index_and_sign(digits), strict=True))[:triplets]:
-            magnitudes, n = (index % levels**2, index // levels**2) if with_index else (index, sign // 4)
+            magnitudes, n = (index % levels**2, index // levels**2) if norm_in_index else (index, sign // 4)
             direction = _octahedral_direction(direction_table[magnitudes % levels], direction_table[magnitudes // levels], sign)
             u += [f32(f32(part * norm_table[n]) * row["norm"][0]) for part in direction]
         return u[:dim]
@@ -74,13 +74,13 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
-    codes = packings("octahedral", fields, symbols, streams)
+    codes = make_packings("octahedral", fields, symbols, streams)
     norms = norm_stream(norm)
-    return Codec("octahedral", dim, 1, codes, [norms], decode, tolerance, check, rotation_kind, seed, feature=feature_of_norm(norm))
+    return Codec("octahedral", dim, 1, codes, [norms], decode, tolerance, check, rotation_kind, seed, feature=norm_feature(norm))
 
 
 def _octahedral_direction(xi: float, eta: float, sign: int) -> tuple[float, float, float]:
-    """Steps 1 to 4 of Decode."""
+    """Return the direction of steps 1 to 4 of section Decode."""
     z = (1 - xi) - eta
     x, y = (xi, eta) if z >= 0 else (1 - eta, 1 - xi)
     length = math.sqrt(x * x + y * y + z * z)

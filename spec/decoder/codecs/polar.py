@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import HALF_OR_SINGLE, Codec, Digits, Numbers, NumberStream, ascending_table, one_digit, packings, take_parameters
+from ..codec import FLOAT_DTYPES, Codec, Digits, Numbers, NumberStream, make_packings, read_ascending_table, single_digit, take_parameters
 from ..conventions import ceil_div, f32
 from ..directions import angle_direction, bin_direction
 from ..packing import MAX_DIM, Columns
@@ -22,7 +22,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
         {
             "dim": range(2, MAX_DIM + 1, 2),
             "bits": str,
-            "norm": HALF_OR_SINGLE,
+            "norm": FLOAT_DTYPES,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "angle_table": bytes,
@@ -37,8 +37,8 @@ def polar(entry: Mapping[str, Any]) -> Codec:
     radii = [ceil_div(dim, 2**level) for level in range(levels + 1)]
     pairs = [0] + [radii[level - 1] // 2 for level in range(1, levels + 1)]
 
-    def unequal(level: int) -> bool:
-        """Whether the last pair of ``level`` has a second radius of fewer channels than the first."""
+    def has_unequal_pair(level: int) -> bool:
+        """Return True if the second radius of the last pair of ``level`` covers fewer channels than the first."""
         of_equal_pairs: int = pairs[level] << level
         return bool(of_equal_pairs > dim)
 
@@ -48,9 +48,9 @@ def polar(entry: Mapping[str, Any]) -> Codec:
     at = 0
     for level in range(2, levels + 1):
         tables = []
-        for present in (pairs[level] > unequal(level), unequal(level)):
+        for present in (pairs[level] > has_unequal_pair(level), has_unequal_pair(level)):
             size = 4 * 2 ** bits[level] if present else 0
-            psi = ascending_table("codecs/polar.md, Layout", "angle_table", table_bytes[at : at + size], size // 4, math.pi / 2)
+            psi = read_ascending_table("codecs/polar.md, Layout", "angle_table", table_bytes[at : at + size], size // 4, math.pi / 2)
             tables.append([angle_direction(value) for value in psi])
             at += size
         directions.append((tables[0], tables[1]))
@@ -67,7 +67,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
     require(list(fields) == list(first_level), rule, f"fields names {list(fields)}, not {list(first_level)}")
     for name, members in first_level.items():
         symbols = sum(pairs[level] for level in members)
-        codes |= packings("polar", {name: fields[name]}, symbols, {name: one_digit(2 ** bits[members[0]])})
+        codes |= make_packings("polar", {name: fields[name]}, symbols, {name: single_digit(2 ** bits[members[0]])})
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         by_level: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
         for level in range(levels, 0, -1):
             below: list[float] = []
             for i, code in enumerate(by_level[level]):
-                odd = unequal(level) and i == pairs[level] - 1
+                odd = has_unequal_pair(level) and i == pairs[level] - 1
                 c, s = directions[level][odd][code]
                 below += [f32(rho[i] * c), f32(rho[i] * s)]
             rho = below + rho[pairs[level] :]
@@ -88,5 +88,5 @@ def polar(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-19 * abs(row["radius"][channel // 2**levels]) + 2.0**-118 for channel in range(dim)]
 
-    stored = NumberStream("radius", HALF_OR_SINGLE[norm], (radii[levels],))
+    stored = NumberStream("radius", FLOAT_DTYPES[norm], (radii[levels],))
     return Codec("polar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed)

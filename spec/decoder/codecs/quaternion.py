@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ..codec import HALF_OR_SINGLE, Codec, Digits, Numbers, NumberStream, odd_part, one_digit, packings, take_parameters
+from ..codec import FLOAT_DTYPES, Codec, Digits, Numbers, NumberStream, make_packings, odd_part, single_digit, take_parameters
 from ..conventions import ceil_div, f32
 from ..generator import unit_quaternions
 from ..packing import MAX_BASE, MAX_DIM, default_row_bytes, power_of_two_at_least
@@ -46,7 +46,7 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
             "secondary": range(1, 4097),
             "radius_bits": range(1, 9),
             "arrangement": ("dense", "direct"),
-            "norm": HALF_OR_SINGLE,
+            "norm": FLOAT_DTYPES,
             "rotation_kind": ROTATION_KINDS,
             "seed": int,
             "rotation_seed": int,
@@ -64,10 +64,10 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
     if arrangement == "direct":
         streams = {"symbol": ((power_of_two_at_least(codewords), 2**radius_bits), (codewords, 2**radius_bits))}
     else:
-        streams = {"codeword_low": one_digit(2**k), "codeword_high": one_digit(m)} if split else {"codeword": one_digit(codewords)}
-        streams["radius"] = one_digit(2**radius_bits)
+        streams = {"codeword_low": single_digit(2**k), "codeword_high": single_digit(m)} if split else {"codeword": single_digit(codewords)}
+        streams["radius"] = single_digit(2**radius_bits)
 
-    def codes_of(digits: Digits) -> tuple[list[int], list[int]]:
+    def split_codes(digits: Digits) -> tuple[list[int], list[int]]:
         if arrangement == "direct":
             return digits["symbol"][0], digits["symbol"][1]
         if split:
@@ -78,7 +78,7 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
     def decode(digits: Digits, row: Numbers) -> list[float]:
         u: list[float] = []
         unit_radius = f32(row["scale"][0] / (2**radius_bits - 1))
-        for g, c in zip(*codes_of(digits), strict=True):
+        for g, c in zip(*split_codes(digits), strict=True):
             r = f32(c * unit_radius)
             u += [f32(r * part) for part in hamilton_product(UNITS[g % 24], secondary_quaternions(seed, secondary)[g // 24])]
         return u[:dim]
@@ -86,6 +86,6 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-22 * abs(value) + 2.0**-118 for value in decode(digits, row)]
 
-    scales = NumberStream("scale", HALF_OR_SINGLE[norm], ())
-    codes = packings("quaternion", fields, chunks, streams)
+    scales = NumberStream("scale", FLOAT_DTYPES[norm], ())
+    codes = make_packings("quaternion", fields, chunks, streams)
     return Codec("quaternion", dim, 1, codes, [scales], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=rotation_seed)

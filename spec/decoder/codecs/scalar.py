@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..codec import Codec, Digits, Numbers, ascending_table, one_digit, packings, take_parameters
+from ..codec import Codec, Digits, Numbers, make_packings, read_ascending_table, single_digit, take_parameters
 from ..conventions import ceil_div, f32
-from ..norms import TOKEN_NORMS, feature_of_norm, norm_stream
+from ..norms import TOKEN_NORMS, norm_feature, norm_stream
 from ..packing import MAX_DIM
 from ..refusal import require
 from ..rotation import ROTATION_KINDS, check_rotation
@@ -38,12 +38,12 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     high = [bool(flags >> c & 1) for c in range(dim)]
     require(bits_high == 0 or 0 < sum(high) < dim, rule, f"high_channels sets {sum(high)} of {dim} channels")
     tables = [
-        ascending_table(rule, "magnitude_table", table_bytes, 2 ** (bits - 1), 1.0),
-        ascending_table(rule, "high_magnitude_table", high_table_bytes, 2 ** (bits_high - 1) if bits_high else 0, 1.0),
+        read_ascending_table(rule, "magnitude_table", table_bytes, 2 ** (bits - 1), 1.0),
+        read_ascending_table(rule, "high_magnitude_table", high_table_bytes, 2 ** (bits_high - 1) if bits_high else 0, 1.0),
     ]
-    codes = packings("scalar", {"codes": fields.get("codes")}, dim - sum(high), {"codes": one_digit(2**bits)})
+    codes = make_packings("scalar", {"codes": fields.get("codes")}, dim - sum(high), {"codes": single_digit(2**bits)})
     if bits_high:
-        codes |= packings("scalar", {"codes_high": fields.get("codes_high")}, sum(high), {"codes_high": one_digit(2**bits_high)})
+        codes |= make_packings("scalar", {"codes_high": fields.get("codes_high")}, sum(high), {"codes_high": single_digit(2**bits_high)})
     require(list(fields) == list(codes), rule, f"fields names {list(fields)}, not {list(codes)}")
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
@@ -60,5 +60,5 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
-    stored, feature = norm_stream(norm), feature_of_norm(norm)
+    stored, feature = norm_stream(norm), norm_feature(norm)
     return Codec("scalar", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed, feature=feature)

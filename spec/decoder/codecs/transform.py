@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..basis import ROPE, TABLES
@@ -11,13 +12,13 @@ from ..codec import Codec, Digits, Numbers, NumberStream, take_parameters
 from ..contents import Side
 from ..conventions import f32
 from ..packing import MAX_DIM
-from ..rans import RANS_LANES, any_symbols, first_states_of
+from ..rans import RANS_LANES, decode_symbols, read_first_states
 from ..refusal import require
 
 
 def transform(entry: Mapping[str, Any]) -> Codec:
     page = "codecs/transform.md"
-    dim, digest, layer, of_side, scope, step, chunk = take_parameters(
+    dim, digest, layer, basis_side, scope, step, chunk = take_parameters(
         entry,
         {
             "dim": range(1, MAX_DIM + 1),
@@ -31,7 +32,7 @@ def transform(entry: Mapping[str, Any]) -> Codec:
     )
     require(len(digest) == 32, f"{page}, Parameters and ranges", f"basis has {len(digest)} bytes")
     require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
-    positions = [NumberStream("positions", "U16", (2,), chunk, per_head=False)] if of_side == "k" else []
+    positions = [NumberStream("positions", "U16", (2,), chunk, per_head=False)] if basis_side == "k" else []
     streams = [
         *positions,
         NumberStream("tokens", "U16", (), chunk, per_head=False),
@@ -41,27 +42,29 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         NumberStream("words", "U16", (), per="entry"),
     ]
 
-    def words_of_chunks(side: Side) -> list[int]:
+    def chunk_word_counts(side: Side) -> list[int]:
         halves: list[Any] = side.numbers["word_counts"]
         return [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
 
-    def groups_of(side: Side) -> list[int]:
+    def group_sizes(side: Side) -> list[int]:
         return [min(chunk, run - first) for run in side.runs for first in range(0, run, chunk)]
 
     def check_sizes(side: Side, prefix: str) -> None:
-        total, rule, groups = sum(words_of_chunks(side)), f"{page}, Layout", groups_of(side)
+        total, rule, groups = sum(chunk_word_counts(side)), f"{page}, Layout", group_sizes(side)
         require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
         for row, found in enumerate(side.numbers["tokens"]):
             require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
         for found in side.numbers["columns"]:
             require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
-        of: dict[str, list[Any]] = side.numbers
-        first_states_of(f"{prefix}states", of["states"])
+        stored: dict[str, list[Any]] = side.numbers
+        read_first_states(f"{prefix}states", stored["states"])
 
-    def coded(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
-        """Decode, steps 1 and 2: for each token of a head its number in its group, and table, symbol and level of each column."""
-        of: dict[str, list[Any]] = side.numbers
-        counts, groups = words_of_chunks(side), groups_of(side)
+    def column_digits(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
+        """Return, for each token of a head, its number in its group, and the table, symbol and level of each column: section Decode, steps
+        1 and 2.
+        """
+        stored: dict[str, list[Any]] = side.numbers
+        counts, groups = chunk_word_counts(side), group_sizes(side)
         heads, taken, token = side.heads, 0, 0
         rows: list[list[list[int]]] = [[] for _ in range(side.batch * heads * side.packed)]
         for group, tokens in enumerate(groups):
@@ -70,19 +73,19 @@ def transform(entry: Mapping[str, Any]) -> Codec:
                 blocks: list[list[list[list[int]]]] = []
                 for h in range(heads):
                     row = (b * heads + h) * len(groups) + group
-                    own = side.given[h]
+                    own = side.basis_parts[h]
                     scales = own["scales"] if scope == "head" else own["scales"][h::heads]
                     alphabet = int(own["alphabet"][0])
                     last = len(own[TABLES[0]]) // alphabet - 1
-                    numbers_ = [min(max((step - int(s)) // 4, 0), last) for s in scales]
-                    tables = [[int(f) for f in own[TABLES[0]][number * alphabet :][:alphabet]] for number in numbers_]
-                    own_words = of["words"][taken : taken + counts[row]]
+                    table_numbers = [min(max((step - int(s)) // 4, 0), last) for s in scales]
+                    tables = [[int(f) for f in own[TABLES[0]][number * alphabet :][:alphabet]] for number in table_numbers]
+                    own_words = stored["words"][taken : taken + counts[row]]
                     taken += len(own_words)
-                    first_states = of["states"][row * 64 : row * 64 + 64]
+                    first_states = stored["states"][row * 64 : row * 64 + 64]
                     where = f"{prefix}chunk {group} of head {b * heads + h}"
-                    by_column = block_levels(where, tables[: of["columns"][row]], first_states, own_words, tokens)
+                    by_column = block_levels(where, tables[: stored["columns"][row]], first_states, own_words, tokens)
                     by_column += [[(-1, 0)] * tokens] * (dim - len(by_column))
-                    blocks.append([[[n, *by_column[c][t]] for c, n in enumerate(numbers_)] for t in range(tokens)])
+                    blocks.append([[[n, *by_column[c][t]] for c, n in enumerate(table_numbers)] for t in range(tokens)])
                 for h in range(heads):
                     for t in range(tokens):
                         columns = blocks[h][t] if scope == "head" else [blocks[j % heads][t][j // heads] for j in range(heads * dim)]
@@ -90,8 +93,8 @@ def transform(entry: Mapping[str, Any]) -> Codec:
             token += tokens
         return {"columns": rows}
 
-    def parts(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
-        """u, and the tolerance of each of its channels."""
+    def frame_values(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
+        """Return u, and the tolerance of each of its channels."""
         alphabet, values, frame = int(row["alphabet"][0]), row[TABLES[1]], row["frame"]
         delta = 2.0 ** (-step / 16)
         u, tau = [[frame[c]] for c in range(dim)], [abs(frame[c]) for c in range(dim)]
@@ -104,8 +107,8 @@ def transform(entry: Mapping[str, Any]) -> Codec:
                     tau[c] += abs(product)
         return [math.fsum(terms) for terms in u], [2.0**-18 * one + 2.0**-126 for one in tau]
 
-    def pairs(digits: Digits, row: Numbers) -> list[tuple[int, int, float]]:
-        """The channels that are turned together, and by which angle."""
+    def rotated_pairs(digits: Digits, row: Numbers) -> list[tuple[int, int, float]]:
+        """Return the pairs of channels that RoPE rotates, each with its angle."""
         halves, neighbours = (row.get(name, []) for name in ROPE)
         if not halves and not neighbours:
             return []
@@ -116,26 +119,27 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         return [(2 * i, 2 * i + 1, position * f) for i, f in enumerate(neighbours)]
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
-        x, _ = parts(digits, row)
-        for a, b, theta in pairs(digits, row):
+        x, _ = frame_values(digits, row)
+        for a, b, theta in rotated_pairs(digits, row):
             x[a], x[b] = x[a] * math.cos(theta) - x[b] * math.sin(theta), x[b] * math.cos(theta) + x[a] * math.sin(theta)
         return [f32(one) for one in x]
 
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
-        u, tau = parts(digits, row)
-        for a, b, _ in pairs(digits, row):
+        u, tau = frame_values(digits, row)
+        for a, b, _ in rotated_pairs(digits, row):
             tau[a] = tau[b] = tau[a] + tau[b] + 2.0**-18 * (abs(u[a]) + abs(u[b]))
         return tau
 
-    basis = digest, layer, of_side
-    return Codec("transform", dim, chunk, {}, streams, decode, tolerance, coded=coded, basis=basis, scope=scope, check_sizes=check_sizes)
+    basis = digest, layer, basis_side
+    codec = Codec("transform", dim, chunk, {}, streams, decode, tolerance, basis=basis, scope=scope)
+    return replace(codec, derive_digits=column_digits, check_sizes=check_sizes)
 
 
 def block_levels(
     where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int], tokens: int
 ) -> list[list[tuple[int, int]]]:
-    """For each column that has symbols, and each token, the symbol and, after an escape, the level."""
-    symbols, taken = any_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
+    """Return the symbol, and after an escape the level, of each token in each column that has symbols."""
+    symbols, taken = decode_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
     escapes = iter(range(taken, len(chunk_words), 2))
     needed = taken + 2 * symbols.count(0)
     require(needed == len(chunk_words), "codecs/transform.md, Decode", f"{where} takes {needed} of its {len(chunk_words)} words")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..codec import Codec, Digits, Numbers, take_parameters
 from ..conventions import f32, numbers
-from ..norms import TOKEN_NORMS, feature_of_norm, norm_stream
+from ..norms import TOKEN_NORMS, norm_feature, norm_stream
 from ..packing import MAX_DIM, Columns
 from ..refusal import require
 from ..rotation import ROTATION_KINDS, check_rotation
@@ -45,5 +45,5 @@ def trellis(entry: Mapping[str, Any]) -> Codec:
     def tolerance(digits: Digits, row: Numbers) -> list[float]:
         return [2.0**-20 * abs(row["norm"][0]) + 2.0**-126] * dim
 
-    stored, feature = norm_stream(norm), feature_of_norm(norm)
+    stored, feature = norm_stream(norm), norm_feature(norm)
     return Codec("trellis", dim, 1, codes, [stored], decode, tolerance, rotation_kind=rotation_kind, rotation_seed=seed, feature=feature)

@@ -1,4 +1,4 @@
-"""What a side takes from the basis that its codec or a side-car names."""
+"""Lookup of the part of a basis that a codec or side-car needs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .refusal import require
 from .side_cars import SIDE_CARS
 
 Bases = Mapping[bytes, Callable[[], File]]
-"""Reads the bases that the caller has, by the digests that name them."""
+"""Functions that read the caller's bases, by the digests that identify them."""
 
 
-def basis_named(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
-    """The basis with a digest among ``bases``."""
+def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
+    """Return the basis with ``digest``."""
     require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
     found = bases[digest]()
     require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
     return found
 
 
-def balanced_for(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
-    """side-cars.md, Balanced keys: the matrix of each head."""
+def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
+    """Return the matrix of each head: side-cars.md, Balanced keys."""
     rule = f"{SIDE_CARS}, Layout"
     named = side.codec.side_cars["balanced"].basis
     assert named is not None
     digest, layer, frame = named
-    found = basis_named(digest, bases, rule, prefix)
+    found = find_basis(digest, bases, rule, prefix)
     name = f"{layer}.state.k.{frame}"
     tensors = {tensor.name: tensor for tensor in found.tensors}
     require(name in tensors, rule, f"{prefix}*: the basis has no {name}")
@@ -39,25 +39,25 @@ def balanced_for(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[f
     return [{"balanced": matrices[h * dim * dim : (h + 1) * dim * dim]} for h in range(heads)]
 
 
-def given_for(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
-    """For each head of a side that needs a basis, what it takes from ``bases``: its rows, or its frame."""
+def basis_values(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
+    """Return the part of the basis that each head needs: its rows, or its frame."""
     rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
     assert side.codec.basis is not None
     digest, layer, name = side.codec.basis
-    found = basis_named(digest, bases, rule, prefix)
+    found = find_basis(digest, bases, rule, prefix)
     require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
     basis = found.layers[layer][name]
     assert basis is not None
     same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
     require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
     if side.codec.scope:
-        return frames_for(side, prefix, found)
+        return frame_values(side, prefix, found)
     size = basis.packed * basis.codec.dim
     return [{"rows": basis.values[h * size : (h + 1) * size]} for h in range(basis.heads)]
 
 
-def frames_for(side: Side, prefix: str, basis: File) -> list[dict[str, list[float]]]:
-    """For each head its rows of the frame, one value for each channel, then the scales of the frame's columns, the tables and RoPE."""
+def frame_values(side: Side, prefix: str, basis: File) -> list[dict[str, list[float]]]:
+    """Return, for each head, its rows of the frame with one value per channel, the scales of the frame's columns, the tables and RoPE."""
     rule = "codecs/transform.md, Parameters and ranges"
     assert side.codec.basis is not None
     _, layer, name = side.codec.basis

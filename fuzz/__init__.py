@@ -1,1 +1,1 @@
-"""Fuzz the readers and the encoders (see README.md)."""
+"""Fuzzers of the readers and the encoders (see README.md)."""

@@ -1,4 +1,4 @@
-"""Check the properties of basis files, which a caller names but somebody else may have written. Imports torch."""
+"""Checks of basis files, which a caller names but which another party may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SEEDS = (
     balanced_basis({0: (2, 8)}, 1, "fp32"),
     balanced_basis({0: (2, 8)}, 1, "fp16", SHAPES),
 )
-"""Small bases: without frames, with those of heads and of layers, and with balanced ones."""
+"""Small bases: without frames, with frames of heads or of layers, and with balanced frames."""
 _MAX_VALUES = 1 << 13
 _TOKENS = 5
 
 
-def loaded(data: bytes) -> Basis | None:
-    """Return the basis, or None for a refusal."""
+def load_basis(data: bytes) -> Basis | None:
+    """Return the basis, or None if it is refused."""
     try:
         with container.open_bytes(data, memory_limit=MAX_DECODED_BYTES):
             return Basis.of_bytes(data)
@@ -43,11 +43,11 @@ def loaded(data: bytes) -> Basis | None:
 
 
 def check_basis(data: bytes) -> bool:
-    """Return True if a basis is accepted; data encoded with it must be refused, or load from its file and decode to finite values."""
-    basis = loaded(data)
+    """Return True if a basis is accepted. Data encoded with it must be refused, or load from its file and decode to finite values."""
+    basis = load_basis(data)
     if basis is None:
         return False
-    layers = _layers(basis)
+    layers = _random_layers(basis)
     if layers is None:
         return True
     for recipe in ("klt-2", "kv=klt:bits=2,rows=fp16", "kv=klt:bits=4,rows=fp32", "transform-8", "k=scalar:b=4,frame=balanced;v=raw"):
@@ -72,8 +72,8 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
             assert values.isfinite().all(), f"{recipe}: finite values decode to others"
 
 
-def _layers(basis: Basis) -> list[Any] | None:
-    """Return random keys and values of the shapes of a basis, or None if there would be too many."""
+def _random_layers(basis: Basis) -> list[Any] | None:
+    """Return random keys and values that fit the shapes of a basis, or None if there would be too many."""
     generator = torch.Generator().manual_seed(0)
     shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
     for layer in range(basis.layers_described):

@@ -1,4 +1,4 @@
-"""Mutate bytes, arrays of numbers, and text at random; each mutation depends only on its input and on ``source``."""
+"""Random mutation of bytes, arrays of numbers and text. Each mutation depends only on its input and on ``source``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ NUMBERS: dict[str, tuple[bytes, ...]] = {
 """Boundary values of every stored dtype."""
 
 
-def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> bytes:
-    """Return ``data``, at most ``most`` bytes long, after one edit: a bit or byte changed, or a block overwritten, inserted, removed,
-    copied or cut off."""
+def mutate_bytes(data: bytes, source: random.Random, max_bytes: int = 1 << 15) -> bytes:
+    """Return ``data`` after one edit: a bit or byte is changed, or a block is overwritten, inserted, removed, copied or cut off.
+
+    The result has at most ``max_bytes`` bytes.
+    """
     result = bytearray(data)
     at = source.randrange(len(result) + 1)
     size = 1 << source.randrange(7)
@@ -56,11 +58,11 @@ def mutated_bytes(data: bytes, source: random.Random, most: int = 1 << 15) -> by
         result[at : at + len(block)] = block
     else:
         del result[at:]
-    return bytes(result[:most])
+    return bytes(result[:max_bytes])
 
 
-def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
-    """Return ``data``, an array of ``dtype``, after one edit that keeps its length: most edits are of whole numbers."""
+def mutate_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
+    """Return ``data``, an array of ``dtype``, after one edit that keeps its length. Most edits replace whole numbers."""
     if not data:
         return data
     values = NUMBERS[dtype]
@@ -88,19 +90,21 @@ def mutated_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
     return bytes(result[: len(data)].ljust(len(data), b"\0"))
 
 
-def mutated_text(data: bytes, words: Sequence[bytes], source: random.Random, most: int = 1 << 12) -> bytes:
-    """Return ``data`` after one edit of text: ``words`` inserted or replaced, numbers changed, parts repeated, or any edit of bytes."""
+def mutate_text(data: bytes, words: Sequence[bytes], source: random.Random, max_bytes: int = 1 << 12) -> bytes:
+    """Return text ``data`` after one edit: one of ``words`` is inserted, a number or word is replaced, a part is repeated, or any byte
+    changes.
+    """
     kind = source.randrange(5)
     at = source.randrange(len(data) + 1)
     if kind == 0:
-        return mutated_bytes(data, source, most)
+        return mutate_bytes(data, source, max_bytes)
     if kind == 1:
-        return (data[:at] + source.choice(words) + data[at:])[:most]
+        return (data[:at] + source.choice(words) + data[at:])[:max_bytes]
     if kind == 2:
         digits = [place for place, byte in enumerate(data) if byte in b"0123456789"]
         if digits:
             at = source.choice(digits)
-            return (data[:at] + source.choice(_NUMERALS) + data[at + 1 :])[:most]
+            return (data[:at] + source.choice(_NUMERALS) + data[at + 1 :])[:max_bytes]
     separator = source.choice((b";", b",", b":", b"=", b"\n"))
     parts = data.split(separator)
     one = source.randrange(len(parts))
@@ -108,4 +112,4 @@ def mutated_text(data: bytes, words: Sequence[bytes], source: random.Random, mos
         parts[one] = source.choice(words) if source.random() < 0.7 else source.choice(parts)
     else:
         parts.insert(one, source.choice((source.choice(parts), source.choice(words))))
-    return separator.join(parts)[:most]
+    return separator.join(parts)[:max_bytes]

@@ -1,4 +1,4 @@
-"""Check attention over accepted files, appending to them, and the memory that both take."""
+"""Checks of attention over accepted files, of appending to them, and of the memory that both take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import kvpack
 from fuzz.memory import check_growth
 from fuzz.oracles import MAX_DECODED_BYTES
-from fuzz.value_oracles import MAX_VALUES, assert_equal, loaded
+from fuzz.value_oracles import MAX_VALUES, assert_equal, load_checked
 from kvpack.cache import files
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.errors import RoundedWarning
@@ -30,10 +30,10 @@ _TOLERANCE = 2e-3
 
 
 def check_attend(data: bytes) -> bool:
-    """Check that random queries attend to an accepted file, or are refused with a KvpackError, in bounded memory."""
+    """Check that random queries over an accepted file are answered, or refused with a KvpackError, in bounded memory."""
 
     def attend() -> bool:
-        cache = loaded(data)
+        cache = load_checked(data)
         if cache is None or cache.values > MAX_VALUES:
             return cache is not None
         for layer, q, options in _queries(cache, data):
@@ -50,7 +50,7 @@ def check_attend(data: bytes) -> bool:
 
 def compare_attend(data: bytes) -> None:
     """Check that attention over packed tokens equals attention over their decoded values."""
-    cache = loaded(data)
+    cache = load_checked(data)
     if cache is None or cache.values > MAX_VALUES:
         return
     for layer, q, options in _queries(cache, data):
@@ -71,11 +71,13 @@ def compare_attend(data: bytes) -> None:
 
 
 def check_append(data: bytes) -> bool:
-    """Check that tokens can be appended to an accepted file, or are refused, in bounded memory, and that earlier tokens do not change, also
-    after save and load."""
+    """Check that tokens can be appended to an accepted file, or are refused, in bounded memory.
+
+    Earlier tokens must not change, even after saving and loading.
+    """
 
     def append() -> bool:
-        cache = loaded(data)
+        cache = load_checked(data)
         if cache is None or cache.values > MAX_VALUES:
             return cache is not None
         source = _source(data)
@@ -104,7 +106,7 @@ def check_append(data: bytes) -> bool:
 
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
-    """Check that appended values are exact while they are raw; only a codec that stores a narrower dtype may round them, with a warning."""
+    """Check that appended values are exact while they are raw. Only a codec with a narrower dtype may round them, with a warning."""
     # Random values may well have outliers that scales do not fit.
     shown = [warning for warning in shown if "lose precision" not in str(warning.message)]
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
@@ -128,7 +130,9 @@ def _source(data: bytes) -> random.Random:
 
 
 def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
-    """Return values for a side, of the widest dtype (which a raw side may refuse or round) or of the side's own dtype."""
+    """Return values to append to a layer's keys or values: in the widest dtype, which a raw codec may refuse or round, or in their own
+    dtype.
+    """
     if side is None:
         return None
     kept = side.codec.exact_dtype
@@ -139,7 +143,7 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
 
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
-    """Return, for each layer with keys, queries and options derived from the bytes of the file."""
+    """Return queries and options for each layer with keys, derived from the bytes of the file."""
     source, found = _source(data), []
     for layer in cache:
         if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MAX_VALUES:

@@ -1,4 +1,4 @@
-"""Check the command line on arbitrary files: its exit code, its message, and that it leaves no partial output. Runs in process."""
+"""Checks of the command line on arbitrary files: exit codes, messages and partial outputs. Commands run in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
-from fuzz.oracles import opened
+from fuzz.oracles import open_verified
 from kvpack import cli
 from kvpack.store.counters import Counters
 from kvpack.store.folder import Folder
@@ -33,7 +33,7 @@ _PACK = ("pack", "FILE", "OUT", "--recipe", "kv=group:b=4,g=4")
 
 
 class CommandOracle:
-    """Runs one command on each input in ``folder``; the input determines the command."""
+    """Check that runs one command on each input in ``folder``. The input determines the command."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"
@@ -43,13 +43,16 @@ class CommandOracle:
         os.makedirs(self.entry.parent, mode=0o700, exist_ok=True)
 
     def check(self, data: bytes) -> bool:
-        """Return True if the command succeeded; fails for an unknown exit code, output after a refusal, or terminal control characters."""
+        """Return True if the command succeeded.
+
+        Fails for an unknown exit code, for output after a refusal, and for terminal control characters.
+        """
         return self._run(_COMMANDS[(sum(data[:4096]) + len(data)) % len(_COMMANDS)], data)
 
     def check_pack(self, data: bytes) -> bool:
-        """Return True if the file was packed; fails as ``check`` does, and when the packed file is refused."""
+        """Return True if the file was packed. Fails as ``check`` does, and if the packed file is refused."""
         packed = self._run(_PACK, data)
-        assert not packed or opened(self.written) is not None, "what pack wrote is refused"
+        assert not packed or open_verified(self.written) is not None, "what pack wrote is refused"
         return packed
 
     def _run(self, command: tuple[str, ...], data: bytes) -> bool:
@@ -63,7 +66,7 @@ class CommandOracle:
             code = cli.main([words.get(word, word) for word in command])
         self._check_run(command, code, stdout.getvalue(), stderr.getvalue())
         if command[0] == "verify":
-            assert (code == 0) == (opened(data) is not None), f"verify exits with {code}"
+            assert (code == 0) == (open_verified(data) is not None), f"verify exits with {code}"
         self.written = self.out.read_bytes() if self.out.exists() else b""
         self.out.unlink(missing_ok=True)
         return code == 0

@@ -14,20 +14,20 @@ import sys
 import zipfile
 from pathlib import Path
 
-from fuzz.line_coverage import minimized
-from fuzz.seeds import committed, corpus_path
+from fuzz.line_coverage import minimize
+from fuzz.seeds import committed_inputs, corpus_path
 from fuzz.targets import TARGETS
 
 MAX_BYTES = 60_000
-"""The most bytes of a target's archive: all archives together stay below a megabyte."""
+"""Maximum number of bytes of a target's archive. All archives together stay below a megabyte."""
 _DATE = (2026, 1, 1, 0, 0, 0)
 
 
 def write(name: str, inputs: list[bytes]) -> int:
-    """Write the archive of a target and return how many inputs it holds."""
+    """Write the archive of a target. Returns the number of inputs in it."""
     target = TARGETS[name]()
     known = set(target.seeds)
-    kept = minimized(target.check, [data for data in inputs if data not in known and len(data) <= target.most_bytes], target.seeds)
+    kept = minimize(target.check, [data for data in inputs if data not in known and len(data) <= target.max_bytes], target.seeds)
     corpus_path(name).parent.mkdir(exist_ok=True)
     count = len(kept)
     while _archived(name, kept[:count]) > MAX_BYTES:
@@ -51,7 +51,8 @@ def main() -> int:
     for name in arguments.target or TARGETS:
         folder = arguments.found / name
         found = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()] if folder.is_dir() else []
-        print(f"{name}: {write(name, [*committed(name), *found])} inputs of {len(found)} found, {corpus_path(name).stat().st_size:,} bytes")
+        written = write(name, [*committed_inputs(name), *found])
+        print(f"{name}: {written} inputs of {len(found)} found, {corpus_path(name).stat().st_size:,} bytes")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Mutate safetensors files of dense keys and values, which `kvpack pack` reads: their JSON header or their bytes."""
+"""Mutation of safetensors files of dense keys and values, which `kvpack pack` reads: of their JSON header or their bytes."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from fuzz.byte_mutator import mutated_bytes, mutated_numbers
+from fuzz.byte_mutator import mutate_bytes, mutate_numbers
 from fuzz.value_mutator import mutate_place
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _joined(header: Any, body: bytes) -> bytes:
 
 
 def dense_file(tensors: dict[str, tuple[str, list[int]]], note: str = "") -> bytes:
-    """Return a safetensors file filled with zeros, with the given tensors (name, dtype and shape)."""
+    """Return a safetensors file with these tensors (name, dtype and shape), filled with zeros."""
     header: dict[str, Any] = {"__metadata__": {"kvpack.unpacked": note}} if note else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -38,20 +38,20 @@ SEEDS = (
 )
 
 
-def mutated_dense(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return ``data`` after one edit of a value in its header, of its tensors, or of any byte."""
+def mutate_dense(data: bytes, source: random.Random, max_bytes: int) -> bytes:
+    """Return ``data`` after one edit of a header value, of its tensors, or of any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     if kind == 0:
-        return mutated_bytes(data, source, most)
+        return mutate_bytes(data, source, max_bytes)
     if kind == 1:
-        return data[:end] + mutated_numbers(data[end:], source.choice(("F16", "F32", "BF16")), source)
+        return data[:end] + mutate_numbers(data[end:], source.choice(("F16", "F32", "BF16")), source)
     try:
         header = json.loads(data[8:end])
         if kind == 2:
             header["__metadata__"] = {"kvpack.unpacked": source.choice(_NOTES)}
         else:
             mutate_place(header, WORDS, source)
-        return _joined(header, data[end:])[:most]
+        return _joined(header, data[end:])[:max_bytes]
     except (ValueError, TypeError, RecursionError):
-        return mutated_bytes(data, source, most)
+        return mutate_bytes(data, source, max_bytes)

@@ -1,4 +1,4 @@
-"""Check the reader of a store's entries, which another process may have written. Imports torch."""
+"""Checks of the reader of store entries, which another process may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import xxhash
 
 import kvpack
-from fuzz.byte_mutator import mutated_numbers
-from fuzz.file_mutator import mutated_file, repaired, taken_apart
+from fuzz.byte_mutator import mutate_numbers
+from fuzz.file_mutator import mutate_file, repair, take_apart
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
-from kvpack.store.entries import FEATURE, Reader, to_pieces
+from kvpack.store.entries import FEATURE, EntryReader, to_pieces
 from kvpack.store.keys import KEY_BYTES, chunk_links
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ MODEL = {"name": "model"}
 _DIGEST = slice(2 * KEY_BYTES, 2 * KEY_BYTES + 16)
 
 
-def entries(recipe: str, chunks: int = 2) -> list[bytes]:
-    """Return the entries of a chain of ``chunks`` chunks."""
+def make_entries(recipe: str, chunks: int = 2) -> list[bytes]:
+    """Return the store entries of a chain of ``chunks`` chunks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, chunks * CHUNK, 16, generator=generator)
     cache = kvpack.pack([(x, x)], recipe, model=MODEL)
@@ -41,13 +41,13 @@ def entries(recipe: str, chunks: int = 2) -> list[bytes]:
     ]
 
 
-def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """Return a mutated entry, mostly with a payload that matches the digest in its header, otherwise with the damage unrepaired."""
+def mutate_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int) -> bytes:
+    """Return a mutated entry. Usually, the digest in its header is repaired to match the payload."""
     if source.random() < 0.1:
         front = 8 + int.from_bytes(data[:8], "little")
-        return data[:front] + mutated_numbers(data[front:], "U8", source)
-    mutated = mutated_file(data, vocabulary, source, most)
-    parts = taken_apart(mutated)
+        return data[:front] + mutate_numbers(data[front:], "U8", source)
+    mutated = mutate_file(data, vocabulary, source, max_bytes)
+    parts = take_apart(mutated)
     if parts is None or source.random() < 0.1:
         return mutated
     ignorable = parts.header.get("ignorable")
@@ -55,20 +55,20 @@ def mutated_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, mo
     if not isinstance(named, bytes) or len(named) < _DIGEST.stop:
         return mutated
     parts.header["ignorable"][FEATURE] = named[: _DIGEST.start] + _payload_digest(mutated, parts) + named[_DIGEST.stop :]
-    return repaired(parts) or mutated
+    return repair(parts) or mutated
 
 
 class EntryOracle:
-    """Checks that a reader that knows the shapes of its seeds agrees with one that parses every entry in full."""
+    """Check that a reader with known entry shapes agrees with one that parses every entry in full."""
 
     def __init__(self) -> None:
-        self.chains = {recipe: entries(recipe) for recipe in RECIPES}
+        self.chains = {recipe: make_entries(recipe) for recipe in RECIPES}
         self._knowing = {recipe: self._reader(recipe) for recipe in RECIPES}
         for recipe, chain in self.chains.items():
             assert len(_read(self._knowing[recipe], chain, _keys(chain)) or []) == len(chain)
 
     def check(self, data: bytes) -> bool:
-        """Return True if the parsing reader accepts the entry; fails if the other reader returns a different cache."""
+        """Return True if the parsing reader accepts the entry. Fails if the other reader returns a different cache."""
         try:
             header = container.open_bytes(data).header
             recipe, number, key = header.recipe, header.start // CHUNK, header.ignorable.get(FEATURE, b"")[:KEY_BYTES]
@@ -80,7 +80,7 @@ class EntryOracle:
         chain, keys = [*before, data], [*_keys(before), key]
         parsed, quick = _read(self._reader(recipe), chain, keys), _read(self._knowing[recipe], chain, keys)
         accepted = parsed is not None
-        if not accepted and quick is not None and (other := _with_right_digests(data)) is not None:
+        if not accepted and quick is not None and (other := _repair_digests(data)) is not None:
             # The digests of tensors may be wrong where that of the payload is checked in their place (spec/store.md, Entries).
             parsed = _read(self._reader(recipe), [*before, other], keys)
         assert (parsed is None) == (quick is None), f"parsed: {parsed}; by its shape: {quick}"
@@ -88,8 +88,8 @@ class EntryOracle:
             _assert_same(parsed[-1], quick[-1])
         return accepted
 
-    def _reader(self, recipe: str) -> Reader:
-        return Reader(MODEL, recipe, CHUNK, check_values=False)
+    def _reader(self, recipe: str) -> EntryReader:
+        return EntryReader(MODEL, recipe, CHUNK, check_values=False)
 
 
 def _payload_digest(data: bytes, parts: Parts) -> bytes:
@@ -97,19 +97,19 @@ def _payload_digest(data: bytes, parts: Parts) -> bytes:
     return xxhash.xxh3_128_digest(data[start + header + -header % 64 :])
 
 
-def _with_right_digests(data: bytes) -> bytes | None:
-    """Return the entry with the correct digests of its tensors, or None if the digest of its payload is wrong."""
-    parts = taken_apart(data)
+def _repair_digests(data: bytes) -> bytes | None:
+    """Return the entry with correct digests of its tensors, or None if the digest of its payload is wrong."""
+    parts = take_apart(data)
     if parts is None or parts.header["ignorable"][FEATURE][_DIGEST] != _payload_digest(data, parts):
         return None
-    return repaired(parts)
+    return repair(parts)
 
 
 def _keys(chain: list[bytes]) -> list[bytes]:
     return [container.open_bytes(data).header.ignorable[FEATURE][:KEY_BYTES] for data in chain]
 
 
-def _read(reader: Reader, chain: list[bytes], keys: list[bytes]) -> list[Cache] | None:
+def _read(reader: EntryReader, chain: list[bytes], keys: list[bytes]) -> list[Cache] | None:
     try:
         return list(reader.read([bytearray(data) for data in chain], keys))
     except KvpackError:

@@ -1,7 +1,7 @@
-"""Mutate kvpack files at random and repair their lengths and digests afterwards, because otherwise every edit would fail at a digest.
+"""Random mutation of kvpack files. Lengths and digests are repaired afterwards, because otherwise every edit would fail at a digest.
 
-A file is taken apart into its header and its stored tensors, one of them is changed, and the file is joined again. Changes of a codec, of a
-side or of the layers may also fit the tensors to the new header, so that they reach the codec's own rules.
+A file is split into its header and its stored tensors, one of them is changed, and the file is joined again. Changes of a codec, of keys or
+values, or of layers may also fit the tensors to the new header, so that they reach the codec's own rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zstandard
 
-from fuzz.byte_mutator import NUMBERS, mutated_bytes, mutated_numbers
-from fuzz.refit import refitted
+from fuzz.byte_mutator import NUMBERS, mutate_bytes, mutate_numbers
+from fuzz.refit import refit_tensors
 from fuzz.value_mutator import mutate_place
 from kvpack.formats.errors import KvpackError
 from support.parts import Parts
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _PADS = re.compile(rb'"kvpack\.pad\.[0-9]+":\{"dtype":"U8","shape":\[[0-9]+\],"data_offsets":\[([0-9]+),([0-9]+)\]\}')
-_NOT_A_FILE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, msgpack.UnpackException)
-"""The errors of taking apart or joining a file whose header is malformed."""
+_MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, msgpack.UnpackException)
+"""Errors raised when a file with a malformed header is split or joined."""
 
 
 @dataclass
 class Vocabulary:
-    """The contents of the seeds, from which mutations choose: codecs as maps, side-cars by name, and every word."""
+    """Contents of the seeds from which mutations choose: codecs as maps, and all words."""
 
     codecs: list[dict[str, Any]] = field(default_factory=list)
     words: list[str] = field(default_factory=lambda: ["x"])
 
     @classmethod
     def of(cls, files: Iterable[bytes]) -> Vocabulary:
-        """Return the vocabulary of all files that can be taken apart."""
+        """Return the vocabulary of all files that can be split."""
         codecs: dict[bytes, dict[str, Any]] = {}
         words: set[str] = set()
         for data in files:
-            parts = taken_apart(data)
+            parts = take_apart(data)
             if parts is None:
                 continue
             for codec in parts.header.get("codecs") or []:
@@ -53,74 +53,76 @@ class Vocabulary:
         return cls([codecs[packed] for packed in sorted(codecs)], sorted(words | {"x", "required", "entries", "zstd", "none"}))
 
 
-def taken_apart(data: bytes) -> Parts | None:
-    """Return the parts of a file, or None for bytes that do not have the header and tensors of a file."""
+def take_apart(data: bytes) -> Parts | None:
+    """Split a file into its parts. Returns None for bytes that do not have the header and tensors of a file."""
     try:
         parts = Parts.of(data)
         ends = all(len(stored) == row[4] for row, stored in zip(parts.header["tensors"], parts.tensors, strict=True))
-    except _NOT_A_FILE:
+    except _MALFORMED:
         return None
     return parts if ends and isinstance(parts.header.get("layers"), list) else None
 
 
-def mutated_file(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-    """Return ``data``, at most ``most`` bytes long, after one to four edits, most of them repaired."""
-    parts = taken_apart(data)
+def mutate_file(data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int) -> bytes:
+    """Return ``data`` after one to four edits, usually repaired. The result has at most ``max_bytes`` bytes."""
+    parts = take_apart(data)
     if parts is None or source.random() < 0.03:
-        return mutated_bytes(data, source, most)
+        return mutate_bytes(data, source, max_bytes)
     edits, weights = zip(*_EDITS, strict=True)
     packed = None
     for edit in source.choices(edits, weights, k=source.choice((1, 1, 1, 2, 4))):
         try:
             result = edit(parts, vocabulary, source)
-        except (KvpackError, *_NOT_A_FILE):
+        except (KvpackError, *_MALFORMED):
             # An earlier edit left no header to change.
             break
         parts = result if isinstance(result, Parts) else parts
         packed = result if isinstance(result, bytes) else packed
-    joined = repaired(parts, packed)
+    joined = repair(parts, packed)
     if joined is None:
         return data
     if source.random() < 0.05:
-        joined = source.choice((_with_another_front, _with_another_pad))(joined, source)
-    return joined if len(joined) <= most else data
+        joined = source.choice((_change_front, _change_pad))(joined, source)
+    return joined if len(joined) <= max_bytes else data
 
 
-def repaired(parts: Parts, packed: bytes | None = None) -> bytes | None:
-    """Return the file of ``parts`` with correct lengths and digests, with ``packed`` as its header if given; None if it is malformed."""
+def repair(parts: Parts, packed: bytes | None = None) -> bytes | None:
+    """Return the file of ``parts`` with correct lengths and digests, or None if they are malformed. ``packed`` replaces the header if
+    given.
+    """
     try:
         return parts.joined(packed)
-    except _NOT_A_FILE:
+    except _MALFORMED:
         pass
     # A header without a valid list of tensors is still read before the tensors, so the front lists what it can.
     try:
         packed = msgpack.packb(parts.header) if packed is None else packed
         return Parts({"tensors": []}, []).joined(packed)
-    except _NOT_A_FILE:
+    except _MALFORMED:
         return None
 
 
-def _payload(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _change_payload(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     """Change the bytes of a tensor."""
     filled = [number for number, stored in enumerate(parts.tensors) if stored]
     if filled:
         number = source.choice(filled)
         row = parts.header["tensors"][number]
         stored, plain = parts.tensors[number], row[3] == "none" and row[1] in NUMBERS
-        parts.tensors[number] = mutated_numbers(stored, row[1], source) if plain else mutated_bytes(stored, source)
+        parts.tensors[number] = mutate_numbers(stored, row[1], source) if plain else mutate_bytes(stored, source)
 
 
-def _field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change a value of the header without the changes elsewhere that it would require."""
+def _change_field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+    """Change a value of the header, but nothing elsewhere that the change would require."""
     mutate_place(parts.header, vocabulary.words, source)
 
 
-def _header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> bytes:
+def _change_header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> bytes:
     """Change the bytes of the header: other msgpack forms, other values, or invalid msgpack."""
-    return mutated_bytes(msgpack.packb(parts.header), source)
+    return mutate_bytes(msgpack.packb(parts.header), source)
 
 
-def _swap(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _swap_tensors(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     """Swap, duplicate or drop stored tensors, with or without their rows in the header."""
     rows = parts.header["tensors"]
     if len(rows) < 2:
@@ -138,7 +140,7 @@ def _swap(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
         del parts.tensors[one], rows[one]
 
 
-def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _change_filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     """Store a tensor as a zstd frame with any options, or change the bytes of such a frame."""
     if not parts.tensors:
         return
@@ -151,47 +153,47 @@ def _filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
         )
         row[3], parts.tensors[number] = "zstd", compressor.compress(stored)
     else:
-        parts.tensors[number] = mutated_bytes(stored, source)
+        parts.tensors[number] = mutate_bytes(stored, source)
 
 
-def _refitted(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
+def _then_refit(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
     """Return an edit that applies ``change`` and then fits the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:
             # Ten times as fast as a deep copy, and the header came from msgpack.
             changed = Parts(msgpack.unpackb(msgpack.packb(parts.header), strict_map_key=False), list(parts.tensors))
-        except _NOT_A_FILE:
+        except _MALFORMED:
             return parts
         try:
             change(changed, vocabulary, source)
-            return refitted(changed, source)
-        except (KvpackError, *_NOT_A_FILE):
+            return refit_tensors(changed, source)
+        except (KvpackError, *_MALFORMED):
             return changed if source.random() < 0.3 else parts
 
     return edit
 
 
-def _another_codec(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _replace_codec(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     codecs = parts.header["codecs"]
     if codecs and vocabulary.codecs:
         codecs[source.randrange(len(codecs))] = copy.deepcopy(source.choice(vocabulary.codecs))
 
 
-def _codec_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _change_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     codec = source.choice(parts.header["codecs"])
     mutate_place(codec, vocabulary.words, source)
 
 
-def _side_car(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+def _change_side_car(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     """Give a codec a value of the same parameter from another codec, or a whole side-car of another codec."""
     codec, other = source.choice(parts.header["codecs"]), source.choice(vocabulary.codecs)
     name = source.choice([name for name in other if name != "id"])
     codec[name] = copy.deepcopy(other[name])
 
 
-def _shape(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change the tokens, sequences or heads of both sides of a layer."""
+def _change_shape(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+    """Change the tokens, sequences or heads of the keys and values of a layer."""
     sides = [side for side in source.choice(parts.header["layers"]).values() if side is not None]
     kind = source.randrange(6)
     if kind == 0:
@@ -209,8 +211,8 @@ def _shape(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
             side[name] = value
 
 
-def _layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Repeat or drop a layer or a side."""
+def _change_layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+    """Repeat or remove a layer, or its keys or values."""
     layers = parts.header["layers"]
     one = source.randrange(len(layers))
     kind = source.randrange(4)
@@ -224,15 +226,15 @@ def _layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None
         layers[one][source.choice("kv")] = copy.deepcopy(source.choice(layers)[source.choice("kv")])
 
 
-def _with_another_front(joined: bytes, source: random.Random) -> bytes:
-    """Change a byte of the length or of the JSON header, which have no digest but only one valid form."""
+def _change_front(joined: bytes, source: random.Random) -> bytes:
+    """Change a byte of the length or of the JSON header. They have no digest, but only one valid form."""
     end = 8 + int.from_bytes(joined[:8], "little")
     text = joined[: min(end, len(joined))]
     used = len(text.rstrip(b" ")) + 2
-    return mutated_bytes(text[:used], source) + text[used:] + joined[end:]
+    return mutate_bytes(text[:used], source) + text[used:] + joined[end:]
 
 
-def _with_another_pad(joined: bytes, source: random.Random) -> bytes:
+def _change_pad(joined: bytes, source: random.Random) -> bytes:
     """Set a bit in the padding between tensors, which has no digest either."""
     end = 8 + int.from_bytes(joined[:8], "little")
     pads = _PADS.findall(joined[:end])
@@ -245,14 +247,14 @@ def _with_another_pad(joined: bytes, source: random.Random) -> bytes:
 
 
 _EDITS: Sequence[tuple[Any, float]] = (
-    (_payload, 6),
-    (_field, 2),
-    (_header_bytes, 1),
-    (_swap, 0.5),
-    (_filter, 1),
-    (_refitted(_another_codec), 1),
-    (_refitted(_codec_parameter), 2),
-    (_refitted(_side_car), 1),
-    (_refitted(_shape), 2),
-    (_refitted(_layers), 0.5),
+    (_change_payload, 6),
+    (_change_field, 2),
+    (_change_header_bytes, 1),
+    (_swap_tensors, 0.5),
+    (_change_filter, 1),
+    (_then_refit(_replace_codec), 1),
+    (_then_refit(_change_parameter), 2),
+    (_then_refit(_change_side_car), 1),
+    (_then_refit(_change_shape), 2),
+    (_then_refit(_change_layers), 0.5),
 )

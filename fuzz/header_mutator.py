@@ -1,4 +1,4 @@
-"""Mutate the tensor kvpack.header by itself."""
+"""Mutation of the tensor kvpack.header."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from fuzz.byte_mutator import mutated_bytes
+from fuzz.byte_mutator import mutate_bytes
 from fuzz.value_mutator import mutate_place
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fuzz.file_mutator import Vocabulary
 
 
-def mutated_header(data: bytes, vocabulary: Vocabulary, source: random.Random, most: int = 1 << 13) -> bytes:
-    """Return ``data`` after an edit of one value, with another codec, or after an edit of its bytes."""
+def mutate_header(data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int = 1 << 13) -> bytes:
+    """Return ``data`` after one edit: a changed value, another codec, or changed bytes."""
     if source.random() < 0.2:
-        return mutated_bytes(data, source, most)
+        return mutate_bytes(data, source, max_bytes)
     try:
         header = msgpack.unpackb(data, strict_map_key=False)
         if source.random() < 0.2 and header["codecs"]:
@@ -28,5 +28,5 @@ def mutated_header(data: bytes, vocabulary: Vocabulary, source: random.Random, m
             mutate_place(header, vocabulary.words, source)
         packed: bytes = msgpack.packb(header)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException):
-        return mutated_bytes(data, source, most)
-    return packed[:most]
+        return mutate_bytes(data, source, max_bytes)
+    return packed[:max_bytes]

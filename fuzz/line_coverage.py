@@ -1,4 +1,4 @@
-"""Find the lines of the library that a set of inputs runs, and the inputs that run lines that the others do not."""
+"""Line coverage of the library by a set of inputs, and a choice of the inputs that add coverage."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ READERS = (
     "position_offsets",
     "zstd",
 )
-"""The modules of kvpack/file/ that read files."""
+"""Modules of kvpack/file/ that read files."""
 
 Arc = tuple[str, int, int]
 
 
 class Tracer:
-    """Runs functions and records each step from line to line in the sources of the library."""
+    """Recorder of every step from line to line in the sources of the library while a function runs."""
 
     def __init__(self) -> None:
         self.sources = {
@@ -41,7 +41,7 @@ class Tracer:
         self._arcs: set[Arc] = set()
 
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
-        """Return the steps that ``run`` takes; exceptions that it raises are ignored, because failures are counted elsewhere."""
+        """Return the steps that ``run`` takes. Exceptions are ignored, because failures are counted elsewhere."""
         self._arcs = set()
         sys.settrace(self._called)
         try:
@@ -80,7 +80,7 @@ def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], secon
     return {name: sorted(found) for name, found in sorted(lines.items())}
 
 
-def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
+def minimize(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
     """Return the smallest of ``inputs`` that together take every step that all of them take and ``known`` do not."""
     tracer = Tracer()
     steps: set[Arc] = set()
@@ -96,7 +96,7 @@ def minimized(run: Callable[[bytes], object], inputs: Iterable[bytes], known: It
 
 
 def runnable_lines() -> dict[str, set[int]]:
-    """Return the lines inside functions of formats/ and of the readers, by file; other lines run at import."""
+    """Return the lines inside functions of formats/ and of the readers, by file. Other lines run at import."""
     result: dict[str, set[int]] = {}
     readers = {f"kvpack/file/{name}.py" for name in READERS}
     for path, name in Tracer().sources.items():

@@ -1,4 +1,4 @@
-"""Check how ``kvpack import`` reads mlx-lm's prompt cache files. Imports torch."""
+"""Checks of ``kvpack import`` on prompt cache files of mlx-lm. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuzz.byte_mutator import mutated_bytes, mutated_numbers
-from fuzz.memory import growth
+from fuzz.byte_mutator import mutate_bytes, mutate_numbers
+from fuzz.memory import measure_growth
 from fuzz.value_mutator import mutate_place
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U64": 8, "U8": 1, "BOOL": 1}
 MAX_MIB = 64
-"""What a file may take besides its own bytes."""
+"""Maximum memory, in MiB, that reading a file may take in addition to its size."""
 _COUNTS = (0, 1, 2, 5, 16, 255, 256, 2**31 - 1, 2**31, 2**32, 2**40 - 1, 2**40, 9 * 10**9, 2**63 - 1, 2**63, 2**64 - 1)
 _WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache", "ConcatenateKVCache", "QuantizedKVCache", *SIZES, "", "5")
 
 
 def prompt_cache(layers: list[tuple[str, list[int], list[int]]], dtype: str = "BF16", count: str = "I32", *, older: bool = False) -> bytes:
-    """Return a prompt cache file in mlx-lm's newer or ``older`` form; each layer gives its class, the shape of its keys and values, and its
-    counts."""
+    """Return a prompt cache file in mlx-lm's newer or ``older`` format.
+
+    Each layer consists of its class, the shape of its keys and values, and its counts.
+    """
     metadata = {} if older else {"2.0": "", "0.title": "t"}
     header: dict[str, Any] = {"__metadata__": metadata}
     body = b""
@@ -61,25 +63,25 @@ SEEDS = (
 )
 
 
-def mutated_prompt_cache(data: bytes, source: random.Random, most: int) -> bytes:
+def mutate_prompt_cache(data: bytes, source: random.Random, max_bytes: int) -> bytes:
     """Return ``data`` after one edit of a count, its header, its arrays, or any byte."""
     end = 8 + int.from_bytes(data[:8], "little")
     kind = source.randrange(6)
     try:
         header = json.loads(data[8:end])
         if kind <= 2:
-            return _with_count(header, data[end:], source)[:most]
+            return _change_count(header, data[end:], source)[:max_bytes]
         if kind <= 4:
             mutate_place(header, _WORDS, source)
-            return joined(header, data[end:])[:most]
+            return joined(header, data[end:])[:max_bytes]
     except (ValueError, TypeError, RecursionError, KeyError, AttributeError):
         pass
     if source.random() < 0.5:
-        return data[:end] + mutated_numbers(data[end:], source.choice(("F16", "F32", "BF16")), source)
-    return mutated_bytes(data, source, most)
+        return data[:end] + mutate_numbers(data[end:], source.choice(("F16", "F32", "BF16")), source)
+    return mutate_bytes(data, source, max_bytes)
 
 
-def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> bytes:
+def _change_count(header: dict[str, Any], body: bytes, source: random.Random) -> bytes:
     """Return the file with another count, as an array of any dtype or as text in any spelling."""
     metadata, value = header.get("__metadata__", {}), source.choice(_COUNTS)
     texts = [name for name in metadata if name.startswith("0.") and name.count(".") == 2]
@@ -101,15 +103,15 @@ def _with_count(header: dict[str, Any], body: bytes, source: random.Random) -> b
 
 
 class PromptCacheOracle:
-    """Reads files, and writes the accepted ones again."""
+    """Check that reads files and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted; fails if reading takes too much memory or the file written back has other tokens."""
+        """Return True if the file is accepted. Fails if reading takes too much memory, or if the file written back has other tokens."""
         self._file.write_bytes(data)
-        taken = growth(lambda: self._accepted(len(data)))
+        taken = measure_growth(lambda: self._accepted(len(data)))
         assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"
         return self._accepted(len(data))
 

@@ -1,4 +1,4 @@
-"""Fit the tensors of a file to a changed header: each gets the name, dtype and size that the codecs and layers require."""
+"""Fitting of a file's tensors to a changed header: each gets the name, dtype and size that the codecs and layers require."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_PAYLOAD_BYTES = 1 << 14
 
 _POSITION_BYTES = 8
 
-_COUNTED = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens", "word_counts": "words"}
-"""Streams that say how many entries another one has."""
+_COUNTING_STREAMS = {"outlier_flags": "outliers", "raw_token_flags": "raw_tokens", "word_counts": "words"}
+"""Streams that determine the number of entries of another stream."""
 _COUNTS: dict[str, Callable[[bytes], int]] = {
     "outliers": lambda flags: int.from_bytes(flags, "little").bit_count(),
     "raw_tokens": lambda flags: flags.count(1),
@@ -32,10 +32,10 @@ _COUNTS: dict[str, Callable[[bytes], int]] = {
 }
 
 
-def refitted(parts: Parts, source: random.Random) -> Parts:
-    """Return ``parts`` with the tensors that its header requires; tensors keep as many of their bytes as fit.
+def refit_tensors(parts: Parts, source: random.Random) -> Parts:
+    """Return ``parts`` with the tensors that its header requires. Tensors keep as many of their bytes as fit.
 
-    Raises KvpackError, or what a header without the form of one raises, when there are none.
+    Raises KvpackError, or any error of a malformed header, if there are no such tensors.
     """
     stored = {row[0]: _content(row, data) for row, data in zip(parts.header["tensors"], parts.tensors, strict=True)}
     codecs = [codec_from_params(params) for params in parts.header["codecs"]]
@@ -54,7 +54,7 @@ def refitted(parts: Parts, source: random.Random) -> Parts:
     for name, layout in layouts.items():
         size = layout_bytes(layout)
         rows.append([name, layout.dtype, list(layout.shape), "none", size, bytes(16)])
-        tensors.append(_fitted(stored.get(name, b""), size, source))
+        tensors.append(_fit_bytes(stored.get(name, b""), size, source))
     return Parts({**parts.header, "tensors": rows}, tensors)
 
 
@@ -73,15 +73,15 @@ def _content(row: list[Any], data: bytes) -> bytes:
     return decompress(data, MAX_PAYLOAD_BYTES) if size <= MAX_PAYLOAD_BYTES else b""
 
 
-def _fitted(known: bytes, size: int, source: random.Random) -> bytes:
-    """Return ``size`` bytes that begin with ``known`` and repeat it to fill up, so that streams keep their character."""
+def _fit_bytes(known: bytes, size: int, source: random.Random) -> bytes:
+    """Return ``size`` bytes that begin with ``known`` and repeat it as needed, so that streams keep their character."""
     if known:
         return (known * (size // len(known) + 1))[:size]
     return source.choice((bytes, source.randbytes))(size)
 
 
 def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
-    """Set ``entries`` of a side to the number given by its fitted flags or counts; a side without such streams has none."""
+    """Set ``entries`` of ``side`` to the numbers that its fitted flags or counts determine, or remove it if there are no such streams."""
     names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
     side.pop("entries", None)
     if not names:
@@ -91,8 +91,8 @@ def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[
         count = len(stored.get(f"{where}.raw_positions", b"")) // _POSITION_BYTES
         side["entries"] |= {"raw_positions": count, "raw_values": count}
     for stream, layout in side_tensors(codec, _side(side)).items():
-        name = _COUNTED.get(stream.split(".")[0])
+        name = _COUNTING_STREAMS.get(stream.split(".")[0])
         if name is not None and layout_bytes(layout) <= MAX_PAYLOAD_BYTES:
             place = f"{where}.{stream}"
-            stored[place] = flags = _fitted(stored.get(place, b""), layout_bytes(layout), source)
+            stored[place] = flags = _fit_bytes(stored.get(place, b""), layout_bytes(layout), source)
             side["entries"][name] += _COUNTS[name](flags)

@@ -1,9 +1,9 @@
-"""Encode and decode arbitrary tensors with codecs of arbitrary options until the time is up.
+"""Encoding and decoding of random tensors by codecs with random options, for a given time.
 
     python -m fuzz.roundtrip --seconds 60 --codec group
 
-Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/support/strategies.py
-has a row for each codec). Prints how many examples ran, the slowest and the failures; exits with 1 when there are any.
+Every example is encoded, compared with its layout, checked, and decoded within its codec's bound (tests/support/strategies.py has a row for
+each codec). Prints the number of examples, the slowest ones and the failures. Exits with 1 if there are failures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FAILURES = 5
 
 @dataclass
 class Report:
-    """The results of a run: examples per codec, examples refused by an encoder, the slowest, and the smallest failing ones."""
+    """Results of a run: examples per codec, examples refused by an encoder, the slowest examples, and the smallest failing ones."""
 
     examples: Counter[str] = field(default_factory=Counter)
     refused: int = 0
@@ -47,7 +47,7 @@ class Report:
 
 
 def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
-    """Run examples of ``codec_id`` (None: every codec) for ``seconds``, at least one batch; each batch has its own seed.
+    """Run examples of ``codec_id``, or of every codec if it is None, for ``seconds``. At least one batch runs; each has its own seed.
 
     Ends early after ``MAX_FAILURES`` failing batches.
     """

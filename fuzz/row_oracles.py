@@ -1,4 +1,4 @@
-"""Check the reading of packed rows, whose bytes another process may have written. Imports torch."""
+"""Checks of packed rows, whose bytes another process may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuzz.byte_mutator import mutated_bytes, mutated_numbers
-from fuzz.header_mutator import mutated_header
+from fuzz.byte_mutator import mutate_bytes, mutate_numbers
+from fuzz.header_mutator import mutate_header
 from fuzz.reader_oracles import check_readers
 from kvpack.file.row import FRAME_BYTES, MAGIC, write_checksum
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
@@ -33,10 +33,10 @@ PAGES = (
     ("kv=polar:b=4.2.2", PageGeometry(1, 1, 2, 32, 32, "fp32")),
     ("k=minifloat:element=e4m3;v=minifloat:element=e2m1,scales=e4m3", PageGeometry(2, 2, 3, 16, 16)),
 )
-"""Pages of every codec, and of every dtype."""
+"""Pages with every codec and every dtype."""
 
 
-def row_of(codec: PageCodec) -> bytes:
+def make_row(codec: PageCodec) -> bytes:
     """Return the row of a page of random values."""
     geometry, source, row = codec.geometry, torch.Generator().manual_seed(0), bytearray(codec.nbytes)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
@@ -48,30 +48,30 @@ def row_of(codec: PageCodec) -> bytes:
 
 
 class RowOracle:
-    """Checks how codecs decode rows, and whether the second decoder agrees."""
+    """Check of how codecs decode rows, with a comparison to the second decoder."""
 
     def __init__(self) -> None:
         made = [PageCodec(recipe, geometry, namespace=NAMESPACE) for recipe, geometry in PAGES]
         self._codecs = {codec.layout.description: codec for codec in made}
-        self.rows = [row_of(codec) for codec in made]
+        self.rows = [make_row(codec) for codec in made]
 
-    def mutated(self, data: bytes, vocabulary: Vocabulary, source: random.Random, most: int) -> bytes:
-        """Return a mutated row, mostly with a length and checksum that match its new contents."""
+    def mutate(self, data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int) -> bytes:
+        """Return a mutated row. Usually, its length and checksum match its new contents."""
         if len(data) < FRAME_BYTES or source.random() < 0.05:
-            return mutated_bytes(data, source, most)
+            return mutate_bytes(data, source, max_bytes)
         size = min(struct.unpack_from("<I", data, 96)[0], len(data) - FRAME_BYTES)
         description, begin = data[FRAME_BYTES : FRAME_BYTES + size], FRAME_BYTES + size + -size % 64
         streams, frame, kind = data[begin:], data[:FRAME_BYTES], source.randrange(8)
         if kind == 0:
-            frame = mutated_bytes(frame, source)[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")
+            frame = mutate_bytes(frame, source)[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")
         elif kind == 1:
-            description = mutated_header(description, vocabulary, source)
+            description = mutate_header(description, vocabulary, source)
         elif kind == 2:
-            streams = mutated_bytes(streams, source, most)
+            streams = mutate_bytes(streams, source, max_bytes)
         else:
-            streams = mutated_numbers(streams, source.choice(("U8", "U16", "F16", "F32")), source)
+            streams = mutate_numbers(streams, source.choice(("U8", "U16", "F16", "F32")), source)
         padded = description + bytes(-len(description) % 64)
-        row = bytearray((frame + padded + streams)[:most])
+        row = bytearray((frame + padded + streams)[:max_bytes])
         row += bytes(-len(row) % 64)
         if kind != 0:
             struct.pack_into("<Q", row, 16, len(row))
@@ -85,8 +85,8 @@ class RowOracle:
         return bytes(row)
 
     def check(self, data: bytes) -> bool:
-        """Return True if a row is accepted; a refused row must write nothing, and no row may crash a codec, whatever its values."""
-        codec = self._codec_of(data)
+        """Return True if a row is accepted. A refused row must not write values, and no row may crash a codec."""
+        codec = self._described_codec(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
         if refused is not None:
@@ -95,9 +95,10 @@ class RowOracle:
         return refused is None
 
     def compare(self, data: bytes) -> None:
-        """Check that the other readers accept exactly the rows that a codec built from their description accepts, and decode the same
-        values within its tolerance."""
-        codec = self._codec_of(data)
+        """Check that other readers accept the same rows as a codec built from their description, and decode the same values within its
+        tolerance.
+        """
+        codec = self._described_codec(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
         read, rule = None, ""
@@ -128,7 +129,7 @@ class RowOracle:
         error = (found - expected).abs() - tolerances - spread * expected.abs() - (0 if opaque else 2**-16)
         assert not (error[kept] > 0).any(), f"off by {error[kept].max()}"
 
-    def _codec_of(self, data: bytes) -> PageCodec:
+    def _described_codec(self, data: bytes) -> PageCodec:
         """Return the page codec that a row describes, or any codec if the description is invalid."""
         size = int.from_bytes(data[96:100], "little")
         description = data[FRAME_BYTES : FRAME_BYTES + size] if data[: len(MAGIC)] == MAGIC else b""

@@ -3,8 +3,8 @@
     python -m fuzz.run --seconds 60
     python -m fuzz.run --target container --target header --executions 1000000
 
-Exits with 1 when an input crashed or hung a target or took too much memory, or when a target died. A failing input is kept as
-a file, with the command that repeats it.
+Exits with 1 if an input crashed or hung a target or took too much memory, or if a target died. Every failing input is saved as a file, and
+the command that repeats it is printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.reader_programs import READERS, missing
 _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 
 
-def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run one target and return its report; a process that ends without a report is itself reported as a crash."""
+    """Run one target and return its report. A process that ends without a report counts as a crash."""
     found.parent.mkdir(parents=True, exist_ok=True)
     words = [name, "--seconds", str(seconds), "--seed", str(arguments.seed), "--lines", str(arguments.lines), "--report", str(path)]
     words += ["--found", str(found), "--failures", str(arguments.failures)]
@@ -84,7 +84,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
 
 def main() -> int:
     """Run the command line."""
-    arguments = arguments_of()
+    arguments = parse_arguments()
     for name in READERS:
         if reason := missing(name):
             print(f"{name}: no oracle, because {reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Check the reading of a store's encrypted entries, which anyone may have written."""
+"""Checks of the encrypted entries of a store, which anyone may have written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fuzz.byte_mutator import mutated_bytes
+from fuzz.byte_mutator import mutate_bytes
 from kvpack.formats.errors import KvpackError
 from kvpack.identity.identity import length_prefixed
 from kvpack.store.encryption import MAGIC, Cipher
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SEALED_KEY, _TENANT, _NAME = bytes(range(16)), "tenant", b"id"
 
 
-def sealed(plain: bytes) -> bytes:
+def seal(plain: bytes) -> bytes:
     """Return an encrypted entry with a fixed nonce, so that seeds are the same in every run."""
     head = MAGIC + bytes([len(_NAME)]) + _NAME
     associated = b"".join(map(length_prefixed, (head, bytes(KEY_BYTES), _TENANT.encode())))
@@ -28,14 +28,14 @@ def sealed(plain: bytes) -> bytes:
     return data + xxhash.xxh3_128_digest(data)
 
 
-SEALED = {sealed(plain): plain for plain in (b"", b"x", bytes(100))}
+SEALED = {seal(plain): plain for plain in (b"", b"x", bytes(100))}
 
 
-def mutated_sealed(data: bytes, source: random.Random, most: int) -> bytes:
-    """Return a mutated encrypted entry, mostly with a correct digest."""
+def mutate_sealed(data: bytes, source: random.Random, max_bytes: int) -> bytes:
+    """Return a mutated encrypted entry, usually with a correct digest."""
     if source.random() < 0.1:
-        return mutated_bytes(data, source, most)
-    body = mutated_bytes(data[:-16], source, most - 16)
+        return mutate_bytes(data, source, max_bytes)
+    body = mutate_bytes(data[:-16], source, max_bytes - 16)
     return body + xxhash.xxh3_128_digest(body)
 
 

@@ -1,4 +1,4 @@
-"""List the seeds of fuzzing: the conformance vectors, the golden files, and the committed corpus of a target."""
+"""Seeds of the fuzzers: conformance vectors, golden files, and the committed corpus of a target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz.file_mutator import taken_apart
+from fuzz.file_mutator import take_apart
 
 if TYPE_CHECKING:
     from support.parts import Parts
@@ -20,14 +20,14 @@ MAX_SEED_BYTES = 1 << 14
 
 @cache
 def kvpack_files() -> tuple[bytes, ...]:
-    """Return all vectors, including the refused ones, and small golden files, the smallest first."""
+    """Return all vectors, including the refused ones, and small golden files; the smallest first."""
     paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MAX_SEED_BYTES)
     return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
 
 
-def files_of(codec_id: str) -> list[bytes]:
+def files_with_codec(codec_id: str) -> list[bytes]:
     """Return the files that use only the codec ``codec_id``, without side-cars."""
-    return [data for data in kvpack_files() if (parts := taken_apart(data)) and _codecs(parts) == {(codec_id, False)}]
+    return [data for data in kvpack_files() if (parts := take_apart(data)) and _codecs(parts) == {(codec_id, False)}]
 
 
 @cache
@@ -39,13 +39,13 @@ def bases() -> tuple[bytes, ...]:
 
 
 def _is_basis(data: bytes) -> bool:
-    parts = taken_apart(data)
+    parts = take_apart(data)
     return parts is not None and "basis" in parts.header["required"]
 
 
 def files_with_side_cars() -> list[bytes]:
     """Return the files in which a codec has side-cars."""
-    return [data for data in kvpack_files() if (parts := taken_apart(data)) and any(has for _, has in _codecs(parts))]
+    return [data for data in kvpack_files() if (parts := take_apart(data)) and any(has for _, has in _codecs(parts))]
 
 
 def _codecs(parts: Parts) -> set[tuple[str, bool]]:
@@ -57,7 +57,7 @@ def _codecs(parts: Parts) -> set[tuple[str, bool]]:
 
 
 def rows() -> list[bytes]:
-    """Return all vectors of rows, including the refused ones."""
+    """Return all row vectors, including the refused ones."""
     return [path.read_bytes() for path in sorted((ROOT / "spec" / "row-vectors").glob("*.row"))]
 
 
@@ -65,14 +65,14 @@ def headers() -> list[bytes]:
     """Return the header tensors of all files."""
     import msgpack
 
-    return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := taken_apart(data))]
+    return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := take_apart(data))]
 
 
 def corpus_path(target: str) -> Path:
     return CORPUS / f"{target}_seed_corpus.zip"
 
 
-def committed(target: str) -> list[bytes]:
+def committed_inputs(target: str) -> list[bytes]:
     """Return the inputs of a target's committed corpus."""
     path = corpus_path(target)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Run one target: time and count every input, keep failing inputs as files, and report the results."""
+"""One run of a target: it times and counts every input, saves failing inputs as files, and reports the results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_FAILURES = 20
 
 @dataclass
 class Report:
-    """The results of a run. Memory is resident memory in MiB: after the imports, before the first input, and at its peak.
+    """Results of a run. Memory is resident memory in MiB: after the imports, before the first input, and at its peak.
 
-    ``memory_of_files`` is the part of the libraries mapped from their files: code that all processes share.
+    ``memory_of_files`` is the part that is mapped from the libraries' files: code that all processes share.
     """
 
     target: str
@@ -44,7 +44,7 @@ class Report:
 
 
 class Session:
-    """Runs inputs of a target for ``seconds`` or ``executions``; failing inputs are written to ``failures``."""
+    """Run of a target's inputs for ``seconds`` or ``executions``. Failing inputs are written to ``failures``."""
 
     def __init__(self, report: Report, target: Target, seconds: float, executions: int | None, failures: Path) -> None:
         self.report, self.target, self.failures = report, target, failures
@@ -59,7 +59,7 @@ class Session:
         return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MAX_FAILURES
 
     def run(self, data: bytes) -> None:
-        """Check and time one input; one in ``every`` inputs is also compared."""
+        """Check and time one input. One in ``every`` inputs is also compared."""
         report, target = self.report, self.target
         accepted = False
         # The time of this thread: an input is not hanging while another process has the core.
@@ -76,7 +76,7 @@ class Session:
             self._slowest = data
         if seconds > HANG_SECONDS:
             report.hangs.append(self._kept(data, "hang"))
-        if target.compare is not None and hash_of(data) % target.every == 0:
+        if target.compare is not None and stable_hash(data) % target.every == 0:
             report.compared += 1
             try:
                 target.compare(data)
@@ -86,13 +86,13 @@ class Session:
     def finish(self) -> Report:
         """Return the report, and write the slowest input to a file."""
         self.report.seconds = time.perf_counter() - self._start
-        self.report.memory_peak = resident("VmHWM")
+        self.report.memory_peak = resident_mib("VmHWM")
         if self.report.executions:
             self.report.slowest_input = self._kept(self._slowest, "slowest")
         return self.report
 
     def _failed(self, data: bytes, error: Exception) -> None:
-        """Keep the first input for each distinct location and kind of failure."""
+        """Save the first input for each distinct location and kind of failure."""
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}:{type(error).__name__}"
         if place not in self._seen:
@@ -108,12 +108,12 @@ class Session:
         return str(path)
 
 
-def hash_of(data: bytes) -> int:
+def stable_hash(data: bytes) -> int:
     """Return a number that is the same in every run, so that the choice of compared inputs does not depend on their order."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "big")
 
 
-def resident(name: str) -> float:
+def resident_mib(name: str) -> float:
     """Return a resident memory figure of this process in MiB: ``VmRSS`` (current), ``RssFile`` (mapped from files) or ``VmHWM`` (peak).
 
     0 if the system does not report it.

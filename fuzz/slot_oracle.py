@@ -1,4 +1,4 @@
-"""Check how ``kvpack import`` reads sequence states of llama.cpp. Imports torch."""
+"""Checks of ``kvpack import`` on sequence states of llama.cpp. Imports torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz.byte_mutator import mutated_bytes
+from fuzz.byte_mutator import mutate_bytes
 from fuzz.value_oracles import assert_equal
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.llama_cpp import export_slot, import_slot
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 SEEDS = tuple(
     path.read_bytes() for path in sorted((Path(__file__).resolve().parents[1] / "tests" / "integrations" / "llama_cpp").glob("*.bin"))
 )
-"""Files of llama.cpp, those that kvpack refuses among them."""
+"""Files of llama.cpp, including some that kvpack refuses."""
 _WORDS = tuple(struct.pack("<I", word) for word in (0, 1, 2, 3, 8, 30, 256, 4096, 2**16, 2**31 - 1, 2**31, 2**32 - 1))
 
 
-def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
+def mutate_slot(data: bytes, source: random.Random, max_bytes: int) -> bytes:
     """Return ``data`` after one or two edits of a word (most often a count, type or size) or of any byte."""
     for _ in range(source.randrange(1, 3)):
         if source.random() < 0.2 or len(data) < 8:
-            data = mutated_bytes(data, source, most)
+            data = mutate_bytes(data, source, max_bytes)
             continue
         at = source.randrange(0, len(data) - 3, 4)
         if source.random() < 0.7:
@@ -34,17 +34,18 @@ def mutated_slot(data: bytes, source: random.Random, most: int) -> bytes:
             at = min(at % 160, len(data) - 4) // 4 * 4
         word = source.choice(_WORDS) if source.random() < 0.7 else data[(other := source.randrange(0, len(data) - 3, 4)) : other + 4]
         data = data[:at] + word + data[at + 4 :]
-    return data[:most]
+    return data[:max_bytes]
 
 
 class SlotOracle:
-    """Reads files with and without sliding windows, and writes the accepted ones again."""
+    """Check that reads files with and without sliding windows, and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "slot", folder / "again"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted; fails unless it is then written with the same layers and reads back as the same cache."""
+        """Return True if the file is accepted. Fails unless the file can be written with the same layers, and reads back as the same cache.
+        """
         self._file.write_bytes(data)
         return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])
 

@@ -1,4 +1,4 @@
-"""Summarize the reports of a run: a table, the covered lines, and the failures."""
+"""Summary of a run's reports: a table, the covered lines, and the failures."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from fuzz.line_coverage import READERS, runnable_lines
 from kvpack.output import print_table
 
-MAX_MEMORY = 256.0
-"""The most MiB of a process, without library code mapped from files, of which PyTorch has 75."""
-MAX_GROWTH = 80.0
-"""The most MiB that a run may add to the libraries: PyTorch alone takes more than 140, and libFuzzer adds 30 for its tables."""
-MORE_OF_ENCODERS = {"append": 40.0}
-"""Additional MiB for a target whose inputs are encoded: encoders keep search tables, within the constant of kvpack.file.footprint."""
+MAX_MEMORY_MIB = 256.0
+"""Maximum memory of a process, without library code mapped from files. PyTorch takes 75 MiB of it."""
+MAX_GROWTH_MIB = 80.0
+"""Maximum memory that a run may add to that of the libraries. PyTorch takes more than 140 MiB of it, and libFuzzer's tables 30 MiB."""
+ENCODER_MIB = {"append": 40.0}
+"""Additional memory of a target that encodes its inputs: encoders keep search tables, within the constant of kvpack.file.footprint."""
 
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:
-    """Return every failure of a run, each with the command that repeats it."""
+    """Return all failures of a run, each with the command that repeats it."""
     found = []
     for report in reports:
         name = report["target"]
@@ -26,11 +26,11 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
                 repeat = f"\n  PYTHONPATH=tests python -m fuzz.worker {name} --repeat {path}" if "ended with" not in path else ""
                 found.append(f"{name}: {kind}: {text}{repeat}")
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
-        more = MORE_OF_ENCODERS.get(name, 0.0)
-        if growth > MAX_GROWTH + more:
-            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH + more:.0f}")
-        if (memory := _memory(report)) > MAX_MEMORY + more:
-            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY + more:.0f}")
+        more = ENCODER_MIB.get(name, 0.0)
+        if growth > MAX_GROWTH_MIB + more:
+            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH_MIB + more:.0f}")
+        if (memory := _memory(report)) > MAX_MEMORY_MIB + more:
+            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY_MIB + more:.0f}")
         if not report.get("executions"):
             found.append(f"{name}: ran no input")
     return found
@@ -42,7 +42,7 @@ def _memory(report: dict[str, Any]) -> float:
 
 
 def coverage_lines(reports: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return the covered and the runnable lines by file, over all targets."""
+    """Return the covered and the runnable lines of all targets, by file."""
     covered: dict[str, set[int]] = {}
     for report in reports:
         for name, lines in report.get("lines", {}).items():

@@ -1,6 +1,6 @@
-"""Define the fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
+"""Fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
 
-A target is made in the process that runs it, so that processes without torch stay small.
+A target is created in the process that runs it, so that processes without torch stay small.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuzz import seeds
-from fuzz.byte_mutator import mutated_text
-from fuzz.file_mutator import Vocabulary, mutated_file
-from fuzz.header_mutator import mutated_header
+from fuzz.byte_mutator import mutate_text
+from fuzz.file_mutator import Vocabulary, mutate_file
+from fuzz.header_mutator import mutate_header
 
 if TYPE_CHECKING:
     import random
@@ -29,9 +29,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Target:
-    """One fuzz target. ``check`` returns whether an input was accepted, and raises if a property does not hold.
+    """A fuzz target. ``check`` returns True if an input is accepted, and raises if a property does not hold.
 
-    ``compare``, on one input in ``every``, compares with another reader; its time does not count as the input's. ``share`` is the target's
+    ``compare`` compares one in ``every`` inputs with another reader; its time does not count as the input's. ``share`` is the target's
     share of a run's time.
     """
 
@@ -40,12 +40,12 @@ class Target:
     check: Callable[[bytes], bool]
     compare: Callable[[bytes], None] | None = None
     every: int = 64
-    most_bytes: int = 1 << 14
+    max_bytes: int = 1 << 14
 
 
 def _files(found: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tuple[bytes, ...], Callable[[bytes, random.Random], bytes]]:
     words = Vocabulary.of(found) if vocabulary is None else vocabulary
-    return tuple(found), lambda data, source: mutated_file(data, words, source, Target.most_bytes)
+    return tuple(found), lambda data, source: mutate_file(data, words, source, Target.max_bytes)
 
 
 def container() -> Target:
@@ -56,12 +56,12 @@ def container() -> Target:
 
 
 def header() -> Target:
-    """Return the target for the tensor kvpack.header alone."""
+    """Return the target for the tensor kvpack.header."""
     from fuzz.oracles import check_header, compare_header
 
     vocabulary = Vocabulary.of(seeds.kvpack_files())
     return Target(
-        tuple(seeds.headers()), lambda data, source: mutated_header(data, vocabulary, source), check_header, compare_header, 32, 1 << 13
+        tuple(seeds.headers()), lambda data, source: mutate_header(data, vocabulary, source), check_header, compare_header, 32, 1 << 13
     )
 
 
@@ -69,7 +69,7 @@ def codec(codec_id: str) -> Target:
     """Return the target for one codec: its parameters, its streams, and the values that they decode to."""
     from fuzz.value_oracles import check_values, compare_values
 
-    return Target(*_files(seeds.files_of(codec_id)), check_values, compare_values)
+    return Target(*_files(seeds.files_with_codec(codec_id)), check_values, compare_values)
 
 
 def side_cars() -> Target:
@@ -83,7 +83,7 @@ def attend() -> Target:
     """Return the target that attends to files of any codec, with any options."""
     from fuzz.cache_oracles import check_attend, compare_attend
 
-    _run_what_caches_run()
+    _preload_caches()
     return Target(*_files(list(seeds.kvpack_files())), check_attend, compare_attend)
 
 
@@ -91,7 +91,7 @@ def append() -> Target:
     """Return the target that appends tokens to files of any codec."""
     from fuzz.cache_oracles import check_append
 
-    _run_what_caches_run()
+    _preload_caches()
     return Target(*_files(list(seeds.kvpack_files())), check_append)
 
 
@@ -103,28 +103,28 @@ def safetensors() -> Target:
 
 
 def entry() -> Target:
-    """Return the target for entries of a store, read both by template and by parsing."""
-    from fuzz.entry_oracles import EntryOracle, mutated_entry
+    """Return the target for store entries, which are read both by template and by parsing."""
+    from fuzz.entry_oracles import EntryOracle, mutate_entry
 
     oracle = EntryOracle()
     found = [data for chain in oracle.chains.values() for data in chain]
     vocabulary = Vocabulary.of([*found, *seeds.kvpack_files()])
-    return Target(tuple(found), lambda data, source: mutated_entry(data, vocabulary, source, Target.most_bytes), oracle.check)
+    return Target(tuple(found), lambda data, source: mutate_entry(data, vocabulary, source, Target.max_bytes), oracle.check)
 
 
 def encrypted_entry() -> Target:
     """Return the target for encrypted entries of a store."""
-    from fuzz.sealed_oracles import SEALED, check_sealed, mutated_sealed
+    from fuzz.sealed_oracles import SEALED, check_sealed, mutate_sealed
 
-    return Target(tuple(SEALED), lambda data, source: mutated_sealed(data, source, 1 << 10), check_sealed, most_bytes=1 << 10)
+    return Target(tuple(SEALED), lambda data, source: mutate_sealed(data, source, 1 << 10), check_sealed, max_bytes=1 << 10)
 
 
 def record() -> Target:
     """Return the target for pins and usage records, which a store keeps next to its entries."""
-    from fuzz.record_oracle import SEEDS, check_record, mutated_record
+    from fuzz.record_oracle import SEEDS, check_record, mutate_record
 
-    most = 1 << 10
-    return Target(SEEDS, lambda data, source: mutated_record(data, source, most), check_record, most_bytes=most)
+    max_bytes = 1 << 10
+    return Target(SEEDS, lambda data, source: mutate_record(data, source, max_bytes), check_record, max_bytes=max_bytes)
 
 
 def row() -> Target:
@@ -134,34 +134,34 @@ def row() -> Target:
     oracle = RowOracle()
     vocabulary = Vocabulary.of(seeds.kvpack_files())
     found = (*oracle.rows, *seeds.rows())
-    return Target(found, lambda data, source: oracle.mutated(data, vocabulary, source, Target.most_bytes), oracle.check, oracle.compare)
+    return Target(found, lambda data, source: oracle.mutate(data, vocabulary, source, Target.max_bytes), oracle.check, oracle.compare)
 
 
 def slot() -> Target:
     """Return the target for sequence states of llama.cpp."""
-    from fuzz.slot_oracle import SEEDS, SlotOracle, mutated_slot
+    from fuzz.slot_oracle import SEEDS, SlotOracle, mutate_slot
 
-    most = 1 << 12
-    return Target(SEEDS, lambda data, source: mutated_slot(data, source, most), SlotOracle(_folder()).check, most_bytes=most)
+    max_bytes = 1 << 12
+    return Target(SEEDS, lambda data, source: mutate_slot(data, source, max_bytes), SlotOracle(_folder()).check, max_bytes=max_bytes)
 
 
 def basis() -> Target:
     """Return the target for basis files, and for data encoded with them."""
     from fuzz.basis_oracle import SEEDS, check_basis
 
-    _run_what_caches_run()
+    _preload_caches()
     mutate = _files([*SEEDS, *seeds.bases()])[1]
     return Target((*SEEDS, *seeds.bases()), mutate, check_basis)
 
 
 def prompt_cache() -> Target:
     """Return the target for prompt caches of mlx-lm."""
-    from fuzz.prompt_cache_oracle import SEEDS, PromptCacheOracle, mutated_prompt_cache
+    from fuzz.prompt_cache_oracle import SEEDS, PromptCacheOracle, mutate_prompt_cache
 
-    most = 1 << 13
-    _run_what_caches_run()
+    max_bytes = 1 << 13
+    _preload_caches()
     check = PromptCacheOracle(_folder()).check
-    return Target(SEEDS, lambda data, source: mutated_prompt_cache(data, source, most), check, most_bytes=most)
+    return Target(SEEDS, lambda data, source: mutate_prompt_cache(data, source, max_bytes), check, max_bytes=max_bytes)
 
 
 def recipe() -> Target:
@@ -169,7 +169,7 @@ def recipe() -> Target:
     from fuzz.oracles import check_recipe
 
     texts, words = _recipe_words()
-    return Target(tuple(texts), lambda data, source: mutated_text(data, words, source), check_recipe, most_bytes=1 << 12)
+    return Target(tuple(texts), lambda data, source: mutate_text(data, words, source), check_recipe, max_bytes=1 << 12)
 
 
 def recipe_file() -> Target:
@@ -180,35 +180,35 @@ def recipe_file() -> Target:
     found = tuple(b"# a comment\n" + text.replace(b";", b"\n") + b"\n" for text in texts)
     path = str(_folder() / "recipe.txt")
     words = [*words, b"#", b"\n", b"\r\n", b"\xef\xbb\xbf", b"@other.txt"]
-    return Target(found, lambda data, source: mutated_text(data, words, source), partial(check_recipe_file, path=path), most_bytes=1 << 12)
+    return Target(found, lambda data, source: mutate_text(data, words, source), partial(check_recipe_file, path=path), max_bytes=1 << 12)
 
 
 def command() -> Target:
     """Return the target for the command line on a kvpack file: inspect, verify, unpack, convert, store."""
     from fuzz.command_oracle import CommandOracle
 
-    _import_what_commands_do()
+    _preload_commands()
     return Target(*_files(list(seeds.kvpack_files())), CommandOracle(_folder()).check)
 
 
 def dense_file() -> Target:
     """Return the target for the command line on a safetensors file of dense keys and values: pack."""
     from fuzz.command_oracle import CommandOracle
-    from fuzz.dense_mutator import SEEDS, mutated_dense
+    from fuzz.dense_mutator import SEEDS, mutate_dense
 
-    _import_what_commands_do()
-    return Target(SEEDS, lambda data, source: mutated_dense(data, source, 1 << 13), CommandOracle(_folder()).check_pack, most_bytes=1 << 13)
+    _preload_commands()
+    return Target(SEEDS, lambda data, source: mutate_dense(data, source, 1 << 13), CommandOracle(_folder()).check_pack, max_bytes=1 << 13)
 
 
-def _import_what_commands_do() -> None:
-    """Import the modules that commands import lazily, so that they are not counted against an input."""
+def _preload_commands() -> None:
+    """Import the modules that commands import lazily, so that their memory is not attributed to an input."""
     for module in ("rich.console", "rich.table", "safetensors.torch", "kvpack.cache.packing", "kvpack.store.catalog"):
         importlib.import_module(module)
-    _run_what_caches_run()
+    _preload_caches()
 
 
-def _run_what_caches_run() -> None:
-    """Run PyTorch code that is mapped on first use, so that it is not counted against an input."""
+def _preload_caches() -> None:
+    """Run PyTorch code that is mapped on first use, so that its memory is not attributed to an input."""
     import torch
 
     import kvpack
@@ -232,7 +232,7 @@ def _recipe_words() -> tuple[list[bytes], list[bytes]]:
 
 
 def _folder() -> Path:
-    """Return a temporary folder of this process, in memory if the system has a file system there."""
+    """Return a temporary folder of this process, in memory if the system has a file system in memory."""
     folder = Path(tempfile.mkdtemp(prefix="kvpack-fuzz-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

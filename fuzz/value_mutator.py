@@ -1,68 +1,68 @@
-"""Mutate msgpack values at random: any map, array, number or string of a header may turn into any other."""
+"""Random mutation of msgpack values: any map, array, number or string of a header may turn into any other value."""
 
 from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
 
-from fuzz.byte_mutator import mutated_bytes
+from fuzz.byte_mutator import mutate_bytes
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
 LIMITS = (0, 1, 256, 4096, 65535, 65536, 2**17, 2**20, 2**31, 2**32, 2**40 - 1, 2**53, 2**60 - 1, 2**63, 2**64 - 1)
-"""Numbers at limits of the format or of machine integers."""
+"""Numbers at the limits of the format and of machine integers."""
 
 _OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0}, [[[[[[[0]]]]]]])
 _LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {str(number): number for number in range(257)})
-"""Values above a limit, or larger than the length of a header allows."""
+"""Values above a limit, or longer than a header can describe."""
 
 
-def of_another_type(source: random.Random) -> Any:
-    """Return a value of any type, new at each call because callers may change it."""
+def random_value(source: random.Random) -> Any:
+    """Return a value of any type. Every call creates a new one, because callers may change it."""
     return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every (map or array, key or index) of ``value``, from the top down."""
+def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every (map or array, key or index) within ``value``, from the top down."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield value, key
-        yield from places(entry)
+        yield from iterate_places(entry)
 
 
 def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
-    """Change one value in ``top``, or the entries of one of its maps and arrays, in place."""
-    found = list(places(top))
+    """Change one value within ``top``, or the entries of one of its maps and arrays, in place."""
+    found = list(iterate_places(top))
     if not found:
         return
     holder, key = source.choice(found)
     if source.random() < 0.75:
-        holder[key] = mutated_value(holder[key], words, source)
+        holder[key] = mutate_value(holder[key], words, source)
     elif isinstance(holder, list):
         _mutate_array(holder, source)
     else:
         _mutate_map(holder, key, words, source)
 
 
-def mutated_value(value: Any, words: Sequence[str], source: random.Random) -> Any:
-    """Return another value, mostly of the same type."""
+def mutate_value(value: Any, words: Sequence[str], source: random.Random) -> Any:
+    """Return another value, usually of the same type."""
     if source.random() < 0.1:
-        return of_another_type(source)
+        return random_value(source)
     if type(value) is int:
         limit = source.choice(LIMITS)
         return source.choice((value + 1, max(value - 1, -(2**63)), value * 2, value // 2, limit, limit + 1, source.randrange(300))) % 2**64
     if isinstance(value, str):
         return source.choice((source.choice(words), value + "x", value[:-1], value.upper(), value * source.choice((2, 300)), "\0", "é"))
     if isinstance(value, bytes):
-        return mutated_bytes(value, source, 1 << 12)
-    return of_another_type(source)
+        return mutate_bytes(value, source, 1 << 12)
+    return random_value(source)
 
 
 def _mutate_array(array: list[Any], source: random.Random) -> None:
     if not array:
-        array.append(of_another_type(source))
+        array.append(random_value(source))
         return
     one, other = source.randrange(len(array)), source.randrange(len(array))
     kind = source.randrange(4)
@@ -73,7 +73,7 @@ def _mutate_array(array: list[Any], source: random.Random) -> None:
     elif kind == 2:
         array[one], array[other] = array[other], array[one]
     else:
-        array.append(of_another_type(source))
+        array.append(random_value(source))
 
 
 def _mutate_map(entries: dict[Any, Any], key: Any, words: Sequence[str], source: random.Random) -> None:
@@ -83,6 +83,6 @@ def _mutate_map(entries: dict[Any, Any], key: Any, words: Sequence[str], source:
     elif kind == 1:
         entries[key] = entries.pop(key)
     elif kind == 2:
-        entries[source.choice(words)] = source.choice((entries[key], of_another_type(source)))
+        entries[source.choice(words)] = source.choice((entries[key], random_value(source)))
     else:
         entries[source.choice((source.choice(words), 7, b"key"))] = entries.pop(key)

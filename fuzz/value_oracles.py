@@ -1,4 +1,4 @@
-"""Check the values that accepted files decode to. These targets import torch."""
+"""Checks of the values that accepted files decode to. They import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuzz.oracles import MAX_COMPARED_BYTES, MAX_DECODED_BYTES, compare_container, needs_basis, opened, read_by_decoder
+from fuzz.oracles import MAX_COMPARED_BYTES, MAX_DECODED_BYTES, compare_container, needs_basis, open_verified, read_by_decoder
 from fuzz.reader_oracles import check_readers
 from fuzz.seeds import bases
 from kvpack.cache import files
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from kvpack.cache.packed_runs import PackedRun
 
 BASES = bases()
-_LOADED = [Basis.of_bytes(data) for data in BASES]
-"""The bases of the vectors, which every reader is given."""
+_BASES = [Basis.of_bytes(data) for data in BASES]
+"""Bases of the vectors, which every reader receives."""
 
 MAX_VALUES = 1 << 16
 _MODERATE = 2.0**40
-"""Below this, stored and decoded values are far from every limit of binary32, and no intermediate step overflows."""
+"""Bound below which values are far from every limit of binary32, and no intermediate step overflows."""
 _HUGE = 2.0**96
-"""From here on, an intermediate step may overflow."""
+"""Bound from which an intermediate step may overflow."""
 
 
-def loaded(data: bytes) -> Cache | None:
+def load_checked(data: bytes) -> Cache | None:
     """Return the cache of a file after checking the rules of every value, or None if it is refused."""
     try:
         # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
-        return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_LOADED)
+        return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_BASES)
     except KvpackError:
         return None
 
 
 def check_values(data: bytes) -> bool:
     """Check that an accepted file decodes to values of its shapes."""
-    cache = loaded(data)
+    cache = load_checked(data)
     if cache is None:
         return False
     if cache.values <= MAX_VALUES:
@@ -59,11 +59,13 @@ def check_values(data: bytes) -> bool:
 
 
 def compare_values(data: bytes) -> None:
-    """Check that the second decoder accepts the same files with the same values, and that the cache keeps them when sliced, and when saved
-    and loaded."""
+    """Check that the second decoder accepts the same files with the same values.
+
+    The values must also stay the same when the cache is sliced, and when it is saved and loaded.
+    """
     compare_container(data)
-    cache = loaded(data)
-    file = opened(data)
+    cache = load_checked(data)
+    file = open_verified(data)
     if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MAX_COMPARED_BYTES:
         decoded, rule = read_by_decoder(data, BASES)
         assert (cache is not None) == (not rule), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
@@ -72,7 +74,7 @@ def compare_values(data: bytes) -> None:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
-    again = loaded(container.to_bytes(*files.stored(cache)))
+    again = load_checked(container.to_bytes(*files.stored(cache)))
     assert again is not None, "what was saved again is refused"
     assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2
@@ -102,7 +104,7 @@ def _check_finite(cache: Cache) -> None:
 
 
 def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
-    """Yield the numbers that a page stores: float streams, and powers of two stored as their exponents (e8m0)."""
+    """Yield the numbers that a page stores: float streams, and powers of two that are stored as exponents (e8m0)."""
     for name, stream in page.streams.items():
         if stream.is_floating_point():
             yield stream

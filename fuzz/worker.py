@@ -3,7 +3,7 @@
     python -m fuzz.worker container --seconds 60 --seed 1
     python -m fuzz.worker container --repeat FILE
 
-With atheris, libFuzzer is guided by the coverage of kvpack's bytecode; the random driver changes seeds at random.
+With atheris, libFuzzer is guided by the coverage of kvpack's bytecode. The random driver mutates seeds at random.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fuzz.targets import Target
 
 TIMEOUT_SECONDS = 30
-"""A run ends after this long on one input; more than a second already counts as a hang."""
+"""Time on one input after which a run ends. More than a second already counts as a hang."""
 _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
 
 
-def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target")
@@ -44,18 +44,18 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = arguments_of()
+    arguments = parse_arguments()
     if arguments.repeat:
         return _repeat(arguments.target, arguments.repeat)
     driver = arguments.driver or ("atheris" if _has_atheris() else "random")
-    with _instrumented(driver):
-        from fuzz.seeds import committed
-        from fuzz.session import Report, Session, resident
+    with _instrumentation(driver):
+        from fuzz.seeds import committed_inputs
+        from fuzz.session import Report, Session, resident_mib
         from fuzz.targets import TARGETS
 
         target = TARGETS[arguments.target]()
-        libraries, files = resident("VmRSS"), resident("RssFile")
-        inputs = [*target.seeds, *committed(arguments.target)]
+        libraries, files = resident_mib("VmRSS"), resident_mib("RssFile")
+        inputs = [*target.seeds, *committed_inputs(arguments.target)]
         # Modules that checks import on their first run are instrumented too.
         for data in inputs[:: max(1, len(inputs) // 64)]:
             with contextlib.suppress(Exception):
@@ -85,8 +85,8 @@ def _has_atheris() -> bool:
     return True
 
 
-def _instrumented(driver: str) -> Any:
-    """Return a context in which modules of kvpack are imported with counters, for atheris."""
+def _instrumentation(driver: str) -> Any:
+    """Return a context in which modules of kvpack are imported with coverage counters, for atheris."""
     if driver != "atheris":
         return contextlib.nullcontext()
     import atheris
@@ -111,17 +111,17 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
             # There is no other way to end libFuzzer from here; nothing is left to write.
             os._exit(0)
 
-    def changed(data: bytes, most: int, seed: int) -> bytes:
-        return session.target.mutate(data, random.Random(seed))[:most]
+    def changed(data: bytes, max_bytes: int, seed: int) -> bytes:
+        return session.target.mutate(data, random.Random(seed))[:max_bytes]
 
-    words = [*_LIBFUZZER, f"-seed={arguments.seed}", f"-max_len={session.target.most_bytes}"]
+    words = [*_LIBFUZZER, f"-seed={arguments.seed}", f"-max_len={session.target.max_bytes}"]
     words += [f"-artifact_prefix={arguments.failures}/native-{session.report.target}-", str(arguments.found), str(folder)]
     atheris.Setup([sys.argv[0], *words], one_input, custom_mutator=changed)
     atheris.Fuzz()
 
 
 def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
-    """Run the seeds, then mutations of seeds and of accepted mutations; if the process dies, its current input stays on disk."""
+    """Run the seeds, then mutations of seeds and of accepted mutations. If the process dies, its current input remains on disk."""
     source, pool = random.Random(seed), list(inputs)
     session.failures.mkdir(parents=True, exist_ok=True)
     running = session.failures / f"native-{session.report.target}-{os.getpid()}"
@@ -136,7 +136,7 @@ def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
             if number < len(inputs):
                 current = inputs[number]
             else:
-                current = session.target.mutate(source.choice(pool), source)[: session.target.most_bytes]
+                current = session.target.mutate(source.choice(pool), source)[: session.target.max_bytes]
             os.pwrite(file.fileno(), current, 0)
             os.ftruncate(file.fileno(), len(current))
             signal.alarm(TIMEOUT_SECONDS)

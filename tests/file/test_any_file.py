@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz.file_mutator import Vocabulary, mutated_file
+from fuzz.file_mutator import Vocabulary, mutate_file
 from fuzz.oracles import check_container, compare_container
 from fuzz.seeds import kvpack_files
 from fuzz.value_oracles import check_values, compare_values
@@ -67,6 +67,6 @@ def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
 def test_a_changed_file_is_accepted_or_refused_alike(data: bytes, seed: int) -> None:
     source = random.Random(seed)
     for _ in range(6):
-        data = mutated_file(data, VOCABULARY, source, 1 << 16)
+        data = mutate_file(data, VOCABULARY, source, 1 << 16)
         check_container(data)
         compare_container(data)

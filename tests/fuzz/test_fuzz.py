@@ -34,7 +34,7 @@ from fuzz import (
     value_oracles,
     worker,
 )
-from fuzz.file_mutator import Vocabulary, mutated_file, taken_apart
+from fuzz.file_mutator import Vocabulary, mutate_file, take_apart
 from fuzz.session import Report, Session
 from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
@@ -92,11 +92,11 @@ def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Tar
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_committed_corpus_runs_without_a_failure(name: str, targets: Callable[[str], Target]) -> None:
-    target, found = targets(name), seeds.committed(name)
+    target, found = targets(name), seeds.committed_inputs(name)
     assert found, "there is a corpus"
     assert not set(found) & set(target.seeds), "seeds are not copied"
     for data in found[:: max(1, len(found) // 20)]:
-        assert len(data) <= target.most_bytes
+        assert len(data) <= target.max_bytes
         target.check(data)
 
 
@@ -128,14 +128,14 @@ def test_mutations_are_repaired_and_repeat() -> None:
     vocabulary, refusals, accepted, right, whole = Vocabulary.of(files), [], 0, 0, 0
     for number in range(300):
         data = files[number * len(files) // 300]
-        mutated = mutated_file(data, vocabulary, random.Random(number), 1 << 14)
-        assert mutated == mutated_file(data, vocabulary, random.Random(number), 1 << 14)
+        mutated = mutate_file(data, vocabulary, random.Random(number), 1 << 14)
+        assert mutated == mutate_file(data, vocabulary, random.Random(number), 1 << 14)
         try:
             container.open_bytes(mutated).verify()
             accepted += mutated != data
         except KvpackError as error:
             refusals.append(type(error))
-        parts = taken_apart(mutated)
+        parts = take_apart(mutated)
         if mutated != data and parts is not None:
             whole += 1
             header = mutated[8 + int.from_bytes(mutated[:8], "little") :][: len(msgpack.packb(parts.header))]
@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
     "padding is not checked": ("row", leave_out(host, "check_same")),
     "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
-    "rows of a basis crash": ("basis", crash(bases, "rows_of_side")),
+    "rows of a basis crash": ("basis", crash(bases, "read_rows")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(rules, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),
@@ -243,10 +243,10 @@ def test_each_kind_of_failure_counts() -> None:
 
 def test_minimizing_keeps_what_reaches_something() -> None:
     files = list(seeds.kvpack_files()[:60])
-    kept = line_coverage.minimized(oracles.check_container, files + files[:5], files[:10])
+    kept = line_coverage.minimize(oracles.check_container, files + files[:5], files[:10])
     assert 2 <= len(kept) < 50
     assert not set(kept) & set(files[:10])
-    assert line_coverage.minimized(oracles.check_container, kept, kept) == []
+    assert line_coverage.minimize(oracles.check_container, kept, kept) == []
     covered = line_coverage.covered_lines(oracles.check_container, files, 1e9)
     runnable = line_coverage.runnable_lines()
     assert set(covered["kvpack/file/container.py"]) & runnable["kvpack/file/container.py"]
@@ -319,7 +319,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
             for page in found.runs:
                 page.streams["block_scales"].fill_(254)
     data = container.to_bytes(*files.stored(cache))
-    loaded = value_oracles.loaded(data)
+    loaded = value_oracles.load_checked(data)
     assert loaded is not None
     assert any(not values.isfinite().all() for pair in loaded.unpack(torch.float32) for values in pair if values is not None)
     value_oracles.compare_values(data)
@@ -329,7 +329,7 @@ def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
     """An entry whose tensors' digests alone are wrong: a reader that knows its shape takes it, and one that parses it does not."""
     oracle = entry_oracles.EntryOracle()
     first, _ = oracle.chains[entry_oracles.RECIPES[0]]
-    parts = taken_apart(first)
+    parts = take_apart(first)
     assert parts is not None
     parts.header["tensors"][0][5] = bytes(16)
     damaged = parts.joined(msgpack.packb(parts.header))

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from fuzz import seeds
-from fuzz.file_mutator import Vocabulary, mutated_file
+from fuzz.file_mutator import Vocabulary, mutate_file
 from fuzz.oracles import MAX_COMPARED_BYTES
 from fuzz.row_oracles import RowOracle
 from kvpack.coding.bases import Basis
@@ -201,9 +201,9 @@ def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[t
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if source.random() < 0.15:
-            yield oracle.mutated(source.choice(rows), vocabulary, source, MAX_MUTATED_BYTES), True
+            yield oracle.mutate(source.choice(rows), vocabulary, source, MAX_MUTATED_BYTES), True
         else:
-            yield mutated_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES), False
+            yield mutate_file(source.choice(found), vocabulary, source, MAX_MUTATED_BYTES), False
 
 
 def main(words: list[str] | None = None) -> int:

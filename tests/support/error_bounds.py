@@ -204,7 +204,7 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
     norm = u.norm(dim=-1, keepdim=True)
     nearest = torch.empty_like(u)
-    for part, table in zip(codec.basis_rows, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
+    for part, table in zip(codec.channel_sets, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
         levels = torch.frombuffer(bytearray(table), dtype=torch.float32).double()
         values = u[..., list(part.channels)]
         nearest[..., list(part.channels)] = (values.abs()[..., None] - levels * norm[..., None]).abs().amin(-1)

@@ -60,8 +60,10 @@ def minifloat(entry: Mapping[str, Any]) -> Codec:
                 values.append(f32(v * row["scale"][0]))
                 continue
             k = int(row["block_scales"][j // size])
-            scale = 2.0 ** (k - 127) if scale_dtype == "e8m0" else decode_element("e4m3", k) * row["global_scale"][0]
-            values.append(f32(v * scale))
+            if scale_dtype == "e8m0":
+                values.append(f32(v * 2.0 ** (k - 127)))
+            else:
+                values.append(f32(v * decode_element("e4m3", k) * row["global_scale"][0]))
         return values
 
     def tolerance(digits: Digits, row: Numbers) -> list[float]:

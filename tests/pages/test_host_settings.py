@@ -106,6 +106,7 @@ def test_every_call_of_a_store(recipe: str, tmp_path: Path, monkeypatch: pytest.
         with store.call("__enter__", store.inner.__enter__)():
             kept = recipe == "bf16"
             assert store.put(KEYS, pages, range(3), ancestors=[b"before"]) == store.present(KEYS) == [True, True, kept]
+            assert store.put_new(KEYS[:2], pages, [0, 1], ancestors=[b"before"]) == ([True, True], [False, False])
             job = store.submit_put(KEYS[:2], pages, [0, 1])
             store.drain()
             assert store.finished() == [job]

@@ -28,7 +28,7 @@ STREAM = "channel_scale"
 _ORDINARY_RATIO = 4.0
 """Maximum ratio of a channel's root mean square to the median channel's for the channel to stay unscaled."""
 
-_ORDINARY_RATIO_WITH_MEANS = 8.0
+_ORDINARY_RATIO_WITH_MEANS = 10.0
 """The same if page means are subtracted: where keys vary, queries do too, and errors in large channels count more."""
 
 _OUTLIER_FACTOR = 2.0
@@ -100,7 +100,7 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
 
         The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
-        page means are subtracted, the factors are max(1, min((r / 8)^6, 3 sqrt(r))), or in a head without outlier channels those of
+        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), or in a head without outlier channels those of
         ``_mean_factors``. Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)

@@ -192,6 +192,19 @@ def test_factors_by_means_lower_the_error_of_scores() -> None:
         assert errors[1] < 0.85 * errors[0]
 
 
+def test_means_of_fewer_keys_lower_the_error_of_scores() -> None:
+    """The less of the keys is left, the larger are a head's large channels beside the others, and they stay unscaled."""
+    for k, v, q in layers():
+        errors = []
+        for tokens in (128, 32):
+            recipe = f"k=scalar:b=3,norm=log8,mean={tokens},channel_scale=fp16;v=raw;raw=4,0.6,4"
+            decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
+            assert decoded is not None
+            scores = q @ (decoded - k).repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+            errors.append(scores.sub(scores.mean(3, keepdim=True)).square().mean().item())
+        assert errors[1] < 0.9 * errors[0]
+
+
 def test_scores_survive_large_channels_that_queries_make_up_for() -> None:
     """Any two pairs of RoPE are multiplied in the keys and divided in the queries, small ones of the layer among them."""
     recipe = "k=scalar:b=3,norm=fp16,mean=128,channel_scale=fp16;v=raw;raw=4,0.6,4"

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 SMALLEST_DIM = 2
 """Minimum head dim. For smaller ones, a coordinate of a unit vector has no density."""
 
+ROUNDINGS = ("nearest", "scaled")
+"""Ways to choose codes: of the values nearest to a unit vector's, or of that multiple of it whose decoded direction is nearest to it."""
+
+SCALES = (0.85, 0.95, 1.05, 1.15)
+"""The multiples of a unit vector that ``rounding=scaled`` tries; ``kernels/`` try the same."""
+
 _MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
 
@@ -50,7 +56,8 @@ class Scalar(CodecFamily):
 
     ``magnitude_table`` contains the 2^(bits - 1) magnitudes of a coordinate of a unit vector, ascending, little-endian float32.
     ``high_magnitude_table`` contains those for ``bits_high``. ``high_channels`` has one bit per channel of the coded frame, lowest bit
-    first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` affects only the encoder and is not stored.
+    first. Without a second width, ``bits_high`` is 0 and the other two are empty. ``norm_rule`` and ``rounding`` affect only the encoder
+    and are not stored.
     """
 
     id: ClassVar[str] = "scalar"
@@ -66,6 +73,7 @@ class Scalar(CodecFamily):
     high_magnitude_table: bytes
     fields: Fields
     norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
+    rounding: str = field(default=ROUNDINGS[0], compare=False, metadata=one_of(ROUNDINGS) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,19 +95,21 @@ class Scalar(CodecFamily):
         rotation = cls.option(options, "rotation_kind", "signed-hadamard", "rotation")
         seed = cls.option(options, "seed", 0)
         rule = read_norm_rule(options)
+        rounding = cls.option(options, "rounding", ROUNDINGS[0])
         options.finish()
         cls.check_value("dim", dim)
         if share and not high:
             raise InvalidParameter(f"codec {cls.id}: share is {share}, which needs high=<bits> too")
         table, fields = coordinate_table(dim, 2 ** (bits - 1)), ("codes", default_fields(dim, (2**bits,)))
         if not high:
-            return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,), rule)
+            return cls(dim, bits, 0, b"", norm, rotation, seed, table, b"", (fields,), rule, rounding)
         # The first channels, because a rotation makes all channels similar; half of them, as in TurboQuant+.
         count = share or dim // 2
         check_range(cls.id, "share", count, 1, dim - 1)
         channels = ((1 << count) - 1).to_bytes(-(-dim // 8), "little")
         both = (("codes", default_fields(dim - count, (2**bits,))), ("codes_high", default_fields(count, (2**high,))))
-        return cls(dim, bits, high, channels, norm, rotation, seed, table, coordinate_table(dim, 2 ** (high - 1)), both, rule)
+        tables = table, coordinate_table(dim, 2 ** (high - 1))
+        return cls(dim, bits, high, channels, norm, rotation, seed, *tables, both, rule, rounding)
 
     @property
     def nominal_bits(self) -> float:
@@ -127,16 +137,42 @@ class Scalar(CodecFamily):
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with norms in float32."""
         unit, norm = normalize_rows(rows, self.rotation)
+        codes = self._nearest_codes(unit) if self.rounding == "nearest" else self._best_codes(unit)
+        if self.norm_rule == "unbiased":
+            norm = unbiased_norm(norm, unit, self._decoded(codes), TOKEN_NORMS[self.norm])
+        return self.pack_digits(*codes) | {"norm": norm}
+
+    def _nearest_codes(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the codes nearest to ``values`` ``[row, dim]``, as float32 or int32 ``[row, channel]`` for each width."""
         codes = []
         for part, table in zip(self.channel_sets, self._tables, strict=True):
-            values = unit if self.bits_high == 0 else unit.index_select(-1, _channels(part, unit.device))
-            level = _nearest(values.abs(), table)
-            negative = torch.lt(values, 0, out=torch.empty_like(level))
+            own = values if self.bits_high == 0 else values.index_select(-1, _channels(part, values.device))
+            level = _nearest(own.abs(), table)
+            negative = torch.lt(own, 0, out=torch.empty_like(level))
             codes.append(level.add_(negative, alpha=2 ** (part.bits - 1)))
-        if self.norm_rule == "unbiased":
-            decoded = self._unit(tuple(level.to(torch.int32) for level in codes))
-            norm = unbiased_norm(norm, unit, decoded, TOKEN_NORMS[self.norm])
-        return self.pack_digits(*codes) | {"norm": norm}
+        return codes
+
+    def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
+        """Return the codes of that multiple of each unit row, by one of ``SCALES``, whose decoded direction is nearest to the row."""
+        best = self._nearest_codes(unit * SCALES[0])
+        product, squares = self._closeness(unit, best)
+        for scale in SCALES[1:]:
+            codes = self._nearest_codes(unit * scale)
+            own_product, own_squares = self._closeness(unit, codes)
+            # Products are not negative, so this compares cosines.
+            better = own_product.square() * squares > product.square() * own_squares
+            product, squares = torch.where(better, own_product, product), torch.where(better, own_squares, squares)
+            best = [torch.where(better[:, None], new, old) for new, old in zip(codes, best, strict=True)]
+        return best
+
+    def _closeness(self, unit: torch.Tensor, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the product of each row of ``unit`` with the values of its ``codes``, and the sum of the squares of these, ``[row]``."""
+        decoded = self._decoded(codes)
+        return (unit * decoded).sum(-1), decoded.square().sum(-1)
+
+    def _decoded(self, codes: list[torch.Tensor]) -> torch.Tensor:
+        """Return the values of ``codes`` at norm 1, float32 ``[row, dim]``."""
+        return self._unit(tuple(code.to(torch.int32) for code in codes))
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = decode_norms(streams["norm"])[..., None]

@@ -219,6 +219,7 @@ def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):
         call.unbiased = codec.norm_rule == "unbiased"
+        call.scaled = isinstance(codec, Scalar) and codec.rounding == "scaled"
     call.candidates = candidates
     for index, table in enumerate(tables):
         call.bounds[index] = library.Table(table.data_ptr(), len(table))

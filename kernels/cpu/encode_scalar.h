@@ -1,11 +1,49 @@
-/* Encoding of scalar: the nearest magnitude and a sign per channel of the unit vector (formats/scalar.py). */
+/* Encoding of scalar: the nearest magnitude and a sign per channel of the unit vector, or of a multiple of it (formats/scalar.py). */
+
+enum { SCALES = 4 };
+
+/* The multiple of each token's unit vector, of those of formats/scalar.py, whose decoded direction is nearest to the token's. */
+static void best_scales(const Encode *call, const Encoded *out, const float *per_norm, float *best) {
+    static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
+    const Codec *codec = call->codec;
+    const int32_t *channel = codec->channels;
+    float product[SCALES][HALF_TILE] = {{0}}, squares[SCALES][HALF_TILE] = {{0}};
+    for (int64_t part = 0; part < codec->packings; part++) {
+        const Packing *packing = &codec->packing[part];
+        const Table *table = &codec->table[part];
+        int32_t magnitudes = (int32_t)packing->digit[0].base / 2;
+        for (int64_t i = 0; i < packing->symbols; i++) {
+            const float *row = out->tile + *channel++ * HALF_TILE;
+            for (int64_t t = 0; t < out->tokens; t += LANES) {
+                vf x = magnitude_of(load(row + t) * load(per_norm + t));
+                for (int s = 0; s < SCALES; s++) {
+                    vf decoded = lookup(table->data, table->entries, level_of(&call->bounds[part], magnitudes, x * scales[s]));
+                    store(product[s] + t, load(product[s] + t) + x * decoded);
+                    store(squares[s] + t, load(squares[s] + t) + decoded * decoded);
+                }
+            }
+        }
+    }
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf scale = splat(scales[0]), of_best = load(product[0] + t), squares_of_best = load(squares[0] + t);
+        for (int s = 1; s < SCALES; s++) {
+            vf own = load(product[s] + t), own_squares = load(squares[s] + t);
+            vi better = own * own * squares_of_best > of_best * of_best * own_squares;
+            scale = choose(better, splat(scales[s]), scale);
+            of_best = choose(better, own, of_best);
+            squares_of_best = choose(better, own_squares, squares_of_best);
+        }
+        store(best + t, scale);
+    }
+}
 
 static void scalar_encode(const Encode *call, const Encoded *out) {
     const Codec *codec = call->codec;
     const int32_t *channel = codec->channels;
     int32_t code[HALF_TILE];
-    float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, per_norm[HALF_TILE];
+    float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, per_norm[HALF_TILE], scale[HALF_TILE];
     for (int64_t t = 0; t < out->tokens; t += LANES) store(per_norm + t, 1.f / larger(load(out->norm + t), splat(0x1p-126f)));
+    if (call->scaled) best_scales(call, out, per_norm, scale);
     for (int64_t part = 0; part < codec->packings; part++) {
         const Packing *packing = &codec->packing[part];
         const Table *table = &codec->table[part];
@@ -15,7 +53,8 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
             const float *row = out->tile + *channel++ * HALF_TILE;
             for (int64_t t = 0; t < out->tokens; t += LANES) {
                 vf x = load(row + t) * load(per_norm + t);
-                vi symbol = add_above(splat(0), x, level_of(&call->bounds[part], magnitudes, magnitude_of(x)), magnitudes);
+                vf magnitude = call->scaled ? magnitude_of(x) * load(scale + t) : magnitude_of(x);
+                vi symbol = add_above(splat(0), x, level_of(&call->bounds[part], magnitudes, magnitude), magnitudes);
                 vf decoded = lookup(table->data, table->entries, symbol);
                 store_int(code + t, symbol);
                 store(product + t, load(product + t) + x * decoded);

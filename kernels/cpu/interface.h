@@ -169,6 +169,7 @@ typedef struct {
     /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all, 4 for
        two of levels that are so evenly spaced that a line tells which */
     int64_t unbiased, candidates;
+    int64_t scaled; /* scalar: whether rounding=scaled */
     /* scalar: the midpoints of each part's magnitudes. octahedral: those of magnitudes (for two candidates the magnitudes between the first
        and the last, for two of even levels the line's slope and offset) and of norms, the magnitudes, and 1 over the length of every point
        of the octahedron. quaternion: the secondary quaternions. Midpoints end in infinities. */

@@ -60,6 +60,8 @@ class Quantizer(NamedTuple):
       ``[token, symbol]`` each, and the next state; ``values`` are float32 ``[token, symbol]``, one tile per coordinate of a symbol.
     - ``above(block, state, level, constants, shape)`` does the same for each level above the first, if there are several ``levels``.
     - ``begin(block, constants, shape)`` returns the initial state.
+    - ``measure``, if any, is called like ``quantize`` for all blocks first, and returns the next state;
+      ``decide(state, constants, shape)`` then returns the state for the first call of ``quantize``.
     - ``end(block, state, constants, shape)`` stores results per token.
 
     ``block`` is a ``TokenBlock``, and ``shape`` an ``EncodeShape``.
@@ -71,6 +73,8 @@ class Quantizer(NamedTuple):
     end: Any = None
     above: Any = None
     levels: int = 1
+    measure: Any = None
+    decide: Any = None
 
     @property
     def cache_key(self) -> str:
@@ -226,6 +230,11 @@ def _encode(
     state = ()
     if QUANTIZER.begin is not None:
         state = QUANTIZER.begin(block, CONSTANTS, SHAPE)
+    if QUANTIZER.measure is not None:
+        for number in range(BLOCKS):
+            values = _load_values(rows, valid, matrix, channel_stride, number, SHAPE)
+            state = QUANTIZER.measure(values, block, state, number, CONSTANTS, SHAPE)
+        state = QUANTIZER.decide(state, CONSTANTS, SHAPE)
     sums = empty_columns(STREAMS, BLOCK_TOKENS)
     if BLOCKS == 1:
         values = _load_values(rows, valid, matrix, channel_stride, 0, SHAPE)

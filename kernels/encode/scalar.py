@@ -4,18 +4,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.formats.scalar import SCALES
 from kvpack.formats.tables import cache_per_device
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .norms import Norms, add_decoded, begin_norms, create_norms, end_norms
+from .norms import Norms, NormState, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, find_level, look_up_entry, table_bounds, table_values
 
 if TYPE_CHECKING:
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 64
 BLOCK_SYMBOLS = 32
 
+_COUNT = tl.constexpr(len(SCALES))
+
 
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec: the number of magnitude levels of each width; ``high_levels`` is 0 without a second width.
+
+    ``scales`` are the multiples of a unit vector that are tried; empty if only the vector itself is encoded.
 
     Tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
@@ -36,6 +41,20 @@ class ScalarConstants(NamedTuple):
     norms: Norms
     levels: int
     high_levels: int
+    scales: tuple[float, ...]
+
+
+class ScaledState(NamedTuple):
+    """A ``NormState``, and the chosen multiple of each token's unit vector, ``[token, 1]``.
+
+    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``.
+    """
+
+    norm: Any
+    factor: Any
+    product: Any
+    decoded: Any
+    scale: Any
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
@@ -45,9 +64,14 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
     if codec.bits_high:
         high = codec.high_magnitude_table
         tables += [table_bounds(high, x.device), table_values(high, x.device), _high_channels(codec.channel_sets, symbols, x.device)]
-    constants = ScalarConstants(create_norms(codec, tables, x.device), 1 << codec.bits - 1, (1 << codec.bits_high) // 2)
+    norms, levels = create_norms(codec, tables, x.device), (1 << codec.bits - 1, (1 << codec.bits_high) // 2)
+    if codec.rounding == "scaled":
+        constants = ScalarConstants(norms, *levels, SCALES)
+        quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, end_norms, measure=_measure, decide=_decide)
+    else:
+        quantizer = Quantizer(_quantize, ScalarConstants(norms, *levels, ()), begin_norms, end_norms)
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants, begin_norms, end_norms), _digit_terms, [output.streams["norm"]], tables,
+        codec, x, output, quantizer, _digit_terms, [output.streams["norm"]], tables,
         symbols=symbols, block=min(symbols, BLOCK_SYMBOLS), tokens=block_tokens(x, BLOCK_TOKENS),
     )  # fmt: skip
 
@@ -71,22 +95,78 @@ def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of a block of channels; with two widths, codes for both widths for all channels."""
+    magnitude = tl.abs(values[0]) * state.factor
+    digits, decoded = _encode_magnitudes(values[0], magnitude, block, number, CONSTANTS, SHAPE)
+    if CONSTANTS.norms.rule > 0:
+        state = add_decoded(state, magnitude, decoded)
+    return digits, state
+
+
+@triton.jit
+def _encode_magnitudes(
+    value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Return the codes of ``_quantize`` for values with these magnitudes within a unit vector, and the magnitudes that they decode to."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block
     tables = block.tables
-    value = values[0]
-    magnitude = tl.abs(value) * state.factor
     level = find_level(magnitude, tables[0], LEVELS)
     digits = (level + tl.where(value < 0, LEVELS, 0),)
-    if CONSTANTS.norms.rule > 0:
-        decoded = look_up_entry(level, tables[1], LEVELS)
+    decoded = look_up_entry(level, tables[1], LEVELS)
+    channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
     if HIGH_LEVELS > 0:
         level = find_level(magnitude, tables[2], HIGH_LEVELS)
         digits = (digits[0], level + tl.where(value < 0, HIGH_LEVELS, 0))
+        decoded = tl.where(tl.load(tables[4] + channel) != 0, look_up_entry(level, tables[3], HIGH_LEVELS), decoded)
+    return digits, tl.where(channel < SHAPE.dim, decoded, 0.0)
+
+
+@triton.jit
+def _begin_scaled(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Return the initial ``ScaledState``."""
+    TOKENS: tl.constexpr = SHAPE.tokens
+    state = begin_norms(block, CONSTANTS, SHAPE)
+    zeros = tl.zeros([TOKENS, _COUNT], tl.float32)
+    return ScaledState(state.norm, state.factor, zeros, zeros, state.product)
+
+
+@triton.jit
+def _measure(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Add a block's values, and their decoded values for each scale, to ``state``."""
+    magnitude = tl.abs(values[0]) * state.factor
+    product, squares = state.product, state.decoded
+    for place in tl.static_range(_COUNT):
+        _, decoded = _encode_magnitudes(values[0], magnitude * CONSTANTS.scales[place], block, number, CONSTANTS, SHAPE)
+        own = tl.arange(0, _COUNT)[None, :] == place
+        product += tl.where(own, tl.sum(magnitude * decoded, 1)[:, None], 0.0)
+        squares += tl.where(own, tl.sum(decoded * decoded, 1)[:, None], 0.0)
+    return ScaledState(state.norm, state.factor, product, squares, state.scale)
+
+
+@triton.jit
+def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+    """Return the state with the scale of the largest cosine; the first one wins ties."""
+    TOKENS: tl.constexpr = SHAPE.tokens
+    cosine = state.product * state.product / tl.maximum(state.decoded, 1e-37)
+    place = tl.argmax(cosine, 1, tie_break_left=True)[:, None]
+    zeros = tl.zeros([TOKENS, 1], tl.float32)
+    scale = zeros + CONSTANTS.scales[0]
+    for number in tl.static_range(1, _COUNT):
+        scale = tl.where(place == number, CONSTANTS.scales[number], scale)
+    return ScaledState(state.norm, state.factor, zeros, zeros, scale)
+
+
+@triton.jit
+def _quantize_scaled(
+    values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tuple:
+    """Return what ``_quantize`` does, for the chosen multiple of the unit vector."""
+    magnitude = tl.abs(values[0]) * state.factor
+    digits, decoded = _encode_magnitudes(values[0], magnitude * state.scale, block, number, CONSTANTS, SHAPE)
     if CONSTANTS.norms.rule > 0:
-        channel = number * BLOCK + tl.arange(0, BLOCK)[None, :]
-        if HIGH_LEVELS > 0:
-            decoded = tl.where(tl.load(tables[4] + channel) != 0, look_up_entry(level, tables[3], HIGH_LEVELS), decoded)
-        state = add_decoded(state, magnitude, tl.where(channel < SHAPE.dim, decoded, 0.0))
+        sums = add_decoded(NormState(state.norm, state.factor, state.product, state.decoded), magnitude, decoded)
+        state = ScaledState(sums.norm, sums.factor, sums.product, sums.decoded, state.scale)
     return digits, state

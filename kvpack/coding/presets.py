@@ -79,13 +79,17 @@ def own_codec(side: str, bits: int, trellis: bool) -> str:
 
     For keys, it stores the mean of each page separately and scales the channels to similar sizes.
     """
-    return f"{'trellis' if trellis else 'scalar'}:b={bits}{_norm(side, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
+    return f"{_own_words(side, bits, trellis)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
     """Return ``own_codec`` for use with a basis that has frames for keys."""
-    family = "trellis" if trellis and bits <= MAX_TRELLIS_BITS else "scalar"
-    return f"{family}:b={bits}{_norm(side, bits)}{',mean=128,frame=centered' if side == 'k' else ''}"
+    return f"{_own_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS)}{',mean=128,frame=centered' if side == 'k' else ''}"
+
+
+def _own_words(side: str, bits: int, trellis: bool) -> str:
+    """Return the codec for ``side`` in kvpack's own presets, without side-cars."""
+    return f"trellis:b={bits}{_norm(side, bits)}" if trellis else f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
 
 
 def _paper_keys(codec: str, bits: int) -> str:

@@ -20,7 +20,7 @@ from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import coordinate_table
 from kvpack.formats.options import Options
-from kvpack.formats.scalar import Scalar
+from kvpack.formats.scalar import SCALES, Scalar
 from support.strategies import CONTENTS, check_round_trip, contents, create
 
 SPEC = Path(__file__).parents[2] / "spec" / "codecs" / "scalar.md"
@@ -114,6 +114,32 @@ def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
     for factor in (2.0**-110, 2.0**-20, 2.0**20, 2.0**110):
         decoded = codec.decode(codec.encode(x * factor)) / factor
         assert (decoded - x).square().mean().item() == pytest.approx(0.0340, rel=0.05)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.99), (3, 0.93), (4, 0.85), (5, 0.82)])
+def test_scaled_rounding_has_a_smaller_error(bits: int, most: float) -> None:
+    x = keys(1, 1, 2048, 64)
+    scaled, nearest = (scalar(64, b=bits, rounding=rounding) for rounding in ("scaled", "nearest"))
+    errors = [(codec.decode(codec.encode(x)) - x).square().mean().item() for codec in (scaled, nearest)]
+    assert errors[0] < most * errors[1]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
+    """Of the codes nearest to each multiple of a token, those with the largest cosine; tokens of zeros stay zeros."""
+    codec = scalar(16, b=bits, rotation="none", norm="fp32", rounding="scaled")
+    x = keys(1, 1, 500, 16)
+    x[0, 0, 7] = 0
+    decoded = codec.decode(codec.encode(x))[0, 0].double()
+    assert torch.equal(decoded[7], torch.zeros(16, dtype=torch.float64))
+    unit = torch.nn.functional.normalize(x[0, 0].double(), dim=-1)
+    table = torch.frombuffer(bytearray(codec.magnitude_table), dtype=torch.float32).double()
+    cosines = []
+    for scale in SCALES:
+        level = ((scale * unit.abs())[..., None] - table).abs().argmin(-1)
+        cosines.append(torch.cosine_similarity(unit, table[level] * unit.sign(), dim=-1))
+    found = torch.cosine_similarity(unit, decoded, dim=-1)
+    assert (found - torch.stack(cosines).amax(0)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bits", EVERY_BITS)

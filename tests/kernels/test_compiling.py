@@ -28,7 +28,7 @@ KERNELS = {
     "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": {"attend_split"},
     "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
     "transform=0.6:layer": {"_decode", "_multiply_factors"},
-    "k=scalar:b=2,mean=128,mean_bits=4,norm=log8;v=scalar:b=2": {"attend_split", "page_products", "_encode"},
+    "k=scalar:b=2,mean=128,mean_bits=4,norm=log8;v=scalar:b=3,rounding=scaled": {"attend_split", "page_products", "_encode"},
     "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }

@@ -1,9 +1,9 @@
-"""The kernels of each codec, one row per codec. A codec without a row is encoded, decoded and attended by torch.
+"""The kernels of each codec, one row per codec; PyTorch handles codecs without a row.
 
-The attention kernels do not support some parameters of a codec with a row:
+For some parameters of a codec with a row, there are no attention kernels:
 
-- angle with 32-bit norms, because the kernel would search every token for its largest norm;
-- polar with unequal pairs, with several 32-bit radii, or with more dims than compile in a reasonable time;
+- angle with 32-bit norms, because the kernel would have to search every token for its largest norm;
+- polar with unequal pairs, with several 32-bit radii, or with head dims that take too long to compile;
 - digits too wide for a table.
 """
 
@@ -55,7 +55,7 @@ from .loaders import quaternion_dense as quaternion_dense_tiles
 from .loaders import raw as raw_tiles
 from .loaders import scalar as scalar_tiles
 from .loaders import trellis as trellis_tiles
-from .loaders.tiles import DUAL_WIDTH, Tiles
+from .loaders.tiles import DUAL_ROW_WORDS, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -63,48 +63,48 @@ if TYPE_CHECKING:
     from .decode.rows import PreparedDecode
 
 
-def none(*_: Any) -> None:
-    """Return None: no parameters of the codec are supported."""
+def unsupported(*_: Any) -> None:
+    """Return None, which means that no parameters of the codec are supported."""
 
 
-def undone(*_: Any) -> bool:
-    """Return False: the kernel does not support these arguments."""
+def reject_call(*_: Any) -> bool:
+    """Return False, which means that the kernel does not support the call."""
     return False
 
 
 class CodecKernels(NamedTuple):
-    """The kernels of a codec. Each function returns None for parameters that it does not support; ``none`` stands for a missing one.
+    """Kernel functions of a codec; missing ones are replaced by ``unsupported`` or ``reject_call``.
 
-    ``tiles(codec)`` returns the tile loader of attention, and ``dual_tiles(codec, dual)`` the loader whose tiles hold two tokens per row,
-    arranged by ``dual`` (``tiles.APART``). ``encode`` fills streams and returns True if it did (``encode.prepare``). ``prepare(codec,
-    packed, out, rotated, pages)`` returns a launch that fills an output (``decode.prepare``); without it, ``decode_into(codec, packed, out,
-    rotated, pages)`` fills an output and returns True if it did. ``check_chunks(codec, streams, where)`` raises the errors of
-    ``Codec.check_chunks``. ``has_rules(codec)`` returns True if ``Codec.check`` checks nothing about the codec's streams that
-    ``bitpack.rules`` does not.
+    - ``tiles(codec)`` returns the tile loader for attention, and ``dual_tiles(codec, dual)`` the dual one, or None.
+    - ``encode`` encodes values to streams, and returns False if it does not support them (``encode.prepare``).
+    - ``prepare(codec, packed, out, rotated, pages)`` returns a decoding launch, or None (``decode.prepare``).
+    - ``decode_into(codec, packed, out, rotated, pages)`` decodes with several launches, or returns False.
+    - ``check_chunks(codec, streams, where)`` raises the errors of ``Codec.check_chunks``.
+    - ``has_rules(codec)`` returns True if ``bitpack.rules`` checks everything that ``Codec.check`` checks about streams.
     """
 
-    tiles: Callable[[Any], Tiles | None] = none
-    dual_tiles: Callable[[Any, int], Tiles | None] = none
+    tiles: Callable[[Any], Tiles | None] = unsupported
+    dual_tiles: Callable[[Any, int], Tiles | None] = unsupported
     encode: Callable[..., bool] | None = None
-    prepare: Callable[..., PreparedDecode | None] = none
-    decode_into: Callable[..., bool] = undone
+    prepare: Callable[..., PreparedDecode | None] = unsupported
+    decode_into: Callable[..., bool] = reject_call
     check_chunks: Callable[..., None] | None = None
-    has_rules: Callable[[Any], bool] = undone
+    has_rules: Callable[[Any], bool] = reject_call
 
 
-def done(*_: Any) -> bool:
-    """Support every parameter of the codec."""
+def support_all(*_: Any) -> bool:
+    """Return True, which means that all parameters of the codec are supported."""
     return True
 
 
-def of_codec(codec: Codec) -> CodecKernels:
-    """Return the row of ``codec`` by its exact class, because an unknown subclass may contain more streams than its parent."""
+def codec_kernels(codec: Codec) -> CodecKernels:
+    """Return the row of ``codec``, by exact class, because an unknown subclass may have more streams than its parent."""
     return CODECS.get(type(codec), CodecKernels())
 
 
-def _narrow(codec: Codec) -> bool:
-    """Return True if rows have exactly the words that tiles of two tokens per row need."""
-    return all(packing.width == DUAL_WIDTH for packing in codec.packings().values())
+def _has_dual_rows(codec: Codec) -> bool:
+    """Return True if rows of ``packing`` have the number of words that dual tiles need."""
+    return all(packing.width == DUAL_ROW_WORDS for packing in codec.packings().values())
 
 
 def _octahedral(codec: Octahedral) -> Tiles | None:
@@ -120,11 +120,11 @@ def _quaternion(codec: Quaternion) -> Tiles | None:
 
 
 CODECS: dict[type[Codec], CodecKernels] = {
-    Raw: CodecKernels(raw_tiles.tiles, has_rules=done),
+    Raw: CodecKernels(raw_tiles.tiles, has_rules=support_all),
     Lossless: CodecKernels(decode_into=decode_lossless.decode_into),
     Group: CodecKernels(
         group_tiles.tiles,
-        lambda codec, dual: group_tiles.tiles(codec, dual) if _narrow(codec) else None,
+        lambda codec, dual: group_tiles.tiles(codec, dual) if _has_dual_rows(codec) else None,
         encode_group.encode,
         decode_group.prepare,
         has_rules=lambda codec: codec.scale_dtype != "u8",
@@ -132,14 +132,14 @@ CODECS: dict[type[Codec], CodecKernels] = {
     Minifloat: CodecKernels(minifloat_tiles.tiles, encode=encode_minifloat.encode, prepare=decode_minifloat.prepare),
     Scalar: CodecKernels(
         scalar_tiles.tiles,
-        lambda codec, dual: scalar_tiles.tiles(codec, dual) if _narrow(codec) else None,
+        lambda codec, dual: scalar_tiles.tiles(codec, dual) if _has_dual_rows(codec) else None,
         encode_scalar.encode,
         decode_table.prepare,
-        has_rules=done,
+        has_rules=support_all,
     ),
     Octahedral: CodecKernels(
         _octahedral,
-        lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _narrow(codec) else None,
+        lambda codec, dual: octahedral_tiles.tiles(codec, dual) if codec.arrangement == "direct" and _has_dual_rows(codec) else None,
         encode_octahedral.encode,
         decode_table.prepare,
         has_rules=lambda codec: codec.arrangement == "dense",
@@ -149,9 +149,9 @@ CODECS: dict[type[Codec], CodecKernels] = {
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
         decode_table.prepare,
-        has_rules=done,
+        has_rules=support_all,
     ),
-    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=done),
+    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=support_all),
     Klt: CodecKernels(
         klt_tiles.tiles,
         encode=encode_klt.encode,
@@ -159,6 +159,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
-    Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=done),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=done),
+    Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=support_all),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=support_all),
 }

@@ -1,6 +1,6 @@
-"""Everything that depends on Triton's internals; it reports Triton versions other than the tested ones.
+"""Everything that depends on Triton's internals, with checks that raise errors for incompatible Triton versions.
 
-Triton's language and launches are documented; a compiled kernel's handles and the naming of code are not.
+Triton documents its language and launches, but not the handles of compiled kernels and the cache keys of code.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvpack.formats.errors import KvpackError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-COMPILERS_BYTES = 16 << 10
-"""Shared memory at the start of a launch's, before kvpack's, in which the compiler moves values between lanes."""
+COMPILER_BYTES = 16 << 10
+"""Maximum shared memory that the compiler uses at the start of a launch's shared memory, to move values between lanes."""
 
 SHARED_MEMORY = "global_smem"
-"""The assembly's symbol of a launch's shared memory."""
+"""PTX symbol of a launch's shared memory."""
 
-ALIGNED = 16
-"""Bytes that Triton compiles for if a pointer is a multiple of them."""
+POINTER_ALIGNMENT = 16
+"""Alignment in bytes for which Triton specializes pointers."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-"""A function attribute of the CUDA driver, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+"""CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 
 def expect(holds: bool, expected: str, found: object) -> None:
-    """Raise KvpackError unless an assumption of the kernels ``holds``."""
+    """Raise KvpackError unless an assumption about Triton ``holds``."""
     if not holds:
         raise KvpackError(
             f"Triton {triton.__version__}: the kernels expect {expected}, but found {found!r:.200}: "
@@ -41,7 +41,7 @@ def expect(holds: bool, expected: str, found: object) -> None:
 
 
 def shared_bytes(kernel: Any) -> int:
-    """Return the shared memory in bytes with which a compiled ``kernel`` is launched, the last of its launcher's three values."""
+    """Return the shared memory, in bytes, with which a compiled ``kernel`` is launched."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
     expect(
@@ -53,15 +53,15 @@ def shared_bytes(kernel: Any) -> int:
 
 
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
-    """Launch ``kernel`` with ``size`` bytes of shared memory from now on, of which the compiler uses at most COMPILERS_BYTES."""
+    """Launch ``kernel`` with ``size`` bytes of shared memory from now on; the compiler must use at most ``COMPILER_BYTES`` of it."""
     own = shared_bytes(kernel)
-    expect(own <= COMPILERS_BYTES, f"the compiler to take at most {COMPILERS_BYTES} bytes of shared memory in front of tables", own)
+    expect(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
 
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
-    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory on top of its static memory."""
-    # Asking for it loads the code, which gives the function its handle.
+    """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static memory."""
+    # Reading this attribute loads the code and sets the function's handle.
     _ = kernel.run
     expect(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
     error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
@@ -72,9 +72,9 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """Return a name for code compiled with the constants ``values``: the source of functions, and the text of all others.
+    """Return a cache key for code compiled with the constants ``values``: the source of functions, and the text of everything else.
 
-    Triton includes the source of functions passed as arguments, but of no others; for a constant it uses ``cache_key``.
+    Triton itself only includes the source of functions that are passed as arguments; for constants, it uses their ``cache_key``.
     """
     return "-".join(_source_key(value) for value in values)
 
@@ -86,20 +86,20 @@ def _source_key(value: Any) -> str:
     return str(value.cache_key)
 
 
-def plain(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``triton.constexpr_function``; called directly, Triton 3.6 drops the names of tuples."""
+def python_function(function: Any) -> Callable[..., Any]:
+    """Return the Python function of a ``triton.constexpr_function``; when called directly, Triton 3.6 drops the field names of tuples."""
     expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     result: Callable[..., Any] = function.fn
     return result
 
 
 def _hooks() -> bool:
-    """Return True if Triton calls a hook around launches, such as a profiler's."""
+    """Return True if Triton calls hooks around launches, such as a profiler's."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def current_stream(device: int) -> int:
-    """Return the current stream of ``device``, or -1 if cached launches must not run there now.
+    """Return the current CUDA stream of ``device``, or -1 if cached launches must not run there now.
 
     The driver launches only on the current device, and hooks must see each launch.
     """
@@ -109,11 +109,11 @@ def current_stream(device: int) -> int:
 
 
 class CachedLaunch:
-    """A launch whose compiled kernel is looked up once; later calls pass only pointers to the driver.
+    """A launch whose compiled kernel is looked up only once; later calls only pass pointers to the driver.
 
-    Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels on the device.
-    ``arguments`` follow the pointers and never change, and ``constants`` follow these. ``allow`` is called with the compiled kernel before
-    its first launch.
+    Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels take on the device.
+    ``arguments`` follow the pointers and never change; ``constants`` come last. ``allow`` is called with the compiled kernel before its
+    first launch.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class CachedLaunch:
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
-        """Launch on the current stream; a pointer is a tensor and the number of elements to skip."""
+        """Launch on the current stream; each pointer is a tensor and the number of elements to skip."""
         device = pointers[0][0].device
         if self._launch is not None and (stream := current_stream(device.index)) >= 0:
             addresses, low = [], 0
@@ -140,7 +140,7 @@ class CachedLaunch:
                 address = tensor.data_ptr() + skipped * tensor.element_size()
                 addresses.append(address)
                 low |= address
-            if low % ALIGNED == 0:
+            if low % POINTER_ALIGNMENT == 0:
                 self.at(stream, *addresses)
                 return
         # Triton compiles for the current device.
@@ -149,21 +149,21 @@ class CachedLaunch:
 
     @property
     def kept(self) -> bool:
-        """True if ``at`` may be called."""
+        """True if ``at`` may be called, because the compiled kernel is cached."""
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:
-        """Launch the already compiled kernel on ``current_stream``; all addresses must be multiples of ALIGNED."""
+        """Launch the cached kernel on ``stream`` (``current_stream``); all addresses must be multiples of ``POINTER_ALIGNMENT``."""
         assert self._launch is not None
         self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launch as Triton does, and cache the compiled kernel."""
+        """Launch through Triton, and cache the compiled kernel."""
         if self.allow is not None:
             self.allow(self.function.warmup(*tensors, *self.arguments, grid=self.grid, **self.constants, **self.options))
             self.allow = None
         kernel = self.function[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
-        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % ALIGNED == 0 for tensor in tensors):
+        if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % POINTER_ALIGNMENT == 0 for tensor in tensors):
             names = self.function.arg_names[len(tensors) + len(self.arguments) :]
             expect(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
             expect(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
@@ -171,20 +171,23 @@ class CachedLaunch:
             self._launch, self._before = _launcher(kernel)
 
 
-_KEPT: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
-"""Launcher of a compiled kernel, the arguments before its own, and the names of its constants, by everything that Triton specializes on."""
+_cached_launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
+"""Cached launches: a compiled kernel's launcher, the arguments before its own, and the names of its constants.
+
+The key contains everything on which Triton specializes.
+"""
 
 
-def launch_kept(
+def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_keep`` compiled for such arguments. Returns False, and does nothing, if there is none."""
+    """Launch the kernel that ``launch_and_cache`` cached for such arguments; return False, and do nothing, if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
-        kept = _KEPT.get(_class_of_launch(function, device, arguments, constants, options))
+        kept = _cached_launches.get(_launch_key(function, device, arguments, constants, options))
     except TypeError:
-        # A constant that cannot be compared is Triton's own affair.
+        # Triton handles constants that are not hashable.
         return False
     if kept is None:
         return False
@@ -193,53 +196,53 @@ def launch_kept(
     return True
 
 
-def launch_and_keep(
+def launch_and_cache(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Launch as Triton does on the current device, and cache the compiled kernel."""
+    """Launch through Triton on the current device, and cache the compiled kernel."""
     kernel = function[(programs,)](*arguments, **constants, **options)
     if device.type != "cuda" or not isinstance(function, triton.runtime.JITFunction):
         return
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
-    # Constants are those alone that are given by their names.
+    # Cache only if exactly the constants are passed by name.
     if [*function.arg_names[len(arguments) :]] == names and set(names) == set(constants) and callable(getattr(kernel, "run", None)):
         with suppress(TypeError):
-            _KEPT[_class_of_launch(function, device, arguments, constants, options)] = (*_launcher(kernel), names)
+            _cached_launches[_launch_key(function, device, arguments, constants, options)] = (*_launcher(kernel), names)
 
 
-def _class_of_launch(
+def _launch_key(
     function: Any, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return a key that is equal for launches that share compiled code.
+    """Return a key that is equal for launches that can use the same compiled code.
 
     Raises TypeError for arguments and constants without such a key.
     """
     of_constants = [(name, type(value), value) for name, value in constants.items()]
-    result = (function, device.index, *map(_class_of, arguments), *of_constants, *options.items())
+    result = (function, device.index, *map(_argument_key, arguments), *of_constants, *options.items())
     hash(result)
     return result
 
 
-def _class_of(value: Any) -> Any:
+def _argument_key(value: Any) -> Any:
     """Return the specialization key of an argument.
 
-    It contains a tensor's dtype and alignment, an integer's width, and whether it is 1 or divisible by 16.
+    It contains a tensor's dtype and alignment, or an integer's width and flags for 1 and for multiples of 16.
     """
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % ALIGNED == 0
+        return value.dtype, value.data_ptr() % POINTER_ALIGNMENT == 0
     if type(value) is int:
-        return value == 1, value % ALIGNED == 0, -(2**31) <= value < 2**31, value < 2**63
+        return value == 1, value % POINTER_ALIGNMENT == 0, -(2**31) <= value < 2**31, value < 2**63
     if value is None:
         return None
     if isinstance(value, tuple):
-        return type(value), *map(_class_of, value)
-    raise TypeError(f"kernels take no argument of type {type(value).__name__}")
+        return type(value), *map(_argument_key, value)
+    raise TypeError(f"kernels do not support arguments of type {type(value).__name__}")
 
 
 def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return the launcher of a compiled kernel, and its arguments between the stream and the kernel's own.
+    """Return the C launcher of a compiled kernel, and the arguments between the stream and the kernel's own.
 
-    Triton's launcher is Python code, which requests scratch memory, around C code, which suffices for kernels without scratch memory.
+    Triton's Python launcher only adds scratch memory, which these kernels do not use.
     """
     run, behind = kernel.run, (kernel.packed_metadata, None, None, None)
     scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -252,7 +255,7 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 class LaunchChain:
     """A sequence of launches over the tensors of a call and over fixed tensors.
 
-    Each is given with its pointers: the number of a tensor that a call passes, or a fixed tensor, and the elements to skip.
+    Each launch comes with its pointers: the index of a call's tensor, or a fixed tensor, and the number of elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -260,14 +263,14 @@ class LaunchChain:
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
     def __call__(self, given: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Run all launches from number ``first`` on, on the current stream."""
+        """Run all launches except the first ``first`` ones, on the current stream."""
         if self._kept and (stream := current_stream(given[0].device.index)) >= 0:
             addresses, low = [0], 0
             for tensor in given:
                 address = tensor.data_ptr()
                 addresses.append(address)
                 low |= address
-            if low % ALIGNED == 0:
+            if low % POINTER_ALIGNMENT == 0:
                 for launch, pointers in self._kept[first:] if first else self._kept:
                     launch.at(stream, *[addresses[number] + skipped for number, skipped in pointers])
                 return
@@ -277,7 +280,7 @@ class LaunchChain:
             self._keep(given)
 
     def _keep(self, given: Sequence[torch.Tensor]) -> None:
-        """Store the constant addresses; those that each call passes follow an address of 0."""
+        """Cache the addresses of fixed tensors; addresses that each call passes follow an address of 0."""
         kept = []
         for launch, places in self._launches:
             pointers = []
@@ -285,7 +288,7 @@ class LaunchChain:
                 tensor = place if isinstance(place, torch.Tensor) else given[place]
                 number, address = (0, place.data_ptr()) if isinstance(place, torch.Tensor) else (place + 1, 0)
                 pointers.append((number, address + skipped * tensor.element_size()))
-            if any(address % ALIGNED for _, address in pointers):
+            if any(address % POINTER_ALIGNMENT for _, address in pointers):
                 return
             kept.append((launch, pointers))
         self._kept = kept

@@ -8,7 +8,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.tile_layout import repeat_columns
-from kvpack.kernels.loaders.qjl import factor_of_signs
+from kvpack.kernels.loaders.qjl import sign_norm_factor
 
 MIN_OUTLIER_FACTOR = tl.constexpr(2.0**-7)
 """Minimum factor assumed for a token with outliers, so that a weight divided by the factor's power of two is at most 2^7."""
@@ -76,7 +76,7 @@ def power_and_quotients(
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:
-        factor = tl.full(tile_factors(loaded, 1, second, factor_of_signs, SIGNS, False, FAST).shape, 1.0, tl.float32)
+        factor = tl.full(tile_factors(loaded, 1, second, sign_norm_factor, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
         factor = tile_factors(loaded, 0, second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
@@ -87,7 +87,7 @@ def power_and_quotients(
             largest = tl.maximum(largest, MIN_OUTLIER_FACTOR)
         sign_factor = largest
         if V.signs is not None:
-            sign_factor = tile_factors(loaded, 1, second, factor_of_signs, SIGNS, False, FAST)
+            sign_factor = tile_factors(loaded, 1, second, sign_norm_factor, SIGNS, False, FAST)
             largest = tl.maximum(largest, tl.abs(sign_factor))
         power, inverse, _ = _power_and_quotient(largest)
         result = power, inverse, factor * inverse, sign_factor * inverse

@@ -64,7 +64,7 @@ def collect_means(segments: Sequence[SideSegment], keep_alive: list[torch.Tensor
         # A segment may begin anywhere in a page, and begins a new block.
         offset = segment.start % key_mean.tokens
         first_tokens[id(segment)] = pages * key_mean.tokens + offset
-        codes, codes_batch, codes_head, scales, *scales_strides = addresses.addresses_of(segment.streams, streams, keep_alive)
+        codes, codes_batch, codes_head, scales, *scales_strides = addresses.stream_addresses(segment.streams, streams, keep_alive)
         count = -(-(offset + segment.tokens) // key_mean.tokens)
         for first in range(0, count, PAGES):
             code_entries = codes + first * streams[0].row, codes_batch, codes_head

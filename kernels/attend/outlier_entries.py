@@ -12,7 +12,7 @@ from kvpack.formats.outliers import CHUNK, Outliers
 from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.decode import decode
 from kvpack.kernels.loaders.outlier_patches import GRANULE
-from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, entries
+from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, pack_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +71,7 @@ def _compute_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, tor
         return {}
     granule, token, chunk, values = (torch.cat(parts) for parts in zip(*result, strict=True))
     granule, order = granule.sort(stable=True)
-    places, halves, power = entries(token[order], chunk[order], values[order])
+    places, halves, power = pack_entries(token[order], chunk[order], values[order])
     edges = torch.arange(batch * heads, device=granule.device)[:, None] * granules + torch.arange(granules + 1, device=granule.device)
     return {
         BOUNDS: torch.searchsorted(granule, edges).to(torch.int32).reshape(batch, heads, -1),

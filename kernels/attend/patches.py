@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.loaders.outliers import entries_of, first_entries, next_entries, ready_patches
+from kvpack.kernels.loaders.outliers import first_entries, next_entries, patch_entries, prepare_patches
 
 
 @triton.jit
@@ -23,11 +23,11 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the constants of both sides (``ready_patches``) for keys and values, and their first loads (``first_entries``)."""
+    """Return the constants of both sides (``prepare_patches``) for keys and values, and their first loads (``first_entries``)."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
-    k_ready = ready_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
-    v_ready = ready_patches(work.v.streams, numbers, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
+    k_ready = prepare_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
+    v_ready = prepare_patches(work.v.streams, numbers, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
     k_ahead = first_entries(work.k.streams, work.k.first, work.k.first + work.count, K_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
     v_ahead = first_entries(work.v.streams, work.v.first, work.v.first + work.count, V_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
     return (k_ready, v_ready), (k_ahead, v_ahead)
@@ -50,8 +50,8 @@ def next_patches(
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
     v_first = work.v.first + offset
-    k_entries = entries_of(ahead[0], work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, AHEAD)
-    v_entries = entries_of(ahead[1], work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, AHEAD)
+    k_entries = patch_entries(ahead[0], work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, AHEAD)
+    v_entries = patch_entries(ahead[1], work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, AHEAD)
     k_ahead = next_entries(ahead[0], work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS, AHEAD)
     v_ahead = next_entries(ahead[1], work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS, AHEAD)
     return (k_entries, v_entries), (k_ahead, v_ahead)
@@ -74,6 +74,6 @@ def load_patches(
     v_first = work.v.first + offset
     k_bounds = first_entries(work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS, False)
     v_bounds = first_entries(work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS, False)
-    k_entries = entries_of(k_bounds, work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, False)
-    v_entries = entries_of(v_bounds, work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, False)
+    k_entries = patch_entries(k_bounds, work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, False)
+    v_entries = patch_entries(v_bounds, work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, False)
     return k_entries, v_entries

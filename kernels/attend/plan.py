@@ -17,10 +17,10 @@ import torch
 
 from kvpack.kernels.loaders.tiles import NEIGHBOURS
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
-from kvpack.kernels.tiles.addresses import aligned_streams
+from kvpack.kernels.tiles.addresses import describe_streams
 from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.frame_columns import loader
-from kvpack.kernels.tiles.shapes import LaunchShape, in_patches, shape_of, table_budget
+from kvpack.kernels.tiles.shapes import LaunchShape, choose_shape, plan_patches, table_budget
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
 from . import segments
@@ -164,11 +164,11 @@ def _launch(
     growing: bool,
 ) -> Launch:
     k_tiles, v_tiles = _choose_loaders(segments[0].k.codec, segments[0].v.codec, dual)
-    shared, tables, table_offsets = device_tables.of_sides(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
+    shared, tables, table_offsets = device_tables.load_tables(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
     tokens = sum(segment.tokens for segment in segments)
     alignment = math.gcd(*(segment.first - side.first for segment in segments for side in (segment.k, segment.v)))
     share = tokens * sequences // _multiprocessors(device)
-    shape = shape_of(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
+    shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
     programs = choose_programs(shape, tokens, tile_tokens, sequences, _multiprocessors(device))
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
@@ -186,8 +186,8 @@ def _launch(
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
     # Load values after the scores if keys fill the registers (``LATE`` in ``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
-    k_outliers, v_outliers, patches = in_patches(k_tiles, v_tiles, shape, shared.nbytes)
-    k_streams, v_streams = aligned_streams(rows, k_tiles, k_address), aligned_streams(rows, v_tiles, v_address)
+    k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, shared.nbytes)
+    k_streams, v_streams = describe_streams(rows, k_tiles, k_address), describe_streams(rows, v_tiles, v_address)
     constants = {
         "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, whole_means),
         "V": bind(v_tiles, table_offsets[1], v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape), fast),
@@ -245,8 +245,8 @@ def build_work(
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
     for segment, mean_token in zip(segments, mean_tokens, strict=True):
         cut_words = any(_cuts_words(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
-        stream_addresses = addresses.addresses_of(segment.k.streams, k_tiles.streams, keep_alive)
-        stream_addresses += addresses.addresses_of(segment.v.streams, v_tiles.streams, keep_alive)
+        stream_addresses = addresses.stream_addresses(segment.k.streams, k_tiles.streams, keep_alive)
+        stream_addresses += addresses.stream_addresses(segment.v.streams, v_tiles.streams, keep_alive)
         # Programs in proportion to the segment's tokens, with equal numbers of tiles except for the cost of a masked last tile.
         tiles = -(-segment.tokens // tile)
         program_count = max(1, min(tiles, segment.tokens * programs // tokens))

@@ -151,7 +151,9 @@ class PreparedCall:
             self._v_frames[launch.v] = (self._v_frames.get(launch.v, (start,))[0], stop)
         unmapped = all(frame.page is None for frame in self._v_frames)
         self._merges_originals = unmapped and len(self._v_frames) <= 2
-        self._rotated = not all(frame_columns.in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames)
+        self._rotated = not all(
+            frame_columns.is_in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames
+        )
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
         self._mean_products = [scratch.allocate(0 if launch.means is None else rows * launch.means.pages) for launch in launches]
         self._scratch = scratch.size
@@ -298,7 +300,7 @@ class PreparedCall:
 
     def _prepare_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_LaunchTensors]:
         shape, options = self.shape, self.options
-        numbers = device_tables.numbers(str(self._device))
+        numbers = device_tables.counting_tensor(str(self._device))
         # Without starts, the kernel's ``starts`` argument is the constant None.
         no_starts = () if options.starts else (None,)
         row_blocks = shape.padded // shape.block
@@ -321,7 +323,7 @@ class PreparedCall:
                     "COLUMNS": self._columns, "LENGTHS": lengths, "CUT": cut, "DEPENDENT": self._dependent, "FIRST": start == 0,
                 },
                 {"num_warps": launch.shape.warps, **self._overlap},
-                partial(shared_table.allow, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
+                partial(shared_table.allow_tables, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
             arguments: list[tuple[int | torch.Tensor, int]] = [
                 *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),

@@ -12,7 +12,7 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.bitpack.token_factors import finite_factor
-from kvpack.kernels.loaders.qjl import half_sum, queries_of_bits
+from kvpack.kernels.loaders.qjl import half_sum, scale_sign_queries
 
 
 class Queries(NamedTuple):
@@ -83,7 +83,7 @@ def load_queries(
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
     sign_half_sum = 0.0
     if SIGNS is not None:
-        tiles = queries_of_bits(tiles, SIGNS, SETS)
+        tiles = scale_sign_queries(tiles, SIGNS, SETS)
         sign_half_sum = half_sum(tiles, SIGNS, SETS)
     offset = 0.0
     if K.offset:

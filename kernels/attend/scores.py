@@ -14,7 +14,7 @@ from triton import language as tl
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.key_mean import load_products
 from kvpack.kernels.loaders.outliers import add_outlier_scores
-from kvpack.kernels.loaders.qjl import decode_bits, factor_of_bits
+from kvpack.kernels.loaders.qjl import bit_factor, decode_bits
 
 from .factors import broadcast_over_rows, tile_factors
 
@@ -133,7 +133,7 @@ def _score_tile(
             for step in tl.static_range(SIGN_STEPS):
                 tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, FAST)
                 products = _add_products(products, tiles, queries.tiles, (index + 1) * TILES_PER_TOKEN - SIGN_STEPS + step)
-        scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, factor_of_bits, SIGNS, False, FAST))
+        scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:
         scores += load_products(
             queries.products, queries.pages, queries.padded, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS

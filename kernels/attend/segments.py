@@ -191,7 +191,7 @@ def _segment_with_side_cars(page: PackedRun, first: int, start: int, stop: int, 
         if entries is None:
             return segment._replace(exact=False)
         if entries:
-            outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.columns_of(tiles, str(page.streams[OUTLIERS].device))}
+            outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.column_stream(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         side_cars = tuple(side_car for side_car in side_cars if type(side_car) is not Outliers)
     codec = WithSideCars(segment.codec, side_cars) if side_cars else segment.codec

@@ -25,7 +25,7 @@ from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.work import ASIDE, from_first_seen, load_tiles, load_work, prefetch, within_length
+from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, skip_unseen, within_length
 
 from .patches import begin_patches, load_patches, next_patches
 from .queries import load_queries, relative_to, with_scale
@@ -139,7 +139,7 @@ def attend_split(
             start = tl.load(starts + batch)
             first = tl.maximum(first, start)
         # The window of the last query begins ``q_len - 1`` tokens after the window of the first.
-        work, before = from_first_seen(work, first, tl.maximum(first, position + q_len - window), SPAN, TILES)
+        work, before = skip_unseen(work, first, tl.maximum(first, position + q_len - window), SPAN, TILES)
         if starts is not None:
             start = (start - work.begin).to(tl.int32)
         if PREFETCHED:
@@ -219,7 +219,7 @@ def attend_split(
             entries = load_patches(work, offset, ready, K, V, WARPS, TOKENS)
         else:
             entries = ((), ())
-        position_in_work = span_token + ASIDE + (offset - ASIDE)
+        position_in_work = span_token + POSITION_BIAS + (offset - POSITION_BIAS)
         scores = score(
             k_loaded, entries[0], queries, cap, means_first + offset, position_in_work, visible, k_lookup, K, DUAL, SOFTCAP, True, FAST,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.errors import InvalidParameter
-from kvpack.kernels.triton_internals import launch_and_keep, launch_kept
+from kvpack.kernels.triton_internals import launch_and_cache, launch_cached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,10 +95,10 @@ def launch(
     if not programs:
         return
     options = {"num_warps": warps, "enable_fp_fusion": fusion}
-    if device.type == "cuda" and launch_kept(kernel, programs, device, arguments, constants, options):
+    if device.type == "cuda" and launch_cached(kernel, programs, device, arguments, constants, options):
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        launch_and_keep(kernel, programs, device, arguments, constants, options)
+        launch_and_cache(kernel, programs, device, arguments, constants, options)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -45,7 +45,7 @@ def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, r
     """
     result = prepare(codec, packed, out, rotated, pages)
     if result is None:
-        return supports_output(out) and codecs.of_codec(codec).decode_into(codec, packed, out, rotated, pages)
+        return supports_output(out) and codecs.codec_kernels(codec).decode_into(codec, packed, out, rotated, pages)
     result.run(out)
     return True
 
@@ -63,7 +63,7 @@ def prepare(
     rotated = rotated and codec.rotation.kind != "none"
     if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not supports_rotation(codec.rotation))):
         return None
-    return codecs.of_codec(codec).prepare(codec, packed, out, rotated, pages)
+    return codecs.codec_kernels(codec).prepare(codec, packed, out, rotated, pages)
 
 
 def supports_output(out: torch.Tensor) -> bool:

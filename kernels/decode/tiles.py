@@ -110,7 +110,7 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
     keep_alive: list[torch.Tensor] = []
     result, blocks = [], 0
     for part in packed:
-        result.append([blocks, part.tokens, part.first, *addresses.addresses_of(part.streams, tiles.streams, keep_alive)])
+        result.append([blocks, part.tokens, part.first, *addresses.stream_addresses(part.streams, tiles.streams, keep_alive)])
         blocks += -(-part.tokens // block)
     rows = numpy.array(result, dtype=numpy.int64)
     table = torch.from_numpy(rows).to(device, non_blocking=True)
@@ -119,7 +119,7 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
     sources = [part.streams[stream.name] for part in packed for stream in tiles.streams]
     copied = any(tensor is not source for tensor, source in zip(keep_alive, sources, strict=True))
     return PageTable(
-        table, blocks, block, firsts, end, addresses.aligned_streams(rows, tiles, FIRST_ADDRESS.value), tuple(keep_alive), copied, rows
+        table, blocks, block, firsts, end, addresses.describe_streams(rows, tiles, FIRST_ADDRESS.value), tuple(keep_alive), copied, rows
     )
 
 
@@ -179,7 +179,7 @@ def prepare(
         device,
         addresses.uses_assembly(work.table.device),
     )
-    return TileDecodeLaunch(launch if len(blocks) * batch * heads else None, work, device_tables.numbers(device), table)
+    return TileDecodeLaunch(launch if len(blocks) * batch * heads else None, work, device_tables.counting_tensor(device), table)
 
 
 def tokens_per_tile(tiles: Tiles) -> int:
@@ -203,7 +203,7 @@ def _launch(
     assert tiles is not None
     tokens = tokens_per_tile(tiles)
     blocks, heads = arguments[5], arguments[7]
-    shared, tables, table_offsets = device_tables.of_sides(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
+    shared, tables, table_offsets = device_tables.load_tables(tiles, tiles, torch.device(device), fast, table_budget(tiles, tiles))
     # Blocks begin at whole tiles, and pages at the start of a token group.
     whole_tiles = tiles.whole_groups % tokens == 0
     launch = CachedLaunch(
@@ -215,7 +215,7 @@ def _launch(
             "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
         },
         {"num_warps": WARPS},
-        partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
+        partial(shared_table.allow_tables, table_bytes=shared.nbytes) if shared.nbytes else None,
     )  # fmt: skip
     return launch, tables[0]
 

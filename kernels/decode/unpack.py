@@ -24,7 +24,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.columns import check_shape
 from kvpack.kernels.tables import shared_table
-from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
 from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
@@ -103,7 +103,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
     fast, scaled = addresses.uses_assembly(out.device), stored_codec is not codec
     launch, table, matrix = _launch(codec, scaled, work.streams, arguments, batch, out.dtype, device, fast)
     scales = _page_scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
-    pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.numbers(device), table, matrix, scales))
+    pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.counting_tensor(device), table, matrix, scales))
 
     def run(out: torch.Tensor) -> None:
         if work.blocks * batch * heads:
@@ -141,7 +141,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
     """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory; None if none fits."""
-    loader, available_bytes = _required_loader(codec), shared_memory(device) - LARGEST_BYTES
+    loader, available_bytes = _required_loader(codec), shared_memory(device) - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
         channels = min(shape.channels, _padded_dim(codec.dim))
@@ -173,7 +173,7 @@ def _launch(
     loader, shape = _required_loader(codec), _required_shape(codec, device)
     tokens, (blocks, heads) = tiles.tokens_per_tile(loader), arguments[4:6]
     # Larger tables would come after the compiler's shared memory, and there is no room for them.
-    shared, tables, table_offsets = device_tables.of_sides(loader, loader, torch.device(device), fast, LARGEST_BYTES)
+    shared, tables, table_offsets = device_tables.load_tables(loader, loader, torch.device(device), fast, MAX_STATIC_BYTES)
     matrix, size = _matrix(codec, shape.joined, device)
     # Blocks begin at whole tiles, and pages at the start of a token group.
     whole_tiles = loader.whole_groups % tokens == 0
@@ -187,7 +187,7 @@ def _launch(
             "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "FAST": fast,
         },
         {"num_warps": shape.warps},
-        partial(shared_table.allow, table_bytes=shared.nbytes) if shared.nbytes else None,
+        partial(shared_table.allow_tables, table_bytes=shared.nbytes) if shared.nbytes else None,
     )  # fmt: skip
     return launch, tables[0], matrix
 

@@ -56,7 +56,7 @@ def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | 
 
     Streams with one row for all tokens are copied from ``before``, or are 0 without it.
     """
-    encoder = codecs.of_codec(codec).encode
+    encoder = codecs.codec_kernels(codec).encode
     batch, heads, tokens, dim = x.shape
     if encoder is None or dim * x.element_size() > MAX_ROW_BYTES or not x.numel() or not supports_bf16_products(x.device):
         return None

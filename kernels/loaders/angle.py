@@ -1,7 +1,7 @@
-"""angle as tiles (spec/codecs/angle.md): two tiles per field, with the cosines and the sines of its pairs times their norms.
+"""Tile loader of codec angle (spec/codecs/angle.md): two tiles per field, with the cosines and the sines of its pairs times their norms.
 
-Norms are divided by a power of two near the token's largest norm, which becomes the token's factor, so that all fit binary16. This is the
-direct arrangement; in the dense one, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
+Norms are divided by a power of two near the token's largest norm, which becomes the token factor, so that all fit in binary16. This file
+handles the direct arrangement; in the dense one, bins and norm codes have their own streams (``angle_dense``, ``angle_thread``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -24,19 +24,19 @@ from kvpack.kernels.bitpack.tile_layout import broadcast_tokens
 from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tiles, tile_field_count, tile_packing
 from kvpack.kernels.tables.shared_table import look_up_bits
 
-from .tiles import Tiles, channels_of, step_symbols
+from .tiles import Tiles, step_symbols, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 VALUES = 2
-"""Values per symbol: the channels of a pair."""
+"""Number of values per symbol: the two channels of a pair."""
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits per bin and per norm code; ``log`` is True if norms are logarithms.
 
-    The range is stream number ``range_place`` and element ``range_place`` of the result of ``load``.
+    The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
     """
 
     packing: TilePacking
@@ -49,7 +49,7 @@ class AngleConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
+    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None
@@ -67,11 +67,11 @@ def tiles(codec: Angle) -> Tiles | None:
         range_place=len(streams) - 1,
         half_range=half,
     )
-    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
-    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, table(codec), packings=(packing,))
+    channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    return Tiles(load, decode, factor, constants, len(symbols), channels, streams, direction_table(codec), packings=(packing,))
 
 
-def table(codec: Angle) -> torch.Tensor:
+def direction_table(codec: Angle) -> torch.Tensor:
     """Return the cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
@@ -108,17 +108,17 @@ def load_range(
 
 
 @triton.jit
-def _half(bits: tl.tensor) -> tl.tensor:
-    """Return the low 16 bits, a binary16, widened to float32."""
+def _half_as_float32(bits: tl.tensor) -> tl.tensor:
+    """Convert the low 16 bits of ``bits``, a binary16 number, to float32."""
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _range(words: tl.tuple) -> tl.tuple:
-    """Return (step, minimum) of each token, float32 in the shape of ``words``."""
+def _range_as_float32(words: tl.tuple) -> tl.tuple:
+    """Return the step and minimum of each token's range, float32 in the shape of ``words``."""
     if len(words) == 1:
-        step = _half(words[0])
-        minimum = _half(words[0] >> 16)
+        step = _half_as_float32(words[0])
+        minimum = _half_as_float32(words[0] >> 16)
     else:
         step = words[0].to(tl.float32, bitcast=True)
         minimum = words[1].to(tl.float32, bitcast=True)
@@ -126,17 +126,17 @@ def _range(words: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the exponent field of the float32 power of two by which norms of a linear range are divided.
+def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
+    """Return the exponent field of the power of two by which norms of a linear range are divided.
 
-    For binary16 it is at most that of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
-    float32 it is above all norms, except the largest binary32.
+    For binary16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11.
+    For float32 ranges, it exceeds all norms except the largest float32 ones.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
         exponent = (tl.minimum(high, 29 << 10) >> 10) + 112
     else:
-        step, minimum = _range(words)
+        step, minimum = _range_as_float32(words)
         largest = tl.maximum(tl.abs(minimum), tl.abs(minimum + step * LARGEST))
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) + 1
         exponent = tl.minimum(tl.maximum(exponent, 27), 253)
@@ -145,54 +145,57 @@ def _exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``factor_of_range`` of each token, float32 ``[warp, token]``."""
-    return factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
+    """Return each token's factor, float32 ``[warp, token]`` (``range_factor``)."""
+    return range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS)
 
 
 @triton.jit
-def factor_of_range(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the divisor of norms: a power of two, or the largest possible norm if norms are logarithms; ``words`` are the range."""
+def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """Return the divisor of a token's norms: a power of two, or the largest possible norm if norms are logarithms.
+
+    ``words`` are the tokens' ranges.
+    """
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
-        step, minimum = _range(words)
+        step, minimum = _range_as_float32(words)
         value = tl.exp2(minimum + tl.maximum(step * LARGEST, 0.0))
     else:
-        value = (_exponent(words, LARGEST) << 23).to(tl.float32, bitcast=True)
+        value = (_divisor_exponent(words, LARGEST) << 23).to(tl.float32, bitcast=True)
     return value
 
 
 @triton.constexpr_function
-def middle_norm(bits: int) -> int:
-    """Return the code that is subtracted from norm codes of ``bits`` bits: the integer above the midpoint."""
+def middle_norm_code(bits: int) -> int:
+    """Return the code that is subtracted from ``bits``-bit norm codes: their midpoint, rounded up."""
     return 1 << (bits - 1)
 
 
 @triton.jit
-def norm_line(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """Return (scale, center) of norms, or of their logarithms, divided by the token's factor, float32.
+def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
+    """Return the scale and center of norms (or their logarithms) divided by the token factor, float32.
 
-    The norm is (code - ``middle_norm``) * scale + center. ``words`` are the token's range.
+    A norm is (code - ``middle_norm_code``) * scale + center. ``words`` are the tokens' ranges.
     """
-    step, minimum = _range(words)
-    MIDDLE: tl.constexpr = middle_norm(CONSTANTS.norm_bits)
+    step, minimum = _range_as_float32(words)
+    MIDDLE: tl.constexpr = middle_norm_code(CONSTANTS.norm_bits)
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         scale = step
         centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
     else:
-        inverse = ((254 - _exponent(words, LARGEST)) << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - _divisor_exponent(words, LARGEST)) << 23).to(tl.float32, bitcast=True)
         scale = step * inverse
         centre = (minimum + step * MIDDLE) * inverse
     return scale, centre
 
 
 @triton.constexpr_function
-def _line(bits: int) -> str:
-    """Return PTX for ``norm_line`` of two binary16 ranges.
+def _norm_affine_ptx(bits: int) -> str:
+    """Return PTX for ``norm_affine`` of two binary16 ranges.
 
-    Exponents are found as in ``_exponent``, but in place, where they compare like binary16.
+    It computes exponents like ``_divisor_exponent``, but in place, where they compare like binary16 numbers.
     """
-    middle = binary16_bits(middle_norm(bits))
+    middle = binary16_bits(middle_norm_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;
         prmt.b32 step, $2, $3, 0x5410; prmt.b32 minimum, $2, $3, 0x7632;
         and.b32 high, step, 0x7C007C00; and.b32 low, minimum, 0x7C007C00;
@@ -203,14 +206,14 @@ def _line(bits: int) -> str:
 
 
 @triton.jit
-def norm_line_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_line`` in binary16."""
+def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Compute ``norm_affine`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
         scale, centre = tl.inline_asm_elementwise(
-            _line(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            _norm_affine_ptx(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        scale, centre = norm_line(words, CONSTANTS)
+        scale, centre = norm_affine(words, CONSTANTS)
         scale = scale.to(tl.float16)
         centre = centre.to(tl.float16)
     return scale, centre
@@ -227,14 +230,14 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the two channels of the pairs of ``STEP``, divided by the token's factor: two binary16 tiles laid out like the planes."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two binary16 tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     BIN_BITS: tl.constexpr = CONSTANTS.bin_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_bits
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
-    line = line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST)
+    line = load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         found = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
@@ -245,9 +248,9 @@ def decode(
 
 
 @triton.jit
-def line_of_tokens(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Compute ``norm_line`` of the ranges in ``loaded``, binary16 that broadcast to a tile."""
-    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Compute ``norm_affine`` for the ranges in ``loaded``, as binary16 tensors that broadcast to a tile."""
+    scale, centre = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(centre, TRANSPOSED)
 
 
@@ -262,9 +265,9 @@ def decode_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column and whose norm code begins at bit ``NORM``."""
+    """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
     found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
-    norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm(CONSTANTS.norm_bits), FAST)
+    norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm_code(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:
         norm = exp2(norm, FAST)
     return (multiply(found[0], norm, FAST), multiply(found[1], norm, FAST))

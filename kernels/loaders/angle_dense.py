@@ -1,4 +1,4 @@
-"""angle as tiles, dense arrangement (spec/codecs/angle.md): bins and norm codes are bit fields in streams of different widths."""
+"""Tile loader of codec angle in the dense arrangement (spec/codecs/angle.md), with bins and norm codes as bit fields of two streams."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -22,17 +22,17 @@ from kvpack.kernels.bitpack.replicated_columns import (
 from kvpack.kernels.bitpack.streams import Stream, plane_streams
 from kvpack.kernels.tables.shared_tables import SharedTable
 
-from .angle import VALUES, decode_pairs, factor, line_of_tokens, load_range, table
-from .tiles import Tiles, channels_of
+from .angle import VALUES, decode_pairs, direction_table, factor, load_norm_affine, load_range
+from .tiles import Tiles, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 
 class AngleDenseConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits of a bin and of a norm code, and whether norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits per bin and per norm code; ``log`` is True if norms are logarithms.
 
-    The range is stream number ``range_place`` and element ``range_place`` of the result of ``load``.
+    The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
     """
 
     bins: ReplicatedPacking
@@ -45,7 +45,7 @@ class AngleDenseConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``; None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
+    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their widths do not fit one tile."""
     packings = codec.packings()
     every = tuple(packings.values())
     columns = common_tile_width(every) if list(packings) == ["angle", "norm_codes"] else None
@@ -66,9 +66,11 @@ def tiles(codec: Angle) -> Tiles | None:
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     steps = step_symbols(every, columns)
-    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
+    channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
     widths = stream_widths(of_streams, columns)
-    return Tiles(load, decode, factor, constants, len(steps), channels, streams, table(codec), packings=every, stream_widths=widths)
+    return Tiles(
+        load, decode, factor, constants, len(steps), channels, streams, direction_table(codec), packings=every, stream_widths=widths
+    )
 
 
 @triton.jit
@@ -102,23 +104,22 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the two channels of the pairs of ``STEP``, divided by the token's factor: binary16 tiles ``[warp, token, column]`` or
-    transposed."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factor: two binary16 tiles in the layout of the planes."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
     # In a shared table, an index that already is at the bit of its byte offset needs no shift.
-    AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + step_bit(NORMS, STEP, 0)
     return decode_pairs(
-        bins + norms, line_of_tokens(loaded, CONSTANTS, TRANSPOSED, FAST), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
+        bins + norms, load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST
     )
 
 
 @triton.constexpr_function
-def bit_of_places(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit of a word at which an index of ``bits`` is the byte offset of an entry in all its copies.
+def entry_offset_bit(bits: int, shared: SharedTable, fast: bool) -> int:
+    """Return the bit of a word at which an index of ``bits`` bits equals the byte offset of its entry in a shared table with copies.
 
     It is 0 if the index does not fit there.
     """

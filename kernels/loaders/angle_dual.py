@@ -1,7 +1,7 @@
-"""angle as dual tiles, dense arrangement (spec/codecs/angle.md): for tokens whose bins are rows of four words.
+"""Dual tile loader of codec angle in the dense arrangement (spec/codecs/angle.md), for tokens whose bins are rows of four words.
 
-The matrix units read the words of two neighboring tokens, which are contiguous, at once. The words are replicated side by side in
-registers; the copies show two fields, and norm codes are loaded in the same column order.
+Tiles contain the words of two neighboring tokens, which are contiguous. The words are replicated side by side in registers, and the copies
+show two fields; norm codes are loaded in the same column order.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -20,22 +20,22 @@ from kvpack.kernels.bitpack.streams import WORD_BITS, Stream, plane_streams
 from kvpack.kernels.bitpack.tile_layout import repeat_columns, second_token_offset, tile_copies
 from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH, has_whole_word_tiles
 
-from .angle import VALUES, decode_pairs, factor_of_range, norm_line_f16, table
-from .angle_dense import bit_of_places
-from .tiles import DUAL_WIDTH, Tiles, channels_of
+from .angle import VALUES, decode_pairs, direction_table, norm_affine_f16, range_factor
+from .angle_dense import entry_offset_bit
+from .tiles import DUAL_ROW_WORDS, Tiles, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
-INTERLEAVE = DUAL_WIDTH // 2
-"""Words of a row of bins, and columns of one token before as many of the other."""
+INTERLEAVE = DUAL_ROW_WORDS // 2
+"""Number of words per row of bins, and of neighboring columns of one token before as many columns of the other token."""
 
 MAX_SLICES = 2
-"""Slices that a row of norm codes is loaded in, one per two fields of bins, at most: more would fetch the same memory too often."""
+"""Maximum number of slices in which a row of norm codes is loaded; more would load the same memory too often."""
 
 
-class Slices(NamedTuple):
-    """The words of norms, ``width`` per row, as ``count`` tiles that each have the columns of bins."""
+class NormSlices(NamedTuple):
+    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles that each have the columns of bins."""
 
     stream: int
     width: int
@@ -43,10 +43,10 @@ class Slices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles. Element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its tiles; element ``range_place`` of the result of ``load`` is the range."""
 
     bins: ReplicatedPacking
-    norms: Slices
+    norms: NormSlices
     bin_bits: int
     norm_bits: int
     log: bool
@@ -56,16 +56,16 @@ class AngleDualConstants(NamedTuple):
 
 
 def tiles(codec: Angle, dual: int) -> Tiles | None:
-    """Return the loader of ``codec``; None if bins or norm codes are not bit fields or have rows of other lengths."""
+    """Return the loader of ``codec``, or None if bins or norm codes are not bit fields, or if their rows have other lengths."""
     packings = codec.packings()
     every = tuple(packings.values())
     if list(packings) != ["angle", "norm_codes"] or not all(map(has_whole_word_tiles, every)):
         return None
     bins, norms = every
-    slices = norms.width // DUAL_WIDTH
-    if bins.width != INTERLEAVE or norms.width not in (DUAL_WIDTH, MAX_SLICES * DUAL_WIDTH) or norms.column_bytes != WORD_BITS // 8:
+    slices = norms.width // DUAL_ROW_WORDS
+    if bins.width != INTERLEAVE or norms.width not in (DUAL_ROW_WORDS, MAX_SLICES * DUAL_ROW_WORDS) or norms.column_bytes != WORD_BITS // 8:
         return None
-    copies = DUAL_WIDTH // INTERLEAVE
+    copies = DUAL_ROW_WORDS // INTERLEAVE
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     half = codec.range == "fp16"
@@ -74,7 +74,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     )
     constants = AngleDualConstants(
         bins=of_bins,
-        norms=Slices(len(bins.planes), norms.width, slices),
+        norms=NormSlices(len(bins.planes), norms.width, slices),
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
@@ -84,8 +84,8 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     )
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     channels = tuple(
-        channels_of(tuple(range(begin, begin + DUAL_WIDTH)), VALUES, value, codec.dim)
-        for begin in range(0, bins.symbols, DUAL_WIDTH)
+        symbol_channels(tuple(range(begin, begin + DUAL_ROW_WORDS)), VALUES, value, codec.dim)
+        for begin in range(0, bins.symbols, DUAL_ROW_WORDS)
         for value in range(VALUES)
     )
     return Tiles(
@@ -96,7 +96,7 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
         len(channels) // VALUES,
         channels,
         streams,
-        table(codec),
+        direction_table(codec),
         packings=every,
         stream_widths=(INTERLEAVE, 2 * INTERLEAVE, 2 * INTERLEAVE, MIN_TILE_WIDTH),
         dual=dual,
@@ -116,10 +116,10 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the planes of the bins, norm codes and ranges of the rows of ``[warp, token]`` tokens and their second tokens.
+    """Load the bins, norm codes and ranges of the tokens ``token`` ``[warp, token]`` and of their second tokens.
 
     - Bins: one int16 tile of 2 ``INTERLEAVE`` columns per plane.
-    - Norm codes: one int16 tile of as many columns as the replicated bins per slice.
+    - Norm codes: one int16 tile per slice, with as many columns as the replicated bins.
     - Ranges: int32 ``[warp, token, 2]``, of both tokens.
     """
     BINS: tl.constexpr = CONSTANTS.bins
@@ -164,7 +164,7 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load one plane of the bins of two tokens, an int16 tile; a plane of bytes is repeated."""
+    """Load one plane of the bins of two tokens as an int16 tile; a plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
@@ -184,22 +184,22 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of ``STEP``, divided by the tokens' factors: binary16 ``[warp, token, column]`` or transposed."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factors, as binary16 tiles, possibly transposed."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    AT: tl.constexpr = bit_of_places(CONSTANTS.bin_bits, SHARED, FAST)
+    AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, centre = norm_line_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    scale = _spread_over_columns(scale, BINS, TRANSPOSED)
-    centre = _spread_over_columns(centre, BINS, TRANSPOSED)
+    scale, centre = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale = _spread_to_columns(scale, BINS, TRANSPOSED)
+    centre = _spread_to_columns(centre, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
     return decode_pairs(planes, (scale, centre), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit
-def _spread_over_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Spread ``value``, ``[warp, token, 2]`` of both tokens, over a tile."""
+def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """Spread ``value`` ``[warp, token, 2]``, one number for each of two tokens, over the columns of a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)
@@ -207,5 +207,5 @@ def _spread_over_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.co
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the divisor of norms (``angle.factor_of_range``), float32 ``[warp, token, 2]``."""
-    return (factor_of_range(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)
+    """Return the divisor of norms (``angle.range_factor``), float32 ``[warp, token, 2]``."""
+    return (range_factor(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS),)

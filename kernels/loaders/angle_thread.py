@@ -1,4 +1,4 @@
-"""angle as tiles of rows, one per thread (spec/codecs/angle.md): dense bins in one stream or two, norm codes of any width."""
+"""Tile loader of codec angle with one row per thread (spec/codecs/angle.md), for dense bins in one or two streams and any norm codes."""
 
 # Triton compiles no conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -15,9 +15,9 @@ from kvpack.kernels.bitpack.thread_digits import RowPacking, row_packing, symbol
 from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, stored_words_per_plane, word_stream, words_per_token
 from kvpack.kernels.bitpack.thread_tiles import TOKENS, assign_tiles, decode_rows, pair_values
 from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
-from kvpack.kernels.tables.thread_lookups import look_up_words, unit
+from kvpack.kernels.tables.thread_lookups import look_up_words, lookup_unit
 
-from .angle import VALUES, factor, load_range, norm_line, table
+from .angle import VALUES, direction_table, factor, load_range, norm_affine
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AngleThreadConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows. Element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its rows; element ``range_place`` of the result of ``load`` is the range."""
 
     rows: tuple[int, ...]
     bins: RowPacking
@@ -41,7 +41,7 @@ class AngleThreadConstants(NamedTuple):
 
 
 def tiles(codec: Angle) -> Tiles | None:
-    """Return the loader of ``codec``; None if there are too many bins or norms are not codes."""
+    """Return the loader of ``codec``, or None if there are too many bins or norms are stored as float32."""
     if codec.norm == "fp32" or codec.bins > 1 << MAX_DIGIT_BITS:
         return None
     packings = codec.packings()
@@ -67,7 +67,7 @@ def tiles(codec: Angle) -> Tiles | None:
         registers=registers,
         symbols=codec.dim // VALUES,
     )
-    return Tiles(load, decode, factor, constants, len(channels), channels, streams, table(codec), tokens=TOKENS)
+    return Tiles(load, decode, factor, constants, len(channels), channels, streams, direction_table(codec), tokens=TOKENS)
 
 
 @triton.jit
@@ -82,8 +82,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), then the ranges again for ``factor``, int32 ``[warp, token]``.
-    """
+    """Load rows of bins, norm codes and ranges (``thread_rows.load_rows``), and the ranges for ``factor``, int32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     RANGE: tl.constexpr = len(ROWS) - 1
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
@@ -101,28 +100,28 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return both channels of the pairs of ``STEP``, divided by the token's factor: one binary16 tile, or transposed."""
+    """Return both channels of the pairs of step ``STEP``, divided by the token factor, as one binary16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
-    return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, REGISTERS, STEP, decode_pair, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit
-def coordinates(
+def decode_pair(
     words: tl.tuple, table: tl.tensor, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the f16x2 of one pair: cosine and sine times its norm."""
+    """Return one pair as f16x2: its cosine and sine times its norm."""
     BINS: tl.constexpr = CONSTANTS.bins
     HIGH_BINS: tl.constexpr = CONSTANTS.high_bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = unit(2, SHARED, FAST)
+    UNIT: tl.constexpr = lookup_unit(2, SHARED, FAST)
     LAST: tl.constexpr = CONSTANTS.range_place // 2
     place = symbol_digit(words, BINS, SYMBOL, FAST) * UNIT
     if CONSTANTS.low_bits:
         place = place + symbol_digit(words, HIGH_BINS, SYMBOL, FAST) * (UNIT << CONSTANTS.low_bits)
     if CONSTANTS.half_range:
-        line = norm_line((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
+        line = norm_affine((words[LAST - 1].to(tl.int32, bitcast=True),), CONSTANTS)
     else:
-        line = norm_line((words[LAST - 2], words[LAST - 1]), CONSTANTS)
+        line = norm_affine((words[LAST - 2], words[LAST - 1]), CONSTANTS)
     norms = affine_f16x2(
         symbol_pair_digits(words, NORMS, SYMBOL, CONSTANTS.symbols, FAST),
         broadcast_f16x2(line[0]),

@@ -1,6 +1,6 @@
-"""group as tiles (spec/codecs/group.md): one affine step per bit field.
+"""Tile loader of codec group (spec/codecs/group.md): one affine step per bit field.
 
-A *scale* here is the 32-bit element of the stream of scales: the binary16 scale and center of one group.
+In this file, a *scale* is a 32-bit element of the stream of scales: the binary16 scale and center of one group.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -38,23 +38,24 @@ if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
 MIN_TOKENS, MAX_TOKENS = 16, 64
-"""Fewest and most tokens of a warp's tile: tiles of tokens with ``MANY_SCALES`` each are small."""
+"""Minimum and maximum number of tokens in a warp's tile; tokens with at least ``MIN_MANY_SCALES`` scales need small tiles."""
 
-MANY_SCALES = 32
-"""Scales per token from which a tile has the fewest tokens."""
+MIN_MANY_SCALES = 32
+"""Number of scales per token at which tiles get the minimum number of tokens."""
 
 MAX_SCALES_PER_LOAD = 8
-"""Scales of one token per load, at most, if a step does not need more."""
+"""Maximum number of one token's scales per load, unless a step needs more."""
 
-ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, EACH_VALUE = (tl.constexpr(number) for number in range(4))
+ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, PER_VALUE = (tl.constexpr(number) for number in range(4))
 """Kinds of scales in a tile: one per column, one per token, one per few neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A row of the scale stream has ``scales_per_row``; ``kind`` selects which of them a tile needs, and ``whole_rows`` whether rows are
-    loaded whole. A step makes one tile with ``fields_per_tile`` fields of ``bits``, ``field_stride`` fields apart, in ``span`` columns.
+    A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
+    rows are loaded whole. A step makes one tile with ``fields_per_tile`` fields of ``bits`` bits, ``field_stride`` fields apart, in
+    ``span`` columns.
     """
 
     packing: TilePacking
@@ -74,7 +75,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec``; None if its fields are not bit fields in at most two words. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, or None if its fields are not bit fields in at most two words; ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None
@@ -91,16 +92,16 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     elif one_a_token:
         kind = ALONG_CHANNELS.value
     else:
-        kind = WITHIN_FIELDS.value if span % codec.size == 0 else EACH_VALUE.value
+        kind = WITHIN_FIELDS.value if span % codec.size == 0 else PER_VALUE.value
     # Rows that divide into powers of two of scales are loaded whole: a load costs the same however small it is.
-    in_order = kind == ALONG_CHANNELS.value or (kind != EACH_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
+    in_order = kind == ALONG_CHANNELS.value or (kind != PER_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
     whole_rows = not dual and in_order and is_power_of_two(scales_per_row)
     streams = (*planes, Stream("scales", 32, scales_per_row, codec.size if along_tokens else 1))
     scale_bits = 0 if codec.token_scale == "none" else 8 * DTYPE_BYTES[TOKEN_SCALE_DTYPES[codec.token_scale]]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
     most_tokens = MAX_TOKENS
-    if kind == WITHIN_FIELDS.value and scales_per_row >= MANY_SCALES:
+    if kind == WITHIN_FIELDS.value and scales_per_row >= MIN_MANY_SCALES:
         most_tokens = MIN_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MAX_TOKENS):
         most_tokens = Tiles.most_tokens
@@ -147,11 +148,11 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
     - One int32 tile of scales per step: ``[warp, column]`` along tokens if ``WHOLE`` (every warp's tokens are in one token group),
-      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, and like a plane if each value has its own.
+      ``[warp, token]`` along channels, ``[warp, token, scale]`` within fields, or like a plane if each value has its own scale.
     - The token scale (``token_factors``), if there is one.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -177,7 +178,7 @@ def load(
     if WHOLE_ROWS:
         loaded = loaded + _load_scale_rows(scales, first, token, valid, CONSTANTS, MASKED, TRANSPOSED)
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
-        channel = _channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
+        channel = _step_channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
             # The first token of each warp stands for all of its own.
             row = tl.min(token, 1)[:, None]
@@ -187,9 +188,9 @@ def load(
             mask = (channel < DIM)[None, :]
             if MASKED:
                 if DUAL:
-                    mask = mask & tl.where(second == 0, _any_valid(valid[0]), _any_valid(valid[1]))
+                    mask = mask & tl.where(second == 0, _warps_with_tokens(valid[0]), _warps_with_tokens(valid[1]))
                 else:
-                    mask = mask & _any_valid(valid)
+                    mask = mask & _warps_with_tokens(valid)
             loaded = loaded + (tl.load(scales + row * SCALES + channel[None, :], mask, 0),)
         elif KIND == ALONG_CHANNELS and DUAL:
             both = tl.arange(0, 2)[None, :]
@@ -218,10 +219,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """Return the number of a token's ``scales`` per load.
-
-    It is small enough that the scales of eight tokens touch few rows of shared-memory banks.
-    """
+    """Return how many of a token's ``scales`` one load reads, so that the scales of eight tokens touch few rows of shared-memory banks."""
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
@@ -235,10 +233,10 @@ def _load_scale_rows(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tuple:
-    """Return the scales of each step, cut from whole rows.
+    """Load whole rows of scales, and return the scales of each step.
 
-    They are ``[warp, column]`` if a warp's tokens share a row, else ``[warp, token]`` or ``[warp, token, scale]`` (transposed ``[warp,
-    scale, token]``).
+    They are ``[warp, column]`` if a warp's tokens share a row, else ``[warp, token]`` or ``[warp, token, scale]``, or transposed
+    ``[warp, scale, token]``.
     """
     SIZE: tl.constexpr = CONSTANTS.size
     SCALES: tl.constexpr = CONSTANTS.scales_per_row
@@ -248,7 +246,7 @@ def _load_scale_rows(
         # The first token of each warp stands for all of its own.
         address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
         if MASKED:
-            row = tl.load(address, _any_valid(valid), 0)
+            row = tl.load(address, _warps_with_tokens(valid), 0)
         else:
             row = tl.load(address)
         found = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
@@ -276,13 +274,13 @@ def _load_scale_rows(
 
 
 @triton.jit
-def _any_valid(valid: tl.tensor) -> tl.tensor:
-    """Return a mask, ``[warp, 1]``, of the warps with a valid token."""
+def _warps_with_tokens(valid: tl.tensor) -> tl.tensor:
+    """Return a mask ``[warp, 1]`` of the warps that have a valid token."""
     return (tl.max(valid.to(tl.int32), 1) > 0)[:, None]
 
 
 @triton.jit
-def _channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
+def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
     """Return the channel of each column of a step (``tiles.step_symbols``)."""
     if FIELD_STRIDE > 1:
         channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
@@ -302,7 +300,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return (code - middle) * scale + center for the fields of ``STEP``: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return (code - middle) * scale + center for the fields of step ``STEP`` as one binary16 tile, possibly transposed."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BITS: tl.constexpr = CONSTANTS.bits
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
@@ -332,6 +330,6 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token scale, float32 ``[warp, token]``."""
+    """Return the token scales, float32 ``[warp, token]``."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.planes + CONSTANTS.steps, CONSTANTS.scale_bits, PACKING.dual, FAST)

@@ -1,6 +1,6 @@
-"""key_mean next to tiles (spec/side-cars.md): the tokens of a page share one product of the query with their mean.
+"""Page means of keys in attention tiles (side-car key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
 
-``attend.means`` computes these products before the tiles are attended; a tile adds them to its scores and loads nothing else for it.
+``attend.means`` computes these products before the split kernel runs; a tile adds them to its scores, and loads nothing else for them.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -15,7 +15,7 @@ from triton import language as tl
 
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 
-from .tiles import Means
+from .tiles import PageMeans
 
 if TYPE_CHECKING:
     from kvpack.formats.key_mean import KeyMean
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
-    """Extend the loader ``tiles`` of a key codec with page means."""
-    means = Means(key_mean.tokens)
+    """Return the loader ``tiles`` of a key codec, extended with page means."""
+    means = PageMeans(key_mean.tokens)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
 
 
@@ -43,10 +43,10 @@ def load_products(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tensor:
-    """Load the products of each query row with the mean of each token's page, float32 ``[warp, token, row]`` (``[warp, 1, row]`` if whole).
+    """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``; ``[warp, 1, row]`` for whole pages.
 
-    ``products`` are pointers ``[1, 1, row]`` to those of page 0, with ``padded`` rows for each of the ``pages``. ``first`` is the token of
-    the first warp's first tile, counted from page 0; warps have ``TILES`` tiles, of which this is ``TILE``. ``second`` is as in
+    ``products`` are pointers ``[1, 1, row]`` to the products of page 0; each of ``pages`` pages has ``padded`` rows. ``first`` is the token
+    of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number ``TILE``. ``second`` is as in
     ``Queries``.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS

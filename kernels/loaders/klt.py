@@ -1,8 +1,8 @@
-"""klt as tiles (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
+"""Tile loader of codec klt (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
 
-Rows are short and their codes have many widths, so a row is loaded as 32-bit registers per token (``row_registers``). The columns of a tile
-differ in the bytes that contain their code and in the bit where it begins; per-column constants, loaded once per program, describe this. A
-1-bit code selects one of two entries; the others are looked up in shared memory.
+Rows are short and have codes of many widths, so a row is loaded into 32-bit registers per token (``row_registers``). Columns of a tile
+differ in the bytes that contain their codes and in the bit where these begin; per-column constants, loaded once per program, describe this.
+A 1-bit code selects one of two entries; other codes are looked up in shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -33,10 +33,10 @@ from kvpack.kernels.bitpack.row_registers import (
 from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
-from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, lookup_of_columns, lookup_of_pairs
+from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, column_lookup_ptx, pair_lookup_ptx
 
 from . import klt_heads
-from .klt_plan import COLUMNS, LOOKED_UP, PAIRS, SELECTED, TWO_BY_TWO, Plan, Tile
+from .klt_plan import COLUMNS, LOOK_UP, LOOK_UP_PAIRS, LOOK_UP_TWO, SELECT, Plan, Tile
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
     from kvpack.formats.klt import Klt
     from kvpack.kernels.tables.shared_tables import SharedTable
 
-LARGEST = 2.0**15
-"""The largest entry of a table, and the longest row of the matrix in its unit, that binary16 is trusted with."""
+MAX_TRUSTED_VALUE = 2.0**15
+"""Largest table entry, and longest row of the scaled matrix, for which binary16 tiles are accurate enough."""
 
-LARGEST_POWER = 8
-"""Tables are multiplied by a power of two of at most this size, and queries divided by it."""
+MAX_TABLE_POWER = 8
+"""Maximum power of two by which tables are multiplied and queries divided."""
 
 
 class KltConstants(NamedTuple):
-    """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that these fill, and its tiles.
+    """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
 
-    The table of a head has ``entries``, followed by ``columns`` per-column constants, and 0 and 16 in turn for
-    ``row_registers.load_parities``. The gain is stream ``gain_stream``, -1 for none.
+    A head's table has ``entries`` entries, followed by ``columns`` per-column constants, and 0 and 16 in turn for
+    ``row_registers.load_parities``. Gains are stream number ``gain_stream``, or missing if it is -1.
     """
 
     loads: tuple[RowLoad, ...]
@@ -66,30 +66,31 @@ class KltConstants(NamedTuple):
     gain_stream: int
 
 
-def unit_of(codec: Klt) -> float:
+def table_unit(codec: Klt) -> float:
     """Return the power of two that divides the matrix and multiplies the tables, so that queries in the coded frame are at most about 1."""
-    matrix = _source(codec).matrix[:, :, _kept(codec)]
+    matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
-    return float(2.0 ** min(max(exponent, -LARGEST_POWER), LARGEST_POWER))
+    return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """Return the loader of ``codec``, which has its basis; None if binary16 cannot represent its tables, or queries in its frame.
-
-    Raises MissingBasis.
-    """
-    source, unit = _source(codec), unit_of(codec)
+    """Return the loader of ``codec``, or None if binary16 is not accurate enough for its tables or its frame. Raises MissingBasis."""
+    source, unit = _source(codec), table_unit(codec)
     own = codec.fixed_heads is not None
     tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}
     every = [source.head_tables(part.heads, part.runs, part.width) * unit for part in codec.runs] if own else [*tables.values()]
-    longest = source.matrix[:, :, _kept(codec)].norm(dim=-1).max() / unit
-    if not (longest <= LARGEST and all(table.abs().max() <= LARGEST for table in every)):
+    longest = source.matrix[:, :, _coded_columns(codec)].norm(dim=-1).max() / unit
+    if not (longest <= MAX_TRUSTED_VALUE and all(table.abs().max() <= MAX_TRUSTED_VALUE for table in every)):
         return None
-    return klt_heads.tiles(codec, source, unit) if own else replace(_tiles(codec, tables, True), values=_tiles(codec, tables, False))
+    return (
+        klt_heads.tiles(codec, source, unit)
+        if own
+        else replace(_build_tiles(codec, tables, True), values=_build_tiles(codec, tables, False))
+    )
 
 
-def _tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys or values with ``tables`` ``[head, code]`` by run."""
+def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
+    """Return the loader of keys or values; ``tables`` are ``[head, code]``, by run."""
     row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
@@ -125,7 +126,7 @@ def _source(codec: Klt) -> BasisRows:
     return codec.source.on_device(torch.device("cpu"))
 
 
-def _kept(codec: Klt) -> list[int]:
+def _coded_columns(codec: Klt) -> list[int]:
     """Return the columns that have codes in any head."""
     if codec.fixed_heads is None:
         return [column for column in range(codec.dim) if codec.widths[column // RUN_COLUMNS]]
@@ -135,9 +136,9 @@ def _kept(codec: Klt) -> list[int]:
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the constants after a head's entries, int32 ``[1, column]`` each.
+    """Load the per-column constants that follow a head's table entries, int32 ``[1, column]`` each.
 
-    They are those of all columns, of every second one, and of ``load_parities``, for all tokens and for the first.
+    Returns those of all columns, those of every second column, and the result of ``load_parities`` for all tokens and for the first one.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -164,7 +165,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of all code streams (``row_registers.load_registers``), then the gains (``token_factors``)."""
+    """Load the rows of all code streams (``row_registers.load_registers``) and the gains (``token_factors``)."""
     LOADS: tl.constexpr = CONSTANTS.loads
     loaded = load_registers(pointers, first, token, valid, LOADS, MASKED, FAST)
     if CONSTANTS.gain_stream >= 0:
@@ -183,31 +184,31 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the entries for the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries for the codes of step ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     TILES: tl.constexpr = CONSTANTS.tiles
     TILE: tl.constexpr = constant_at(TILES, STEP)
     REGISTERS: tl.constexpr = CONSTANTS.registers
-    if TILE.kind == SELECTED:
-        value = _selected(loaded, column_fields, TILE, REGISTERS, TRANSPOSED, FAST)
-    elif TILE.kind == LOOKED_UP:
-        value = _look_up(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
+    if TILE.kind == SELECT:
+        value = _select_entries(loaded, column_fields, TILE, REGISTERS, TRANSPOSED, FAST)
+    elif TILE.kind == LOOK_UP:
+        value = _look_up_entries(loaded, column_fields, table, TILE, REGISTERS, SHARED, TRANSPOSED, FAST)
     else:
-        value = _pairs(loaded, column_fields, table, TILE, REGISTERS, SHARED, FAST)
+        value = _look_up_pairs(loaded, column_fields, table, TILE, REGISTERS, SHARED, FAST)
     return (value,)
 
 
 @triton.jit
-def _register(
+def _load_tile_register(
     loaded: tl.tuple, constants: tl.tuple, REGISTERS: tl.constexpr, TILE: tl.constexpr, AT: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return register number ``AT`` of a tile, uint32 that broadcasts to it."""
-    REGISTER: tl.constexpr = _as_loaded(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
+    """Return register number ``AT`` of a tile, as uint32 that broadcasts to the tile."""
+    REGISTER: tl.constexpr = _as_stored_register(constant_at(REGISTERS, constant_at(TILE.registers, AT)), TILE)
     return broadcast_tokens(read_register(loaded, constants[2], REGISTER), TRANSPOSED)
 
 
 @triton.constexpr_function
-def _as_loaded(register: Register, tile: Tile) -> Register:
-    """Return ``register``, or its word if tokens of the tile use either half of a word."""
+def _as_stored_register(register: Register, tile: Tile) -> Register:
+    """Return ``register``, or its whole word if the tile's tokens use either half of a word."""
     return register._replace(parity=-1) if tile.parity >= 0 else register
 
 
@@ -215,7 +216,7 @@ def _as_loaded(register: Register, tile: Tile) -> Register:
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
     """Select ``lower`` for tokens in the lower half of their word, else ``upper``: from ``[1, column, 1]`` to ``[1, column, token]``.
 
-    Registers hold tokens in pairs, so that this needs at most two per column.
+    Each register has a pair of tokens, so this takes at most two selections per column.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -225,7 +226,7 @@ def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants
 
 
 @triton.jit
-def _selected(
+def _select_entries(
     loaded: tl.tuple,
     constants: tl.tuple,
     TILE: tl.constexpr,
@@ -234,13 +235,13 @@ def _selected(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Return entry 0 or 1 of each column, selected by one bit of the register."""
-    word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
+    word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     ENTRIES: tl.constexpr = TILE.entries
-    position = _constant(constants, TILE.position, COLUMNS, TRANSPOSED)
+    position = _column_constant(constants, TILE.position, COLUMNS, TRANSPOSED)
     if TILE.parity >= 0:
         position = _select_half(position, position + 16, loaded, constants, TILE)
-    zero = _constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
-    change = _constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
+    zero = _column_constant(constants, ENTRIES[0], COLUMNS, TRANSPOSED).to(tl.int16)
+    change = _column_constant(constants, ENTRIES[1], COLUMNS, TRANSPOSED).to(tl.int16)
     if FAST:
         value = tl.inline_asm_elementwise(
             SELECT_BY_BIT, "=r,r,r,r,r,r,r", [word, position + 1, zero, change], dtype=tl.float16, is_pure=True, pack=2
@@ -252,7 +253,7 @@ def _selected(
 
 
 @triton.jit
-def _look_up(
+def _look_up_entries(
     loaded: tl.tuple,
     constants: tl.tuple,
     table: tl.tensor,
@@ -262,12 +263,12 @@ def _look_up(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entry of each column for a code anywhere in the registers."""
-    STRIDE: tl.constexpr = stride_of(SHARED, FAST)
-    word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
+    """Return the table entry of each column, for codes anywhere in the registers."""
+    STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
+    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS, TRANSPOSED, FAST)
     if STRIDE:
         value = tl.inline_asm_elementwise(
-            lookup_of_columns(TILE.bits, SHARED.offset, SHARED.copies, _multiplies(TILE, STRIDE)),
+            column_lookup_ptx(TILE.bits, SHARED.offset, SHARED.copies, _uses_multiplication(TILE, STRIDE)),
             "=r,r,r,r,r,r,r",
             [word, position, first << STRIDE],
             dtype=tl.float16,
@@ -281,7 +282,7 @@ def _look_up(
 
 
 @triton.jit
-def _pairs(
+def _look_up_pairs(
     loaded: tl.tuple,
     constants: tl.tuple,
     table: tl.tensor,
@@ -290,12 +291,12 @@ def _pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entries of two columns at a time whose codes are neighboring fields of a word: ``[warp, token, column]``."""
-    STRIDE: tl.constexpr = stride_of(SHARED, FAST)
-    word, position, first = _code(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
+    """Return table entries ``[warp, token, column]``, looked up for two columns at a time whose codes are neighboring fields of a word."""
+    STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
+    word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
         pair = tl.inline_asm_elementwise(
-            lookup_of_pairs(TILE.bits, TILE.kind == PAIRS, SHARED.offset, SHARED.copies, _multiplies(TILE, STRIDE)),
+            pair_lookup_ptx(TILE.bits, TILE.kind == LOOK_UP_PAIRS, SHARED.offset, SHARED.copies, _uses_multiplication(TILE, STRIDE)),
             "=r,r,r,r",
             [word, position, first << STRIDE],
             dtype=tl.uint32,
@@ -305,7 +306,7 @@ def _pairs(
     else:
         entries = table.to(tl.pointer_type(tl.uint32))
         low = (word >> position.to(tl.uint32)).to(tl.int32)
-        if TILE.kind == PAIRS:
+        if TILE.kind == LOOK_UP_PAIRS:
             pair = tl.load(entries + (first + (low & ((1 << 2 * TILE.bits) - 1))))
         else:
             MASK: tl.constexpr = (1 << TILE.bits) - 1
@@ -317,19 +318,19 @@ def _pairs(
 
 
 @triton.constexpr_function
-def stride_of(shared: SharedTable, fast: bool) -> int:
-    """Return the binary logarithm of an entry's bytes in shared memory, including its copies; 0 if tables are not there."""
+def entry_stride(shared: SharedTable, fast: bool) -> int:
+    """Return log2 of the bytes per table entry in shared memory, including its copies; 0 if tables are not in shared memory."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
 @triton.constexpr_function
-def _multiplies(tile: Tile, stride: int) -> bool:
-    """Return True if codes are multiplied to their position, where none begins above it; this relieves the units that rotate."""
-    return stride >= 7 and len(tile.selectors) > 0 and tile.kind != TWO_BY_TWO.value
+def _uses_multiplication(tile: Tile, stride: int) -> bool:
+    """Return True if codes can be moved by multiplication, because none begins above its target position; this relieves the shift units."""
+    return stride >= 7 and len(tile.selectors) > 0 and tile.kind != LOOK_UP_TWO.value
 
 
 @triton.jit
-def _code(
+def _load_codes(
     loaded: tl.tuple,
     constants: tl.tuple,
     TILE: tl.constexpr,
@@ -339,39 +340,39 @@ def _code(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the word that holds the code of each of ``COUNT`` columns, the bit where it begins, and the first entry of its table.
+    """Return the word with the code of each of ``COUNT`` columns, the bit where the code begins, and the first entry of its table.
 
-    With a ``STRIDE`` the bit is the amount to rotate the word right by, or the factor to multiply it by.
+    With a nonzero ``STRIDE``, the bit is instead the amount by which the word is rotated right, or the factor by which it is multiplied.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors
-    position = _constant(constants, TILE.position, COUNT, TRANSPOSED) - STRIDE
+    position = _column_constant(constants, TILE.position, COUNT, TRANSPOSED) - STRIDE
     if TILE.parity >= 0 and len(SELECTORS) == 0:
         position = _select_half(position, position + 16, loaded, constants, TILE)
-    word = _register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
+    word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, TRANSPOSED)
     for number in tl.static_range(len(SELECTORS)):
-        selector = _constant(constants, SELECTORS[number], COUNT, TRANSPOSED)
+        selector = _column_constant(constants, SELECTORS[number], COUNT, TRANSPOSED)
         if ODD_SELECTORS[number] != SELECTORS[number]:
-            odd_selector = _constant(constants, ODD_SELECTORS[number], COUNT, TRANSPOSED)
+            odd_selector = _column_constant(constants, ODD_SELECTORS[number], COUNT, TRANSPOSED)
             selector = _select_half(selector, odd_selector, loaded, constants, TILE)
-        word = permute_bytes(word, _register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
+        word = permute_bytes(word, _load_tile_register(loaded, constants, REGISTERS, TILE, number + 1, TRANSPOSED), selector, FAST)
     first = tl.full((1, 1, 1), TILE.first_entry, tl.int32)
     if TILE.own_entry >= 0:
-        first = _constant(constants, TILE.own_entry, COUNT, TRANSPOSED)
+        first = _column_constant(constants, TILE.own_entry, COUNT, TRANSPOSED)
     if STRIDE == 0:
         position = position & 31
-    elif _multiplies(TILE, STRIDE):
+    elif _uses_multiplication(TILE, STRIDE):
         position = 1 << -position
     return word, position, first
 
 
 @triton.jit
-def _constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return a constant of ``COUNT`` columns, int32 that broadcasts to a tile."""
+def _column_constant(constants: tl.tuple, NUMBER: tl.constexpr, COUNT: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+    """Return constant ``NUMBER`` of ``COUNT`` columns, as int32 that broadcasts to a tile."""
     return broadcast_columns(constants[0 if COUNT == COLUMNS else 1][NUMBER], TRANSPOSED)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the gain, float32 ``[warp, token]``."""
+    """Return the gains, float32 ``[warp, token]``."""
     return read_factor(loaded, len(CONSTANTS.loads), 16, FAST)

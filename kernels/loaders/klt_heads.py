@@ -1,9 +1,8 @@
-"""klt as tiles where each head has its own widths (spec/codecs/klt.md): the codes of all heads of a token are one row of bytes.
+"""Tile loader of codec klt for heads with their own widths (spec/codecs/klt.md): the codes of a token's heads are one row of bytes.
 
-A head's columns have other bit positions and widths than those of the next head. So that one launch handles all heads, these are not
-compile-time constants but numbers after each head's table: for each column the bit where its code begins, its mask, and the first entry of
-its table. A column without codes has a zero mask and a zero entry. Each column of a token loads the two bytes that contain its code, and
-its entry.
+Heads have different bit positions and widths. For one launch to handle all heads, these are not compile-time constants but numbers that
+follow each head's table: for each column, the bit where its code begins, its mask, and the first entry of its table. Columns without codes
+have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then the entry.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     from kvpack.formats.klt import Klt
 
 COLUMNS = tl.constexpr(16)
-"""Columns of a tile: the step of the matrix units."""
+"""Number of columns per tile: the inner dimension of one matrix instruction."""
 
 _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
-"""Bits of the mask of a code, above which a number holds the first entry of its table, and those bits."""
+"""Number of low bits of a column's number that are the mask of its code, and the mask of these bits; the first entry follows."""
 
 
 class KltHeadsConstants(NamedTuple):
-    """Compile-time constants of a codec: bytes per row, the ``entries`` of a head's table, and its tiles.
+    """Compile-time constants of a codec: bytes per row, the ``entries`` of a head's table, and the tiles.
 
-    After the entries come, for each tile, the bits where its columns' codes begin, then their masks and first entries.
+    Table entries are followed, for each tile, by the bits where its columns' codes begin, and then by their masks and first entries.
     """
 
     row_bytes: int
@@ -50,8 +49,8 @@ class KltHeadsConstants(NamedTuple):
 
 
 def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
-    """Return the loader of ``codec``, with tables from ``source`` multiplied by ``unit``."""
-    tables, numbers, steps = _tables(codec, source, unit)
+    """Return the loader of ``codec``, with the tables of ``source`` multiplied by ``unit``."""
+    tables, numbers, steps = _build_tables(codec, source, unit)
     entries = tables.shape[1]
     constants = KltHeadsConstants(codec.row_bytes, entries, len(steps), codec.gain != "none")
     streams = (Stream(CODES, 8, codec.row_bytes), *((Stream("gain", 16, 1),) if constants.gain else ()))
@@ -63,11 +62,8 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
     )  # fmt: skip
 
 
-def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return the entries of each sequence's heads, the numbers of their columns, and the tiles with codes.
-
-    The first two are int32 ``[head, number]``.
-    """
+def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Return each head's table entries, its column numbers, and the tiles that have codes; the first two are int32 ``[head, number]``."""
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
@@ -98,7 +94,7 @@ def _tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, t
 
 @triton.jit
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the offsets of each tile's codes, their masks and first entries, int32 ``[1, column]`` each."""
+    """Load the first bits, masks and first entries of each tile's columns, int32 ``[1, column]`` each."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
     found = ()
@@ -119,9 +115,9 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return pointers to the tokens' rows ``[warp, token]``, then the gains (``token_factors``).
+    """Return pointers to the tokens' rows ``[warp, token]``, and load the gains (``token_factors``).
 
-    Tokens that are not valid point to the row of one that is.
+    Invalid tokens point to the row of a valid one.
     """
     row = token
     if MASKED:
@@ -143,7 +139,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the entries for the codes of ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
+    """Return the table entries for the codes of step ``STEP``: one binary16 tile ``[warp, token, column]`` or transposed."""
     STEPS: tl.constexpr = CONSTANTS.steps
     LAST: tl.constexpr = CONSTANTS.row_bytes - 1
     begin = broadcast_columns(column_fields[STEP], TRANSPOSED)
@@ -159,5 +155,5 @@ def decode(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the gain, float32 ``[warp, token]``."""
+    """Return the gains, float32 ``[warp, token]``."""
     return read_factor(loaded, 1, 16, FAST)

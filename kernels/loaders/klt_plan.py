@@ -1,4 +1,4 @@
-"""The plan of klt's loader: the columns of each tile, how they are decoded, and the tables and constants needed."""
+"""Planning of klt's tile loader: the columns of each tile, how they are decoded, and the tables and constants that this needs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.kernels.bitpack.row_registers import CodeRegisters, Register, RegisterByte, byte_selectors, select_upper_half
 
 COLUMNS = tl.constexpr(16)
-"""Columns of a tile: the step of the matrix units."""
+"""Number of columns per tile: the inner dimension of one matrix instruction."""
 
 MAX_TOKENS = tl.constexpr(64)
-"""Tokens of a warp's tile, at most."""
+"""Maximum number of tokens in a warp's tile."""
 
 
-LOOKED_UP, SELECTED, PAIRS, TWO_BY_TWO = (tl.constexpr(number) for number in range(4))
-"""Kinds of decoding: each column looks up its entry, or selects one of two, or two columns at once look up a pair of entries, or one entry
-each. Only neighboring columns of keys share a register; a register of values has two tokens.
+LOOK_UP, SELECT, LOOK_UP_PAIRS, LOOK_UP_TWO = (tl.constexpr(number) for number in range(4))
+"""Kinds of decoding: columns look up one entry each, or select one of two entries; or two columns at once look up a pair or two entries.
+
+Decoding two columns at once needs keys, because a register of keys has neighboring columns, while a register of values has two tokens.
 """
 
-WIDEST_PAIR = 3
-"""Bits of codes up to which there is a table of pairs of entries."""
+MAX_PAIR_BITS = 3
+"""Maximum number of bits per code for a table of pairs of entries."""
 
 
 class Tile(NamedTuple):
-    """One tile: its ``kind``, the numbers of the ``registers`` with its codes of ``bits``, and those of its column constants.
+    """A tile: its ``kind`` of decoding, and the numbers of the ``registers`` with its codes of ``bits`` bits, and of its column constants.
 
-    The code of a column begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte.
-    The table of a column begins at ``first_entry``, or at the constant ``own_entry`` if that is not -1. For codes that select one of two
-    entries, ``entries`` are the constants of entry 0 and of the change that turns it into entry 1. If two columns are decoded at once,
-    constants cover every second column.
+    A column's code begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte. A column's
+    table begins at entry ``first_entry``, or at the constant ``own_entry`` if that is not -1. If codes select one of two entries,
+    ``entries`` are the constants with entry 0 and with the bits that differ in entry 1. If two columns are decoded at once, constants cover
+    every second column.
 
-    For values, one register may be a 16-bit half of each token's word. It is then kept as whole words, together with the half of another
-    token: number ``parity`` of ``load_parities`` is not -1, and ``odd_selectors`` are the selectors for tokens in the upper half.
+    For values, a register may be a 16-bit half of each token's word. It is then kept as whole words, which also contain another token's
+    half: ``parity`` is the index in ``load_parities``, otherwise -1, and ``odd_selectors`` are the selectors for tokens in the upper half.
     """
 
     kind: int
@@ -51,25 +52,24 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """The tiles of a codec, the tables of all heads, and the column constants after them, in the order of first use."""
+    """The tiles of a codec, the tables of all heads, and the column constants that follow them, in the order of first use."""
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """Create an empty plan for ``tables`` ``[head, code]`` by run; two columns of ``keys`` are decoded at once if possible.
-        ``registers`` may grow."""
+        """Create an empty plan for ``tables`` ``[head, code]``, by run, of ``keys`` or values; ``registers`` may grow."""
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
         self.constants: list[torch.Tensor] = []
         self.count = 0
         self._keys = keys
         self._registers = registers
-        self._bits = {run: _bits(table) for run, table in tables.items()}
+        self._bits = {run: _half_bits(table) for run, table in tables.items()}
         self._used: dict[tuple[int, bool], int] = {}
         """The first entry of each table in use, by run and whether it is of pairs."""
         self._runs: list[tuple[int, ...]] = []
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, words: CodeRegisters, columns: list[int]) -> None:
-        """Add the tiles of a code stream whose symbols are codes of ``columns`` of the coded frame."""
+        """Add the tiles of a code stream, whose symbols are the codes of ``columns`` of the coded frame."""
         packing, bits = words.packing, words.packing.bases[0].bit_length() - 1
         symbols = sorted((symbol % packing.width, symbol // packing.width) for symbol in range(packing.symbols))
         for first in range(0, len(symbols), COLUMNS.value):
@@ -82,14 +82,14 @@ class Plan:
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
     def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
-        """Add the tile of ``symbols``, (word, field) each, for columns of ``runs``."""
+        """Add the tile of ``symbols``, pairs (word, field), for columns of ``runs``."""
         firsts, seconds = symbols[::2], symbols[1::2]
         neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
-        kind, length = LOOKED_UP.value, bits
+        kind, length = LOOK_UP.value, bits
         if self._keys and neighbours and runs[::2] == runs[1::2]:
-            kind, length = (PAIRS if bits <= WIDEST_PAIR else TWO_BY_TWO).value, 2 * bits
+            kind, length = (LOOK_UP_PAIRS if bits <= MAX_PAIR_BITS else LOOK_UP_TWO).value, 2 * bits
             symbols, runs = firsts, runs[::2]
-        places = [_places(words, word, field * bits, length) for word, field in symbols]
+        places = [_code_bytes(words, word, field * bits, length) for word, field in symbols]
         registers = tuple(sorted({place.register for own in places for place in own}))
         steps = byte_selectors(places, registers)
         at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
@@ -102,16 +102,16 @@ class Plan:
             odd = tuple(self._number(_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
-            kind = SELECTED.value
+            kind = SELECT.value
             zero, ones = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
             entries = self._number(zero), self._number(zero ^ ones)
         self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
         self._runs.append(() if entries else tuple(runs))
         for run in {*self._runs[-1]}:
-            self._used[run, kind == PAIRS.value] = 0
+            self._used[run, kind == LOOK_UP_PAIRS.value] = 0
 
     def place_tables(self) -> None:
-        """Assign each table its place, and each tile the first entries of its columns."""
+        """Assign an offset to each table, and first entries to the columns of each tile."""
         tables = {}
         for run, pairs in self._used:
             own = self._bits[run]
@@ -123,12 +123,12 @@ class Plan:
         self._tables = torch.cat([tables[key] for key in sorted(self._used, key=self._used.__getitem__)], 1) if tables else self._tables
         for number, (tile, runs) in enumerate(zip(self.tiles, self._runs, strict=True)):
             if runs:
-                first = [self._used[run, tile.kind == PAIRS.value] for run in runs]
+                first = [self._used[run, tile.kind == LOOK_UP_PAIRS.value] for run in runs]
                 same = len({*first}) == 1
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
 
     def _number(self, values: torch.Tensor) -> int:
-        """Return the number of a constant, int32 ``[head or 1, column]``; constants of every second column occur twice."""
+        """Return the number of a constant ``values``, int32 ``[head or 1, column]``; add the constant if it is new."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -137,7 +137,7 @@ class Plan:
         return len(self.constants) - 1
 
     def table(self) -> torch.Tensor:
-        """Return binary16 ``[head, entry, 2]``: the entries of a head, then the column constants as 32-bit integers."""
+        """Return each head's table entries and column constants, binary16 ``[head, entry, 2]``; a constant is a 32-bit integer."""
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]
@@ -145,13 +145,13 @@ class Plan:
         return torch.cat([*entries, *constants, halves], 1).contiguous().view(torch.float16).view(heads, -1, 2)
 
 
-def _places(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
-    """Return the bytes of ``bits`` bits of a column from bit ``first`` up."""
+def _code_bytes(words: CodeRegisters, word: int, first: int, bits: int) -> list[RegisterByte]:
+    """Return the register bytes that contain ``bits`` bits of column ``word``, beginning at bit ``first``."""
     return [words.place(word, byte) for byte in range(first // 8, (first + bits - 1) // 8 + 1)]
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values rounded to binary16, int32."""
+def _half_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``values`` rounded to binary16, as int32."""
     return values.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF
 
 

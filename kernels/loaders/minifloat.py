@@ -1,7 +1,7 @@
-"""minifloat as tiles (spec/codecs/minifloat.md): elements become exact binary16, and are multiplied by the scales of their blocks.
+"""Tile loader of codec minifloat (spec/codecs/minifloat.md): elements become exact binary16, and are multiplied by their blocks' scales.
 
-A factor that all values of a token share is the token's factor: the scale of the token, or for blocks with e8m0 their largest power of two.
-A factor that all values of a run share multiplies queries and sums.
+A factor shared by all values of a token becomes the token factor: the token's scale, or, for e8m0 blocks, its largest power of two. A
+factor shared by all tokens multiplies queries and sums instead.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -43,19 +43,22 @@ if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
 
 PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
-"""Kinds of scale sharing. ``PER_STEP``: blocks are the columns of one step each, in keys, and the scale multiplies the products."""
+"""Kinds of scales: for all tokens, per token, per block, or per block of keys that has the columns of one step (``PER_STEP``).
 
-SMALLEST_HALF_EXPONENT = -24
-"""2 to this power is the smallest positive binary16."""
+With ``PER_STEP``, scales multiply the products of queries and keys.
+"""
+
+MIN_HALF_EXPONENT = -24
+"""Exponent of the smallest positive binary16 number, a power of two."""
 
 
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    A token has ``blocks`` of ``size`` channels with 8-bit scales, which are loaded as ``words`` of four, or one by one if ``words`` is 0.
-    ``in_order``: a tile is one field of all columns and covers ``parts`` whole blocks, or lies within one; otherwise each value loads its
-    scale. ``global_scale``: scales are e4m3 and there is one for all; otherwise they are e8m0. ``scale_bits`` is the width of a scale per
-    token.
+    A token has ``blocks`` blocks of ``size`` channels with 8-bit scales, loaded as ``words`` words of four, or one by one if ``words`` is
+    0. If ``in_order``, a tile is one field of all columns, and covers ``parts`` whole blocks or lies in one; otherwise, each value loads
+    its scale. If ``global_scale``, block scales are e4m3 and there is a scale for all tokens; otherwise they are e8m0. ``scale_bits`` is
+    the width of a token's scale.
     """
 
     packing: TilePacking
@@ -76,7 +79,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def tiles(codec: Minifloat) -> Tiles | None:
-    """Return the loader of ``codec``; None if a field spans more than one word."""
+    """Return the loader of ``codec``, or None if a field spans more than one word."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None
@@ -115,22 +118,22 @@ def tiles(codec: Minifloat) -> Tiles | None:
         steps=len(symbols),
         planes=len(planes),
     )
-    run_product = None if codec.run_scale is None else by_run
+    run_product = None if codec.run_scale is None else scale_by_run
     result = Tiles(load, decode, factor, constants, len(symbols), symbols, streams, packings=(packing,), run_product=run_product)
     if not (in_order and packing.width == size and codec.scale_dtype == "e8m0"):
         return result
-    keys = replace(result, constants=constants._replace(kind=PER_STEP.value), step_factor=step_factor, run_product=by_element)
+    keys = replace(result, constants=constants._replace(kind=PER_STEP.value), step_factor=step_factor, run_product=scale_elements)
     return replace(result, keys=keys)
 
 
 def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if tiles represent every value: divided by the largest power of two of its token, none is too small for a binary16."""
+    """Return True if binary16 tiles can represent every value after division by the largest power of two of its token."""
     if codec.scale_dtype != "e8m0" or not streams["block_scales"].numel():
         return True
     scales = streams["block_scales"].to(torch.int16)
     smallest = ELEMENTS[codec.element].value(1)
     # Powers of two are normal numbers, and their products with elements subnormal ones at most.
-    most = min(14 + (E2M1_EXPONENT.value if codec.element == "e2m1" else 0), round(math.log2(smallest)) - SMALLEST_HALF_EXPONENT)
+    most = min(14 + (E2M1_EXPONENT.value if codec.element == "e2m1" else 0), round(math.log2(smallest)) - MIN_HALF_EXPONENT)
     largest = scales.amax(-1)
     if bool((largest - scales.amin(-1) <= most).all()):
         return True
@@ -152,11 +155,11 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows of the tokens ``token``, ``[warp, token]``, from row ``first`` on.
+    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``.
 
     - One int16 tile per plane, ``[warp, token, column]`` or transposed ``[warp, column, token]``.
-    - The scale of the token (``token_factors``) or of the run, float32 ``[warp, 1]``, if there is one.
-    - The block scales, int32 ``[warp, token]``: words of four, or one each; then one tile per step if values load their own.
+    - The token scale (``token_factors``) or the run scale, float32 ``[warp, 1]``, if there is one.
+    - The block scales, int32 ``[warp, token]``: words of four, or one each; then one tile per step if values load their own scales.
     """
     PACKING: tl.constexpr = CONSTANTS.packing
     PLANES: tl.constexpr = CONSTANTS.planes
@@ -165,21 +168,21 @@ def load(
     if KIND == PER_TOKEN:
         loaded = loaded + load_factors(pointers[PLANES], first, token, valid, CONSTANTS.scale_bits, 0, MASKED, FAST)
     elif KIND == PER_RUN:
-        loaded = loaded + (_load_run_number(pointers[PLANES], token),)
+        loaded = loaded + (_load_run_scale(pointers[PLANES], token),)
     else:
         if CONSTANTS.global_scale:
-            loaded = loaded + (_load_run_number(pointers[PLANES + 1], token),)
+            loaded = loaded + (_load_run_scale(pointers[PLANES + 1], token),)
         loaded = loaded + _load_block_scales(pointers[PLANES], first, token, valid, CONSTANTS, MASKED)
         if not CONSTANTS.in_order:
             STEPS: tl.constexpr = CONSTANTS.steps
             for step in tl.static_range(STEPS):
-                loaded = loaded + (_load_own_scales(pointers[PLANES], first, token, valid, CONSTANTS, step, MASKED, TRANSPOSED),)
+                loaded = loaded + (_load_scale_per_value(pointers[PLANES], first, token, valid, CONSTANTS, step, MASKED, TRANSPOSED),)
     return loaded
 
 
 @triton.jit
-def _load_run_number(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Load the number of a run, float32 ``[warp, 1]``."""
+def _load_run_scale(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """Load the scale of all tokens, float32 ``[warp, 1]``."""
     return tl.load(pointer + tl.zeros((token.shape[0], 1), tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -187,7 +190,7 @@ def _load_run_number(pointer: tl.tensor, token: tl.tensor) -> tl.tensor:
 def _load_block_scales(
     scales: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load a token's block scales, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
+    """Load the tokens' block scales, int32 ``[warp, token]`` each: words of four, the first in the lowest byte, or single ones."""
     WORDS: tl.constexpr = CONSTANTS.words
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     loaded = ()
@@ -210,7 +213,7 @@ def _load_block_scales(
 
 
 @triton.jit
-def _load_own_scales(
+def _load_scale_per_value(
     scales: tl.tensor,
     first: tl.tensor,
     token: tl.tensor,
@@ -220,7 +223,7 @@ def _load_own_scales(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the block scale of each value in a step's tile, int32."""
+    """Load the block scale of each value in a step's tile, as int32."""
     PACKING: tl.constexpr = CONSTANTS.packing
     BLOCKS: tl.constexpr = CONSTANTS.blocks
     column = tl.arange(0, PACKING.tile_width)
@@ -238,8 +241,8 @@ def _load_own_scales(
 
 
 @triton.jit
-def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of a block from the ``loaded`` ones that start at number ``AT``, int32 ``[warp, token]``."""
+def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from the ``loaded`` scales, which begin at index ``AT``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -249,20 +252,20 @@ def _scale_of_block(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CON
 
 @triton.jit
 def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the largest of a token's block scales, int32 ``[warp, token]``."""
+    """Return the largest block scale of each token, int32 ``[warp, token]``."""
     BLOCKS: tl.constexpr = CONSTANTS.blocks
-    largest = _scale_of_block(loaded, AT, 0, CONSTANTS)
+    largest = _block_scale(loaded, AT, 0, CONSTANTS)
     for block in tl.static_range(1, BLOCKS):
-        largest = tl.maximum(largest, _scale_of_block(loaded, AT, block, CONSTANTS))
+        largest = tl.maximum(largest, _block_scale(loaded, AT, block, CONSTANTS))
     return largest
 
 
 @triton.jit
-def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor of the elements of a block, binary16 ``[warp, token]``.
+def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the factor for the elements of a block, binary16 ``[warp, token]``.
 
-    For e4m3 it is the scale. For e8m0 it is the scale divided by the token's largest; it also restores elements that are smaller by
-    2^E2M1_EXPONENT.
+    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest one, and makes up for elements that are
+    too small by 2^E2M1_EXPONENT.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -271,17 +274,17 @@ def _factor_of_block(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.conste
     elif CONSTANTS.global_scale:
         found = e4m3_as_f16(loaded[AT + BLOCK])
     elif CONSTANTS.words == 1:
-        found = four_powers_as_f16(loaded[AT], _lowered(ELEMENT), FAST)[BLOCK]
+        found = four_powers_as_f16(loaded[AT], _element_exponent(ELEMENT), FAST)[BLOCK]
     else:
-        found = power_as_f16(_scale_of_block(loaded, AT, BLOCK, CONSTANTS) - _largest_scale(loaded, AT, CONSTANTS) + _lowered(ELEMENT))
+        found = power_as_f16(
+            _block_scale(loaded, AT, BLOCK, CONSTANTS) - _largest_scale(loaded, AT, CONSTANTS) + _element_exponent(ELEMENT)
+        )
     return found
 
 
 @triton.jit
-def _factors_of_tile(
-    loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
-) -> tl.tensor:
-    """Return ``_factor_of_block`` for the values of ``STEP``, binary16 that broadcasts to a tile."""
+def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return ``_block_factor`` for the values of step ``STEP``, as binary16 that broadcasts to a tile."""
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     PACKING: tl.constexpr = CONSTANTS.packing
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -292,16 +295,16 @@ def _factors_of_tile(
         if CONSTANTS.global_scale:
             found = e4m3_as_f16(scales)
         else:
-            found = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _lowered(ELEMENT))
+            found = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _element_exponent(ELEMENT))
     elif PARTS == 1:
-        found = broadcast_tokens(_factor_of_block(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
+        found = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
     else:
         # Rows are loaded whole, and a tile takes the factors of several blocks. They are chosen along the middle axis for keys, too:
         # Triton then has them where the matrix units take the tile, and words go there from shared memory without a detour.
         part = tl.arange(0, PARTS)[None, :, None]
-        found = _factor_of_block(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
+        found = _block_factor(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
         for number in tl.static_range(1, PARTS):
-            found = tl.where(part == number, _factor_of_block(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], found)
+            found = tl.where(part == number, _block_factor(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], found)
         if not TRANSPOSED:
             found = tl.trans(found, 0, 2, 1)
         found = repeat_columns(found, CONSTANTS.size, TRANSPOSED)
@@ -309,8 +312,8 @@ def _factors_of_tile(
 
 
 @triton.constexpr_function
-def _lowered(element: str) -> int:
-    """Return the exponent of the power of two by which elements are smaller in tiles."""
+def _element_exponent(element: str) -> int:
+    """Return n such that elements in tiles are too small by 2^n."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 
@@ -325,7 +328,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the elements of ``STEP``, without the part of their scales that is in ``factor``.
+    """Return the elements of step ``STEP``, times the part of their scales that is not in ``factor``.
 
     The result is one binary16 tile, ``[warp, token, column]`` or transposed.
     """
@@ -341,16 +344,16 @@ def decode(
         words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         value = elements_as_f16(words, step_position(STEP, BITS, 1), ELEMENT, FAST)
     if CONSTANTS.kind == PER_BLOCK:
-        value = multiply(value, _factors_of_tile(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
+        value = multiply(value, _tile_factors(loaded, STEP, CONSTANTS, TRANSPOSED, FAST), FAST)
     return (value,)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the factor of a token's values: float32 ``[warp, token]``, or ``[warp, 1]`` if all tokens share it."""
+    """Return the token factors: float32 ``[warp, token]``, or ``[warp, 1]`` if all tokens share one."""
     AT: tl.constexpr = CONSTANTS.planes
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     if CONSTANTS.kind == PER_BLOCK and not CONSTANTS.global_scale:
         found = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
     elif CONSTANTS.kind == PER_TOKEN:
@@ -362,22 +365,22 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale of the block that ``STEP`` covers, float32 ``[warp, token]``."""
-    return power_as_f32(_scale_of_block(loaded, CONSTANTS.planes, STEP, CONSTANTS))
+    """Return the scales of the block that step ``STEP`` covers, float32 ``[warp, token]``."""
+    return power_as_f32(_block_scale(loaded, CONSTANTS.planes, STEP, CONSTANTS))
 
 
 @triton.jit
-def by_element(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the factor by which elements in tiles are smaller."""
+def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """Multiply float32 ``x`` by the power of two by which elements in tiles are too small."""
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     return x * 2.0**LOWERED
 
 
 @triton.jit
-def by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the factor of the run: the element's power of two first, because a scale may be large."""
+def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
+    """Multiply float32 ``x`` by the run scale; the elements' power of two comes first, because a scale may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _lowered(ELEMENT)
+    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)
     return x * 2.0**LOWERED * scale

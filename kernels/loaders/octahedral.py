@@ -22,25 +22,25 @@ from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tile
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
 from kvpack.kernels.tables.shared_table import look_up_bits, look_up_repeated
 
-from .tiles import Tiles, channels_of, step_symbols
+from .tiles import Tiles, step_symbols, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.octahedral import Octahedral
 
 VALUES = 3
-"""Values per symbol: the coordinates of a triplet."""
+"""Number of values per symbol: the coordinates of a triplet."""
 
 SIGN_BITS = 2
 
-DIGITS_THAT_HOLD_NORMS = (1, 2, 4, 8, 16)
-"""Bits of an index digit that the norm's bits complete: spec/codecs/octahedral.md, Layout."""
+NORM_DIGIT_BITS = (1, 2, 4, 8, 16)
+"""Sizes of index digits, in bits, that the norm's bits fill up (spec/codecs/octahedral.md, Layout)."""
 
 
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    ``index_bits`` of a symbol are the index of a direction. Unless the index is the whole symbol, ``sign_bits`` follow; the highest
-    ``norm_index_bits`` of these are the norm code.
+    A symbol begins with ``index_bits`` bits, the index of a direction. Unless the index is the whole symbol, ``sign_bits`` bits follow, of
+    which the highest ``norm_index_bits`` are the norm code.
     """
 
     packing: TilePacking
@@ -53,13 +53,13 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide; ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None
     symbols = step_symbols(packing, dual=dual)
     index_bits, *more = (base.bit_length() - 1 for base in packing.bases)
-    entries = table(codec, whole=not more)
+    entries = direction_table(codec, whole=not more)
     streams = plane_streams("symbol", packing)
     norm_bits = FACTOR_BITS[codec.norm]
     constants = OctahedralConstants(
@@ -71,20 +71,20 @@ def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
         norm_stream=len(streams),
         norm_bits=norm_bits,
     )
-    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     streams = (*streams, Stream("norm", norm_bits, 1))
     return Tiles(load, decode, factor, constants, len(symbols), channels, streams, entries, packings=(packing,), dual=dual)
 
 
-def table(codec: Octahedral, whole: bool) -> torch.Tensor:
+def direction_table(codec: Octahedral, whole: bool) -> torch.Tensor:
     """Return the table of ``decode``, binary16 ``[entry, 4]``: directions (x, y, z, 0), indexed by the first digit of a symbol.
 
-    They are multiplied by the triplet norm if the digit includes its code; otherwise one entry per norm follows. ``whole``: entries are
-    indexed by the whole symbol, signs included.
+    If that digit includes the norm code, directions are multiplied by the norm; otherwise, one entry per norm follows. If ``whole``,
+    entries are indexed by whole symbols, including signs.
     """
     norms = torch.frombuffer(bytearray(codec.norm_table), dtype=torch.float32)
     directions = torch.nn.functional.pad(codebook_directions(codec.direction_table).T, (0, 1))
-    norm_in_index = 2 * (codec.b_dir - 1) + codec.b_norm in DIGITS_THAT_HOLD_NORMS
+    norm_in_index = 2 * (codec.b_dir - 1) + codec.b_norm in NORM_DIGIT_BITS
     if whole:
         signs = torch.tensor(
             [[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]], dtype=torch.float32, device="cpu"
@@ -126,7 +126,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the three coordinates of the triplets of ``STEP`` within a unit vector: three binary16 tiles laid out like the planes."""
+    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector: three binary16 tiles in the planes' layout."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
@@ -134,7 +134,7 @@ def decode(
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = _triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
+        found = _decode_triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
@@ -142,12 +142,12 @@ def decode(
             sign = step_words(
                 planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
             )
-        found = _triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
+        found = _decode_triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def _triplet(
+def _decode_triplet(
     planes: tl.tuple,
     table: tl.tensor,
     INDEX: tl.constexpr,
@@ -172,6 +172,6 @@ def _triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm, float32 ``[warp, token]``; a pair in dual tiles."""
+    """Return the norms, float32 ``[warp, token]``; a pair for dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

@@ -1,4 +1,4 @@
-"""octahedral as tiles, dense arrangement (spec/codecs/octahedral.md): indices and signs in separate columns."""
+"""Tile loader of codec octahedral in the dense arrangement (spec/codecs/octahedral.md), with indices and signs in separate columns."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -16,10 +16,10 @@ from kvpack.kernels.bitpack.thread_rows import row_streams, stored_words_per_pla
 from kvpack.kernels.bitpack.thread_tiles import TOKENS, assign_tiles, decode_rows, load_rows_and_factor, pair_values, read_row_factor
 from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
 from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
-from kvpack.kernels.tables.register_table import MAX_BITS, select_of_four, table_of_bytes
-from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, unit
+from kvpack.kernels.tables.register_table import MAX_BITS, byte_table, select_four
+from kvpack.kernels.tables.thread_lookups import look_up_repeated, look_up_words, lookup_unit
 
-from .octahedral import VALUES, table
+from .octahedral import VALUES, direction_table
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 SIGN_BITS = tl.constexpr(2)
 
-MAX_BITS_OF_ONE_INDEX = 8
-"""Bits of an index and its signs together, at most, for a table of whole triplets."""
+MAX_TRIPLET_BITS = 8
+"""Maximum number of bits of an index and its signs together, for a table of whole triplets."""
 
 
 class OctahedralDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    ``whole``: table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by a code
-    of ``norm_index_bits``, or None. ``registers`` are those of all tiles (``thread_tiles.assign_tiles``).
+    If ``whole``, table entries are whole symbols. ``norms`` is the table of triplet norms in registers (``register_table``), indexed by
+    codes of ``norm_index_bits`` bits, or None. ``registers`` is the result of ``thread_tiles.assign_tiles``.
     """
 
     rows: tuple[int, ...]
@@ -50,22 +50,22 @@ class OctahedralDenseConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral) -> Tiles | None:
-    """Return the loader of ``codec``; None if a digit is too wide."""
+    """Return the loader of ``codec``, or None if a digit is too wide."""
     packings = codec.packings()
     if "index" not in packings:
         return None
     index_bits, sign_bits = (packings[name].bases[0].bit_length() - 1 for name in ("index", "sign"))
     if index_bits > MAX_DIGIT_BITS:
         return None
-    whole = index_bits + sign_bits <= MAX_BITS_OF_ONE_INDEX
+    whole = index_bits + sign_bits <= MAX_TRIPLET_BITS
     both = tuple(packings.values())
     rows = stored_words_per_plane(both)
     streams = tuple(stream for name, packing in packings.items() for stream in row_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
     registers, channels = assign_tiles(pair_values(codec.triplets, VALUES, codec.dim), VALUES)
-    result = table(codec, whole)
+    result = direction_table(codec, whole)
     few_norms = not whole and SIGN_BITS.value < sign_bits <= SIGN_BITS.value + MAX_BITS
-    norms = table_of_bytes(result[1 << index_bits :, 0]) if few_norms else None
+    norms = byte_table(result[1 << index_bits :, 0]) if few_norms else None
     constants = OctahedralDenseConstants(
         rows=rows,
         indices=row_packing(both, 0),
@@ -102,24 +102,23 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the coordinates of the triplets of ``STEP`` within a unit vector: one binary16 tile ``[warp, token, column]``, or transposed.
-    """
+    """Return the coordinates of the triplets of step ``STEP``, scaled to a unit vector, as one binary16 tile, possibly transposed."""
     REGISTERS: tl.constexpr = CONSTANTS.registers
-    return (decode_rows(loaded, table, REGISTERS, STEP, coordinates, CONSTANTS, SHARED, TRANSPOSED, FAST),)
+    return (decode_rows(loaded, table, REGISTERS, STEP, decode_triplet, CONSTANTS, SHARED, TRANSPOSED, FAST),)
 
 
 @triton.jit
-def coordinates(
+def decode_triplet(
     words: tl.tuple, table: tl.tensor, TRIPLET: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the f16x2 (x, y) and (z, 0) of one triplet."""
+    """Return one triplet as f16x2 pairs (x, y) and (z, 0)."""
     INDICES: tl.constexpr = CONSTANTS.indices
     SIGNS: tl.constexpr = CONSTANTS.signs
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     WHOLE: tl.constexpr = CONSTANTS.whole
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
     NORMS: tl.constexpr = CONSTANTS.norms
-    UNIT: tl.constexpr = unit(4, SHARED, FAST)
+    UNIT: tl.constexpr = lookup_unit(4, SHARED, FAST)
     index = symbol_digit(words, INDICES, TRIPLET, FAST) * UNIT
     if WHOLE:
         index = index | (symbol_digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
@@ -131,7 +130,7 @@ def coordinates(
         xy = negate_f16x2(xy, words, SIGNS, COLUMN, POSITION, FAST)
         if NORM_BITS:
             if FAST and NORMS is not None:
-                norm = select_of_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
+                norm = select_four(words, SIGNS, TRIPLET // 4 * 4, SIGN_BITS, NORM_BITS, SIGN_BITS + NORM_BITS, NORMS)[TRIPLET % 4]
             else:
                 level = column_bits(words, SIGNS, COLUMN, POSITION + SIGN_BITS, NORM_BITS) * UNIT
                 norm = look_up_repeated(level, table, 1 << INDEX_BITS, SHARED, FAST)

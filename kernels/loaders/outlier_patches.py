@@ -1,8 +1,7 @@
-"""Outliers of a warp's tile as an additional tile in shared memory, by inline PTX, because Triton cannot store values there.
+"""Tiles of outliers in shared memory, stored by inline PTX, because Triton cannot store single values there.
 
-Outliers are written into zeros, at the intersection of their token's row and their columns. The matrix units read this patch like a tile of
-the codec, and then its positions are zeroed again. Where the assembly is off (``FAST`` false, or memory is short), the same tile is
-computed as a product.
+Outliers are written into a patch of zeros, in their token's row and their columns. Matrix products read the patch like a tile of the codec;
+then its outliers are set to zero again. If inline PTX is off, or memory is short, the same tile is computed as a product.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -22,48 +21,48 @@ if TYPE_CHECKING:
     from .tiles import Outliers
 
 GRANULE = tl.constexpr(32)
-"""Tokens of which the entries are together in the order of their tokens."""
+"""Number of tokens whose outlier entries are sorted by token."""
 
-TOKENS_TOLD_APART = tl.constexpr(128)
-"""Tokens that an entry's place distinguishes: more than a warp's tile and the granules that it begins and ends in."""
+DISTINCT_TOKENS = tl.constexpr(128)
+"""Number of tokens that an entry's position can distinguish: more than a warp's tile and the granules in which it begins and ends."""
 
 
 @triton.constexpr_function
-def _declare(size: int) -> str:
+def _declare_ptx(size: int) -> str:
     return f".shared .align 16 .b8 kvpack_patches[{size}]; mov.u32 $0, 0;"
 
 
 @triton.constexpr_function
-def _zero(size: int, threads: int) -> str:
+def _zero_ptx(size: int, threads: int) -> str:
     stores = "".join(f"st.shared.v4.b32 [at + {place}], {{zero, zero, zero, zero}};" for place in range(0, size, 16 * threads))
     return f"{{ .reg .b32 at, zero; mov.u32 at, kvpack_patches; mad.lo.u32 at, $1, 16, at; mov.u32 zero, 0; {stores} mov.u32 $0, 0; }}"
 
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel. ``tl.debug_barrier`` waits for it."""
-    tl.inline_asm_elementwise(_declare(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
+    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel; a ``tl.debug_barrier`` must follow."""
+    tl.inline_asm_elementwise(_declare_ptx(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
     _put_zeros(SIZE, WARPS)
 
 
 @triton.jit
 def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    ASSEMBLY: tl.constexpr = _zero(SIZE, 32 * WARPS)
+    ASSEMBLY: tl.constexpr = _zero_ptx(SIZE, 32 * WARPS)
     tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def patch_places(
+def patch_positions(
     numbers: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position of a tile in a patch that begins with it, from loaded numbers (``bitfields.load_column_fields``)."""
+    """Return the position in its patch of each value of a tile, computed from loaded ``numbers`` (``bitfields.load_column_fields``)."""
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(numbers + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(numbers + tl.arange(0, WIDTH)[None, :]).to(tl.int32)
     if TRANSPOSED:
-        place = broadcast_tokens(row * 2, TRANSPOSED) ^ broadcast_columns(_exchanged(column * (2 * TOKENS)), TRANSPOSED)
+        place = broadcast_tokens(row * 2, TRANSPOSED) ^ broadcast_columns(_swizzle(column * (2 * TOKENS)), TRANSPOSED)
     else:
-        place = broadcast_tokens(_exchanged(row * (2 * WIDTH)), TRANSPOSED) ^ broadcast_columns(_exchanged(column * 2), TRANSPOSED)
+        place = broadcast_tokens(_swizzle(row * (2 * WIDTH)), TRANSPOSED) ^ broadcast_columns(_swizzle(column * 2), TRANSPOSED)
     if WARPS > 1:
         place += tl.load(numbers + tl.arange(0, WARPS)[:, None, None]).to(tl.int32) * CONSTANTS.patch_bytes
     return place
@@ -71,26 +70,26 @@ def patch_places(
 
 @triton.jit
 def fetch_numbers(numbers: tl.tensor) -> None:
-    """Prefetch the numbers that ``patch_places`` loads, for programs that compute them late."""
+    """Prefetch the numbers that ``patch_positions`` loads, for programs that compute positions late."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [numbers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _exchanged(place: tl.tensor) -> tl.tensor:
-    """Swizzle the 16-byte pieces of each 128-byte bank line by its number, so that the matrix units' eight rows are in different banks.
+def _swizzle(place: tl.tensor) -> tl.tensor:
+    """Swizzle the 16-byte pieces of each 128-byte line, so that the eight rows that a matrix instruction reads are in different banks.
 
-    Tiles follow one another, are a multiple of 1,024 bytes long, and all have the same layout.
+    All tiles have the same layout, and sizes that are multiples of 1,024 bytes.
     """
     return place ^ ((place >> 3) & 0x70)
 
 
 @triton.constexpr_function
-def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Return PTX that stores four values next to their token's place, if their columns are in the patch that begins with tile ``first``.
+def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
+    """Return PTX that stores an entry's four values in its token's row, if their columns are in the patch that begins with tile ``first``.
 
-    The columns are the first value's and the next ones, or four 16-bit integers if columns are not in order.
+    Columns are the first value's column and the next three, or, if columns are not in channel order, four 16-bit integers.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -118,13 +117,13 @@ def _store(first: int, tokens: int, transposed: bool, constants: Outliers) -> st
 
 
 @triton.jit
-def _row_of_tile(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return each place's token, relative to the warp's tile ``TILE``. Tokens of other tiles are outside [0, ``TOKENS``)."""
-    return ((place - entries[2] + GRANULE) & (TOKENS_TOLD_APART - 1)) - (GRANULE + TILE * TOKENS)
+def _tile_row(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
+    """Return the token of each entry, relative to the warp's tile ``TILE``; it is outside [0, ``TOKENS``) for tokens of other tiles."""
+    return ((place - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
 
 @triton.jit
-def placed(
+def locate_entries(
     entries: tl.tuple,
     loaded: tl.tuple,
     TILE: tl.constexpr,
@@ -133,13 +132,13 @@ def placed(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token positions, values and columns of the ``loaded`` entries in a warp's tile ``TILE``, if ``FAST``."""
+    """Return the token rows, values and columns of the ``loaded`` entries in a warp's tile ``TILE``; empty without ``FAST``."""
     found = loaded
     if FAST and CONSTANTS.together > 0:
-        row = _row_of_tile(loaded[0], entries, TILE, TOKENS)
-        chunk = loaded[0] // TOKENS_TOLD_APART
+        row = _tile_row(loaded[0], entries, TILE, TOKENS)
+        chunk = loaded[0] // DISTINCT_TOKENS
         real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
-        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
+        IN_ORDER: tl.constexpr = has_channel_order(CONSTANTS)
         if IN_ORDER:
             columns = tl.where(real, 4 * chunk, -1)
         else:
@@ -152,7 +151,7 @@ def placed(
 
 
 @triton.jit
-def put_all(
+def write_patch(
     entries: tl.tuple,
     found: tl.tuple,
     FIRST: tl.constexpr,
@@ -162,31 +161,31 @@ def put_all(
     CLEAR: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Write the ``placed`` entries to the patch that begins with tile ``FIRST``, or with ``CLEAR`` zeros, after all have read it.
+    """Write located entries to the patch that begins with tile ``FIRST``, or zeros with ``CLEAR``, after all earlier reads of the patch.
 
-    Readers of the patch use the result, a zero, which orders them after the writes.
+    Returns a zero that readers of the patch must use, which orders their reads after the writes.
     """
     after = 0
     if FAST and CONSTANTS.together > 0:
-        IN_ORDER: tl.constexpr = in_order(CONSTANTS)
-        ASSEMBLY: tl.constexpr = _store(FIRST, TOKENS, TRANSPOSED, CONSTANTS)
+        IN_ORDER: tl.constexpr = has_channel_order(CONSTANTS)
+        ASSEMBLY: tl.constexpr = _store_ptx(FIRST, TOKENS, TRANSPOSED, CONSTANTS)
         REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
         WARPS: tl.constexpr = found[0].shape[0]
         values = found[1]
         if CLEAR:
             values = tl.zeros(values.shape, tl.int64)
-            _wait(entries)
+            _synchronize(entries)
         if CLEAR and not IN_ORDER:
             # All of it takes less than to find the places.
             _put_zeros(WARPS * CONSTANTS.patch_bytes, WARPS)
         else:
             tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
-        after = _wait(entries)
+        after = _synchronize(entries)
     return after
 
 
 @triton.jit
-def _wait(entries: tl.tuple) -> tl.tensor:
+def _synchronize(entries: tl.tuple) -> tl.tensor:
     """Wait for all writers and readers of a patch; return a zero."""
     WARPS: tl.constexpr = entries[2].shape[0]
     if WARPS > 1:
@@ -197,24 +196,24 @@ def _wait(entries: tl.tuple) -> tl.tensor:
 
 
 @triton.constexpr_function
-def _read(offset: int) -> str:
-    """Return PTX that reads two adjacent values; the second address and the zeros of ``put_all`` only order the reads."""
+def _read_ptx(offset: int) -> str:
+    """Return PTX that reads two adjacent values; its second address and the zeros of ``write_patch`` only order the reads."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
 @triton.jit
-def _patch_tile(
+def _read_tile(
     entries: tl.tuple, places: tl.tensor, after: tl.tensor, NUMBER: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    """Read ``outlier_tile`` from shared memory."""
-    ASSEMBLY: tl.constexpr = _read(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
+    """Read the result of ``outlier_tile`` from shared memory."""
+    ASSEMBLY: tl.constexpr = _read_ptx(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
     # A load from there comes after what gave ``after``.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _slow_tile(
+def _compute_tile(
     entries: tl.tuple,
     loaded: tl.tuple,
     TILE: tl.constexpr,
@@ -224,13 +223,13 @@ def _slow_tile(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Compute ``outlier_tile`` without shared memory, as the product of entries and a 0/1 matrix of their tokens."""
+    """Compute the result of ``outlier_tile`` without shared memory, as a product of entries and a 0/1 matrix of their tokens."""
     WIDTH: tl.constexpr = CONSTANTS.width
     place, values = loaded[0], loaded[1]
-    row = _row_of_tile(place, entries, TILE, TOKENS)
+    row = _tile_row(place, entries, TILE, TOKENS)
     real = place >= 0
     of_token = tl.where(real[:, None, :] & (row[:, None, :] == tl.arange(0, TOKENS)[None, :, None]), 1.0, 0.0).to(tl.float16)
-    column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // TOKENS_TOLD_APART, real, 0)
+    column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // DISTINCT_TOKENS, real, 0)
     rows = tl.zeros((WARPS, place.shape[1], WIDTH), tl.float16)
     for component in tl.static_range(4):
         column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - NUMBER * WIDTH
@@ -243,14 +242,14 @@ def _slow_tile(
 
 
 @triton.constexpr_function
-def in_order(constants: Outliers) -> bool:
+def has_channel_order(constants: Outliers) -> bool:
     """Return True if columns are in the order of channels."""
     return constants.components is None
 
 
 @triton.constexpr_function
-def tiles_together(constants: Outliers) -> int:
-    """Return the number of tiles in a patch, or all tiles if there is no patch."""
+def tiles_per_patch(constants: Outliers) -> int:
+    """Return the number of tiles per patch; without a patch, the number of all tiles."""
     return constants.together or constants.tiles
 
 
@@ -268,9 +267,9 @@ def outlier_tile(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the codec's tile ``NUMBER``, whose patch is written: ``[warp, token, column]``, or transposed, ``[warp, column, token]``."""
+    """Return the outliers in the codec's tile ``NUMBER``, after ``write_patch``: ``[warp, token, column]`` or transposed."""
     if FAST and CONSTANTS.together > 0:
-        tile = _patch_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
+        tile = _read_tile(entries, places, after, NUMBER, CONSTANTS, TOKENS)
     else:
-        tile = _slow_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TRANSPOSED)
+        tile = _compute_tile(entries, loaded, TILE, NUMBER, CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return tile

@@ -1,7 +1,7 @@
-"""outliers as tiles (spec/side-cars.md): their differences from the codec's decoded values, in the codec's columns.
+"""Outliers in attention tiles (side-car outliers, spec/side-cars.md): their differences from the codec's decoded values.
 
-The outlier entries of a page are listed by sequence, head and token (``outlier_entries``); those of a warp's tile form an additional tile
-(``outlier_patches``).
+The outlier entries of a page are sorted by sequence, head and token (``attend.outlier_entries``). The entries of a warp's tile form an
+additional tile (``outlier_patches``).
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -20,31 +20,40 @@ from triton import language as tl
 from kvpack.formats.outliers import CHUNK
 from kvpack.kernels.bitpack.streams import Stream
 
-from .outlier_patches import GRANULE, TOKENS_TOLD_APART, fetch_numbers, outlier_tile, patch_places, placed, put_all, tiles_together
+from .outlier_patches import (
+    DISTINCT_TOKENS,
+    GRANULE,
+    fetch_numbers,
+    locate_entries,
+    outlier_tile,
+    patch_positions,
+    tiles_per_patch,
+    write_patch,
+)
 from .tiles import Outliers, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
-"""Streams that no file has: where the outlier entries of each granule of tokens begin, the three of ``entries``, and ``columns_of``."""
+"""Names of derived streams: the first entry of each granule of tokens, the three results of ``pack_entries``, and ``column_stream``."""
 
 
-def entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return places, int32 ``[entry]``, values divided by a power of two, binary16 in int32 ``[entry, 2]``, and that power, float32.
+def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return positions, int32 ``[entry]``, values divided by a power of two, binary16 in int32 ``[entry, 2]``, and that power, float32.
 
-    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
-    neither overflows binary16.
+    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value; attention weights are multiplied by it, so that
+    neither values nor weights overflow binary16.
     """
     power = torch.ldexp(
         torch.ones((), dtype=torch.float32, device=values.device), (torch.frexp(values.abs().amax()).exponent // 2).clamp(-8, 8)
     )
-    place = token % TOKENS_TOLD_APART.value + TOKENS_TOLD_APART.value * chunk
+    place = token % DISTINCT_TOKENS.value + DISTINCT_TOKENS.value * chunk
     return place.to(torch.int32), (values / power).to(torch.float16).view(torch.int32), power
 
 
 def with_outliers(tiles: Tiles) -> Tiles:
-    """Extend the loader ``tiles`` of a codec with outliers."""
+    """Return the loader ``tiles`` of a codec, extended with outliers."""
     (width,) = {len(part) for part in tiles.channels}
     components = tuple(tuple(sorted({channel % CHUNK for channel in part if channel >= 0})) for part in tiles.channels)
-    in_order = _columns(tiles) == list(range(len(_columns(tiles))))
+    in_order = _channel_columns(tiles) == list(range(len(_channel_columns(tiles))))
     columns = tuple(Stream(name, bits, 0) for name, bits in ((BOUNDS, 32), (PLACES, 32), (VALUES, 32), (POWER, 32), (COLUMNS, 16)))
     return replace(
         tiles,
@@ -56,20 +65,20 @@ def with_outliers(tiles: Tiles) -> Tiles:
     )
 
 
-def _columns(tiles: Tiles) -> list[int]:
+def _channel_columns(tiles: Tiles) -> list[int]:
     """Return the column of each channel, counted across all tiles."""
     channels = [channel for part in tiles.channels for channel in part]
     return [channels.index(channel) for channel in range(max(channels) + 1)]
 
 
 @lru_cache(maxsize=256)
-def columns_of(tiles: Tiles, device: str) -> torch.Tensor:
-    """Return the stream ``COLUMNS``, which depends only on the codec's tiles: ``_columns`` as int16 ``[1, 1, channels]``."""
-    return torch.tensor(_columns(tiles), dtype=torch.int16, device=device)[None, None]
+def column_stream(tiles: Tiles, device: str) -> torch.Tensor:
+    """Return the derived stream ``COLUMNS``, int16 ``[1, 1, channels]``: the column of each channel, which depends only on the codec."""
+    return torch.tensor(_channel_columns(tiles), dtype=torch.int16, device=device)[None, None]
 
 
 @triton.jit
-def ready_patches(
+def prepare_patches(
     pointers: tl.tuple,
     numbers: tl.tensor,
     CONSTANTS: tl.constexpr,
@@ -79,34 +88,36 @@ def ready_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the data that all tiles share.
+    """Return data that all tiles of a side share: numbers 0, 1, 2, ... in memory, the power of two of values, and patch positions.
 
-    These are the numbers 0, 1, 2, ... in memory, the power of two of values, and with ``AHEAD`` the positions of patches. Without ``AHEAD``
-    registers have room for these only while a tile with outliers is attended (``_places``).
+    Without ``AHEAD``, patch positions are omitted, because registers only have room for them while outliers are added
+    (``_patch_positions``).
     """
     ready = ()
     if CONSTANTS is not None:
         ready = (numbers, tl.load(pointers[CONSTANTS.first_stream + 3]).to(tl.float32, bitcast=True))
         if AHEAD:
-            ready = ready + (patch_places(numbers, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
+            ready = ready + (patch_positions(numbers, CONSTANTS, WARPS, TOKENS, TRANSPOSED),)
         elif FAST:
             fetch_numbers(numbers)
     return ready
 
 
 @triton.jit
-def _places(ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+def _patch_positions(
+    ready: tl.tuple, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
+) -> tl.tensor:
     """Return the positions at which patches are read, ``[warp, token, column]`` or transposed."""
     if len(ready) == 3:
         places = ready[2]
     else:
-        places = patch_places(ready[0], CONSTANTS, WARPS, TOKENS, TRANSPOSED)
+        places = patch_positions(ready[0], CONSTANTS, WARPS, TOKENS, TRANSPOSED)
     return places
 
 
 @triton.jit
-def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Return the first outlier entry and the end of entries for the granules of each warp's ``TOKENS`` tokens from row ``first`` on."""
+def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """Return the first outlier entry, and the end of entries, for the granules of each warp's ``TOKENS`` tokens from row ``first`` on."""
     bounds = ()
     first, last = first.to(tl.int32), last.to(tl.int32)
     # Scalar loads, because tensor loads make compilation slow.
@@ -118,10 +129,10 @@ def _bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.constexp
 
 
 @triton.jit
-def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """Load ``ENTRIES`` of each warp's ``counts`` outlier entries from ``begins`` on, both ``[warp, 1]``.
+def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
+    """Load up to ``ENTRIES`` outlier entries per warp, from index ``begins``; ``counts`` entries exist. Both are ``[warp, 1]``.
 
-    Returns int32 places, -1 if there are none, and values, four binary16 per int64, both ``[warp, entry]``.
+    Returns int32 positions, -1 if there is no entry, and values, four binary16 per int64, both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
@@ -131,10 +142,10 @@ def _load(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.const
 
 
 @triton.jit
-def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the outlier entries within ``bounds``, as many as threads easily hold (``_load``).
+def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+    """Load as many of the outlier entries within ``bounds`` as fit easily in registers (``_load_entries``).
 
-    Also returns where the rest of each warp's entries begins and how many they are, int32 ``[warp, 1]``, and the most entries of any warp.
+    Also returns the index and number of each warp's remaining entries, int32 ``[warp, 1]``, and the maximum number of entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0
@@ -144,7 +155,7 @@ def _loaded(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.con
         count = bounds[2 * number + 1] - bounds[2 * number]
         begins, counts = tl.where(warp == number, bounds[2 * number], begins), tl.where(warp == number, count, counts)
         most = tl.maximum(most, count)
-    return _load(own, begins, counts, ENTRIES), begins + ENTRIES, counts - ENTRIES, most
+    return _load_entries(own, begins, counts, ENTRIES), begins + ENTRIES, counts - ENTRIES, most
 
 
 @triton.jit
@@ -157,17 +168,17 @@ def first_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens from row ``first`` on.
+    """Return the bounds of the outlier entries of each warp's ``TOKENS`` tokens, beginning at row ``first``.
 
-    With ``AHEAD``, the bounds are for the tokens after these, and these tokens' entries are included.
+    With ``AHEAD``, load these tokens' entries, and return the bounds of the next tokens' entries.
     """
     ahead = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
-        bounds = _bounds(own, first, last, WARPS, TOKENS)
+        bounds = _entry_bounds(own, first, last, WARPS, TOKENS)
         ahead = (bounds,)
         if AHEAD:
-            ahead = (_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS), _loaded(own, bounds, WARPS, TOKENS))
+            ahead = (_entry_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS), _load_first_entries(own, bounds, WARPS, TOKENS))
     return ahead
 
 
@@ -182,18 +193,18 @@ def next_entries(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Load the ``first_entries`` of the tokens after those from row ``first`` on, while the latter are attended."""
+    """Return the ``first_entries`` of the tokens that follow those at row ``first``, so that their loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         if AHEAD:
-            ahead = (_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _loaded(own, ahead[0], WARPS, TOKENS))
+            ahead = (_entry_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _load_first_entries(own, ahead[0], WARPS, TOKENS))
         else:
-            ahead = (_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS),)
+            ahead = (_entry_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS),)
     return ahead
 
 
 @triton.jit
-def entries_of(
+def patch_entries(
     ahead: tl.tuple,
     pointers: tl.tuple,
     first: tl.tensor,
@@ -203,10 +214,7 @@ def entries_of(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the input of patches for the tokens from row ``first`` on.
-
-    These are pointers, outlier entries, each warp's first token, and ``ready``.
-    """
+    """Return the input of patches for the tokens beginning at row ``first``: pointers, entries, each warp's first token, and ``ready``."""
     found = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
@@ -214,13 +222,13 @@ def entries_of(
         if AHEAD:
             entries = ahead[1]
         else:
-            entries = _loaded(own, ahead[0], WARPS, TOKENS)
+            entries = _load_first_entries(own, ahead[0], WARPS, TOKENS)
         found = (own, entries, token, ready)
     return found
 
 
 @triton.jit
-def _patch_scores(
+def _add_patch_scores(
     products: tl.tensor,
     entries: tl.tuple,
     found: tl.tuple,
@@ -231,49 +239,49 @@ def _patch_scores(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of the patch that begins with the codec's tile ``FIRST`` to ``products``."""
+    """Add the products of the query and the patch that begins with the codec's tile ``FIRST`` to ``products``."""
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
-    END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
-    after = put_all(entries, found, FIRST, CONSTANTS, TOKENS, False, False, FAST)
+    END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
+    after = write_patch(entries, found, FIRST, CONSTANTS, TOKENS, False, False, FAST)
     for number in tl.static_range(FIRST, END):
         tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
         products = tl.dot(tile, q[number], products)
-    put_all(entries, found, FIRST, CONSTANTS, TOKENS, False, True, FAST)
+    write_patch(entries, found, FIRST, CONSTANTS, TOKENS, False, True, FAST)
     return products
 
 
 @triton.jit
-def _next(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Return the outlier entries after those loaded from ``at`` on."""
-    return _load(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
+def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
+    """Load the outlier entries that follow those loaded from index ``at``."""
+    return _load_entries(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 
 @triton.jit
 def add_outlier_scores(
     scores: tl.tensor, entries: tl.tuple, q: tl.tuple, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
-    """Add the products of a tile's outliers with the query to ``scores`` ``[warp, token, row]`` of a warp's tile ``TILE``."""
+    """Add the products of the query and the outliers of a warp's tile ``TILE`` to its ``scores`` ``[warp, token, row]``."""
     TILES: tl.constexpr = CONSTANTS.tiles
-    TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
+    TOGETHER: tl.constexpr = tiles_per_patch(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
     most = entries[1][3]
     # The loop rarely runs more than once. Directly inside the loop over tiles it would keep their loads from being fetched ahead.
     if most > 0:
-        places = _places(entries[3], CONSTANTS, scores.shape[0], TOKENS, False)
+        places = _patch_positions(entries[3], CONSTANTS, scores.shape[0], TOKENS, False)
         products = tl.zeros(scores.shape, tl.float32)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = placed(entries, loaded, TILE, CONSTANTS, TOKENS, False, FAST)
+            found = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, False, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                products = _patch_scores(products, entries, found, places, q, TILE, first, CONSTANTS, FAST)
-            loaded = _next(entries, loaded, at)
+                products = _add_patch_scores(products, entries, found, places, q, TILE, first, CONSTANTS, FAST)
+            loaded = _remaining_entries(entries, loaded, at)
         scores += products * entries[3][1]
     return scores
 
 
 @triton.jit
-def _patch_values(
+def _add_patch_values(
     sums: tl.tuple,
     entries: tl.tuple,
     found: tl.tuple,
@@ -284,16 +292,16 @@ def _patch_values(
     CONSTANTS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Add the values of the patch that begins with the codec's tile ``FIRST`` to ``sums``."""
+    """Add the weighted values of the patch that begins with the codec's tile ``FIRST`` to ``sums``."""
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[1]
-    END: tl.constexpr = min(FIRST + tiles_together(CONSTANTS), CONSTANTS.tiles)
+    END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
     new = sums[:FIRST]
-    after = put_all(entries, found, FIRST, CONSTANTS, TOKENS, True, False, FAST)
+    after = write_patch(entries, found, FIRST, CONSTANTS, TOKENS, True, False, FAST)
     for number in tl.static_range(FIRST, END):
         tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
         new = new + (tl.dot(tile, weights, sums[number]),)
-    put_all(entries, found, FIRST, CONSTANTS, TOKENS, True, True, FAST)
+    write_patch(entries, found, FIRST, CONSTANTS, TOKENS, True, True, FAST)
     return new + sums[END:]
 
 
@@ -301,21 +309,21 @@ def _patch_values(
 def add_outlier_values(
     sums: tl.tuple, entries: tl.tuple, weights: tl.tensor, TILE: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Add the outliers of a warp's tile ``TILE`` to ``sums``, ``[warp, column, row]``.
+    """Add the weighted outliers of a warp's tile ``TILE`` to ``sums`` ``[warp, column, row]``.
 
-    ``weights``, ``[warp, token, row]``, must be at most 2^7.
+    ``weights`` ``[warp, token, row]`` must be at most 2^7.
     """
     TILES: tl.constexpr = CONSTANTS.tiles
-    TOGETHER: tl.constexpr = tiles_together(CONSTANTS)
+    TOGETHER: tl.constexpr = tiles_per_patch(CONSTANTS)
     TOKENS: tl.constexpr = weights.shape[1]
     most = entries[1][3]
     if most > 0:
-        places = _places(entries[3], CONSTANTS, weights.shape[0], TOKENS, True)
+        places = _patch_positions(entries[3], CONSTANTS, weights.shape[0], TOKENS, True)
         scaled = (weights * entries[3][1]).to(tl.float16)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = placed(entries, loaded, TILE, CONSTANTS, TOKENS, True, FAST)
+            found = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, True, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                sums = _patch_values(sums, entries, found, places, scaled, TILE, first, CONSTANTS, FAST)
-            loaded = _next(entries, loaded, at)
+                sums = _add_patch_values(sums, entries, found, places, scaled, TILE, first, CONSTANTS, FAST)
+            loaded = _remaining_entries(entries, loaded, at)
     return sums

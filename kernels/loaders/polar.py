@@ -1,7 +1,7 @@
-"""polar as tiles (spec/codecs/polar.md): each thread holds a token and multiplies directions down the tree of radii.
+"""Tile loader of codec polar (spec/codecs/polar.md): each thread has one token, and multiplies directions down the tree of radii.
 
-Products are binary16, so the radius of the last level is kept out of them: a single radius is the token's factor, and several are divided
-by a power of two near the largest. ``polar_steps`` selects the angles that a step looks up, and the table.
+Products are binary16, so the top radius is left out: a single top radius is the token factor, and several are divided by a power of two
+near the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -27,20 +27,20 @@ from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE, TOKENS, assemble
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.field_lookups import look_up_field
 
-from .polar_steps import angles_of_step, blocks_of_step, lookups_of, place_in, places_of, table
+from .polar_steps import direction_table, index_of, lookup_positions, step_angles, step_blocks, step_lookups
 from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MAX_DIM = 128
-"""Head dim up to which the kernel compiles in less than minutes."""
+"""Maximum head dim; kernels for larger ones take minutes to compile."""
 
 
 class Level(NamedTuple):
-    """A level of the tree: its angles are the symbols of ``packing`` from ``first_symbol`` on.
+    """One level of the tree: its angles are consecutive symbols of ``packing``, beginning with ``first_symbol``.
 
-    Directions of single angles begin at entry ``first_of_one`` of the table, those of two neighboring fields at ``first_of_two``.
+    In the table, directions of single angles begin at entry ``first_of_one``, and those of two neighboring fields at ``first_of_two``.
     """
 
     packing: RowPacking
@@ -51,9 +51,9 @@ class Level(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows; several radii begin at word ``first_radius`` of a row.
+    """Compile-time constants of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
 
-    ``tree`` is the input of ``polar_steps.angles_of_step``; a token's factor is its radius times ``unit``.
+    ``tree`` is the input of ``polar_steps.step_angles``. A token factor is the radius times ``unit``.
     """
 
     rows: tuple[int, ...]
@@ -67,7 +67,7 @@ class PolarConstants(NamedTuple):
 
 
 def tiles(codec: Polar) -> Tiles | None:
-    """Return the loader of ``codec``; None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
+    """Return the loader of ``codec``, or None if a level has an unequal pair, several radii are float32, or the head dim is too large."""
     levels = codec.levels
     steps, rest = divmod(codec.dim, 2 * F16X2_PER_TILE.value)
     if rest or codec.dim > MAX_DIM or codec.dim % (1 << len(levels)) or (codec.radii > 1 and (codec.norm == "fp32" or codec.radii % 2)):
@@ -82,16 +82,16 @@ def tiles(codec: Polar) -> Tiles | None:
         streams = (*streams, word_stream("radius", codec.radii))
     else:
         streams = (*streams, Stream("radius", radius_bits, 1))
-    tree = (levels[0].angles, blocks_of_step(levels[0].angles, every[0].width))
+    tree = (levels[0].angles, step_blocks(levels[0].angles, every[0].width))
     of_levels, counts = [], []
     for number, run in enumerate(codec.stream_levels.values()):
         before = accumulate((level.angles for level in run), initial=0)
         for angles, level in zip(before, run, strict=False):
             of_levels.append((row_packing(every, number), angles, level.bits))
-            of_steps = (angles_of_step(tree, step, len(of_levels)) for step in range(steps))
-            lookups = (lookup for angles in of_steps for lookup in lookups_of(angles, every[number].width, level.bits))
+            of_steps = (step_angles(tree, step, len(of_levels)) for step in range(steps))
+            lookups = (lookup for angles in of_steps for lookup in step_lookups(angles, every[number].width, level.bits))
             counts.append(frozenset(count for _, count in lookups))
-    entries, firsts, product = table(codec, tuple(counts))
+    entries, firsts, product = direction_table(codec, tuple(counts))
     constants = PolarConstants(
         rows=rows,
         radii=codec.radii,
@@ -102,7 +102,7 @@ def tiles(codec: Polar) -> Tiles | None:
         unit=1 / product,
         levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
     )
-    channels = tuple(tuple(2 * angle + value for angle in angles_of_step(tree, step, 1) for value in range(2)) for step in range(steps))
+    channels = tuple(tuple(2 * angle + value for angle in step_angles(tree, step, 1) for value in range(2)) for step in range(steps))
     padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype, device=entries.device)
     padded[: len(entries)] = entries
     return Tiles(load, decode, factor, constants, steps, channels, streams, padded, len(entries), TOKENS)
@@ -120,9 +120,9 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the rows (``thread_rows.load_rows``), including several radii, then the radii of each token for ``factor``.
+    """Load the rows (``thread_rows.load_rows``), including several radii, and then the tokens' radii for ``factor``.
 
-    The latter are int32 ``[warp, token]``, or uint32 words of two radii each.
+    The latter are int32 ``[warp, token]``, or uint32 words with two radii each.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii
@@ -136,17 +136,17 @@ def load(
 
 
 @triton.jit
-def _exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
-    """Return the largest exponent field in f16x2 ``words``, int32, at most 29."""
+def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
+    """Return the largest exponent field in f16x2 ``words``, as int32, at most 29."""
     largest = words[0].to(tl.int32, bitcast=True) & 0x7FFF7FFF
     for number in tl.static_range(1, len(words)):
-        largest = _larger(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
-    return tl.minimum(_larger(largest, largest >> 16, FAST) >> 10 & 31, 29)
+        largest = _elementwise_max(largest, words[number].to(tl.int32, bitcast=True) & 0x7FFF7FFF, FAST)
+    return tl.minimum(_elementwise_max(largest, largest >> 16, FAST) >> 10 & 31, 29)
 
 
 @triton.jit
-def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two 15-bit numbers in each half; nonnegative binary16 are ordered like these."""
+def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Return the larger of two 15-bit numbers in each half; nonnegative binary16 numbers have the same order."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -156,11 +156,11 @@ def _larger(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius, or the power of two that divides several radii, divided by the tables' scales: float32 ``[warp, token]``."""
+    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near several radii, divided by table scales."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     if CONSTANTS.radii > 1:
-        value = ((_exponent(loaded[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
+        value = ((_largest_exponent(loaded[2 * ROW :], FAST) + 112) << 23).to(tl.float32, bitcast=True)
     else:
         value = read_factor(loaded, 2 * ROW, CONSTANTS.radius_bits, FAST)
     return value * CONSTANTS.unit
@@ -177,36 +177,36 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the channels of ``STEP`` divided by the token's factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
+    """Return the channels of step ``STEP``, divided by the token factor: one binary16 tile, ``[warp, token, column]`` or transposed."""
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
-    second = _pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    first = _decode_pairs(loaded[:ROW], table, STEP, CONSTANTS, SHARED, FAST)
+    second = _decode_pairs(loaded[ROW : 2 * ROW], table, STEP, CONSTANTS, SHARED, FAST)
     return (assemble_tile(first, second, WARPS, TRANSPOSED, FAST),)
 
 
 @triton.jit
-def _pairs(
+def _decode_pairs(
     words: tl.tuple, table: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the pairs of channels of ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
+    """Return the channel pairs of step ``STEP``, one f16x2 each, uint32 ``[warp * token / 2]``."""
     LEVELS: tl.constexpr = len(CONSTANTS.levels)
     pairs = ()
     if CONSTANTS.radii > 1:
-        pairs = _radii(words, STEP, CONSTANTS, FAST)
+        pairs = _step_radii(words, STEP, CONSTANTS, FAST)
     for above in tl.static_range(LEVELS):
-        pairs = _below(words, table, pairs, STEP, LEVELS - above, CONSTANTS, SHARED, FAST)
+        pairs = _descend_level(words, table, pairs, STEP, LEVELS - above, CONSTANTS, SHARED, FAST)
     return pairs
 
 
 @triton.jit
-def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the first radii of the step, two per f16x2, divided by the token's power of two."""
+def _step_radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+    """Return the top radii of a step, two per f16x2, divided by the token's power of two."""
     AT: tl.constexpr = CONSTANTS.first_radius
     TREE: tl.constexpr = CONSTANTS.tree
-    PLACES: tl.constexpr = angles_of_step(TREE, STEP, len(CONSTANTS.levels) + 1)
-    inverse = ((30 - _exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
+    PLACES: tl.constexpr = step_angles(TREE, STEP, len(CONSTANTS.levels) + 1)
+    inverse = ((30 - _largest_exponent(words[AT:], FAST)) << 10).to(tl.uint32, bitcast=True) * 0x10001
     radii = ()
     for number in tl.static_range(len(PLACES)):
         radii = radii + (multiply_f16x2(words[AT + PLACES[number]], inverse, FAST),)
@@ -214,7 +214,7 @@ def _radii(words: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: t
 
 
 @triton.jit
-def _below(
+def _descend_level(
     words: tl.tuple,
     table: tl.tensor,
     radii: tl.tuple,
@@ -224,23 +224,23 @@ def _below(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the radii or channels below the radii of ``LEVEL`` in the step, two per f16x2.
+    """Return the radii or channels one level below ``LEVEL`` in a step, two per f16x2.
 
     ``radii`` are those of ``LEVEL``, also two per f16x2; an empty tuple stands for a single radius of 1.
     """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
-    ANGLES: tl.constexpr = angles_of_step(TREE, STEP, LEVEL)
-    ABOVE: tl.constexpr = angles_of_step(TREE, STEP, LEVEL + 1)
-    LOOKUPS: tl.constexpr = lookups_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
-    PLACES: tl.constexpr = places_of(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    ANGLES: tl.constexpr = step_angles(TREE, STEP, LEVEL)
+    ABOVE: tl.constexpr = step_angles(TREE, STEP, LEVEL + 1)
+    LOOKUPS: tl.constexpr = step_lookups(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    PLACES: tl.constexpr = lookup_positions(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     found = ()
     for number in tl.static_range(len(LOOKUPS)):
-        found = found + _directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
+        found = found + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
     below = ()
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
-            radius = radii[place_in(ABOVE, ANGLES[number] // 2)]
+            radius = radii[index_of(ABOVE, ANGLES[number] // 2)]
             below = below + (scale_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
         else:
             below = below + (found[PLACES[number]],)
@@ -248,7 +248,7 @@ def _below(
 
 
 @triton.jit
-def _directions(
+def _look_up_directions(
     words: tl.tuple,
     table: tl.tensor,
     ANGLE: tl.constexpr,
@@ -257,7 +257,7 @@ def _directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the f16x2 (cosine, sine) of an angle of a level, and if ``COUNT`` is 2, that of the next field of its column."""
+    """Return the direction (cosine, sine) of an angle of a level as f16x2; if ``COUNT`` is 2, also that of the next field of its column."""
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

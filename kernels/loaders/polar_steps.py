@@ -1,7 +1,7 @@
-"""Select the angles of polar's tree that each step of a tile looks up, and the table that it uses.
+"""Selection of the angles in polar's tree that each step of a tile looks up, and the table of their directions.
 
-A step decodes as many pairs of channels as a tile has. If the first level fills whole fields of a stream, a step takes some columns in all
-their fields: the angles above them are then in few columns as well, and two neighboring fields of a column form one index.
+A step decodes as many channel pairs as a tile has. If the first level fills whole fields of a stream, a step covers some columns in all
+their fields. The angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -20,25 +20,25 @@ from kvpack.kernels.bitpack.thread_tiles import F16X2_PER_TILE
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
-MAX_BITS_TOGETHER = 6
-"""Bits of two angles of a level together, at most, for the table to have entries of both."""
+MAX_PAIR_BITS = 6
+"""Maximum number of bits of two angles together, for the table to have entries of both."""
 
-SCALES = 1 << 12
-"""Scales that are tried for the table of each level."""
+MAX_SCALES = 1 << 12
+"""Number of scales that are tried for the table of each level."""
 
 
-def blocks_of_step(angles: int, width: int) -> int:
-    """Return the number of blocks of neighboring first-level angles in a step: one per field of ``width`` columns, or one."""
+def step_blocks(angles: int, width: int) -> int:
+    """Return the number of blocks of neighboring first-level angles per step: one per field of ``width`` columns, or one."""
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
     return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1
 
 
 @triton.constexpr_function
-def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
-    """Return the angles of ``level`` with channels in ``step``, ascending.
+def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]:
+    """Return the angles of ``level`` above the channels of ``step``, in ascending order.
 
-    ``tree`` contains the angles of the first level and the blocks of a step.
+    ``tree`` contains the number of first-level angles, and the number of blocks per step.
     """
     angles, blocks = tree
     per_tile = F16X2_PER_TILE.value // blocks
@@ -47,16 +47,16 @@ def angles_of_step(tree: tuple[int, int], step: int, level: int) -> tuple[int, .
 
 
 @triton.constexpr_function
-def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return a step's lookups in a level of ``bits``, as (angle, count).
+def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
+    """Return a step's table lookups in a level of ``bits``-bit angles, as pairs (angle, count).
 
-    The count is 1 for one angle, and 2 for an angle and that of the next field, ``width`` further on.
+    The count is 1 for a single angle, and 2 for an angle and that of the next field, ``width`` symbols later.
     """
     left = list(angles)
     result = []
     while left:
         angle = left.pop(0)
-        together = 2 * bits <= MAX_BITS_TOGETHER and angle + width in left
+        together = 2 * bits <= MAX_PAIR_BITS and angle + width in left
         if together:
             left.remove(angle + width)
         result.append((angle, 2 if together else 1))
@@ -64,32 +64,32 @@ def lookups_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[in
 
 
 @triton.constexpr_function
-def places_of(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
+def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[int, ...]:
     """Return the position of each angle of a step in the results of its lookups."""
-    result = [angle + width * number for angle, count in lookups_of(angles, width, bits) for number in range(count)]
+    result = [angle + width * number for angle, count in step_lookups(angles, width, bits) for number in range(count)]
     return tuple(map(result.index, angles))
 
 
 @triton.constexpr_function
-def place_in(numbers: tuple[int, ...], number: int) -> int:
+def index_of(numbers: tuple[int, ...], number: int) -> int:
     """Return the index of ``number`` in ``numbers``."""
     return numbers.index(number)
 
 
 @lru_cache(maxsize=256)
-def table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
-    """Return cosines and sines, binary16 ``[entry, 4]``, each level's first entries of single and double angles, and the product of scales.
+def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
+    """Return the table of cosines and sines, binary16 ``[entry, 4]``, each level's first entries of single and double angles, and a scale.
 
-    Each level has entries for one angle (stored twice) and for two angles (the first changes faster), as listed in ``counts``. The cosines
-    and sines of a level are multiplied by the scale that leaves them nearest to binary16, because the errors of a few angles would add up
-    over the levels. Decoded values are divided by the product of these scales.
+    Each level has entries for one angle (stored twice) or for two angles (the first changes faster), as listed in ``counts``. A level's
+    cosines and sines are multiplied by the scale that leaves them nearest to binary16, because the errors of few angles would add up over
+    levels. Decoded values must be divided by the product of these scales, which is returned.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))
     ]
     for level, stored in zip(codec.levels[1:], codec.tables[1:], strict=True):
         angles.append(torch.tensor(struct.unpack(f"<{1 << level.bits}f", stored[0]), dtype=torch.float64, device="cpu"))
-    scales = 1 + torch.arange(SCALES, dtype=torch.float64, device="cpu")[:, None, None] / SCALES
+    scales = 1 + torch.arange(MAX_SCALES, dtype=torch.float64, device="cpu")[:, None, None] / MAX_SCALES
     entries: list[torch.Tensor] = []
     firsts, product = [], 1.0
     for of_level, of_counts in zip(angles, counts, strict=True):

@@ -1,9 +1,9 @@
-"""qjl as tiles (spec/side-cars.md): the signs of a second rotation, 1 or -1, in addition to a codec's tiles and with their own factor.
+"""Signs of a second rotation in attention tiles (side-car qjl, spec/side-cars.md): 1 or -1, with their own token factor.
 
-Their columns are channels of that rotation: a query has columns for them too, and sums of values have their own.
+Their columns are channels of that rotation: queries have additional columns for them, and sums of values have their own columns.
 
-For keys no sign is computed. A bit of a word is itself a binary16 power of two or zero. The query's column is divided by that power, and
-half the sum of those columns minus the products of the bits is half the product of the signs.
+For keys, signs are not computed. A bit of a word is itself a power of two in binary16, or zero. The query's column is divided by that
+power; half the sum of these columns minus the products with the bits is half the product with the signs.
 """
 
 # Triton compiles no unpacking.
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from kvpack.formats.qjl import Qjl
 
 
-QUERY = tl.constexpr(0.25)
-"""Factor of a query's columns, at most 1, so that none overflows binary16 when it is divided by the power of a bit."""
+QUERY_FACTOR = tl.constexpr(0.25)
+"""Factor of a query's sign columns, so that they do not overflow binary16 when they are divided by the power of two of a bit."""
 
 
 class QjlConstants(NamedTuple):
     """Compile-time constants of the signs next to a codec's tiles.
 
-    ``first_stream`` is the number of their first stream, and ``number`` that of their packing; ``unit`` is the estimator's factor.
+    ``first_stream`` is the index of their first stream, and ``number`` the index of their packing; ``unit`` is the estimator's factor.
     """
 
     packing: TilePacking
@@ -53,9 +53,9 @@ class QjlConstants(NamedTuple):
 
 
 def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
-    """Extend the loader ``tiles`` of a codec with the signs of ``qjl``, whose channel i is channel dim + i.
+    """Return the loader ``tiles`` of a codec, extended with the signs of ``qjl``, whose channel i becomes channel dim + i.
 
-    Returns None if their packing has no tiles.
+    Returns None if tiles do not support their packing.
     """
     packing = qjl.packing
     if not has_whole_word_tiles(packing):
@@ -106,40 +106,40 @@ def load_signs(
 
 
 @triton.constexpr_function
-def _one(position: int) -> str:
-    """Return PTX that makes the bit of each word at ``position`` the sign of a binary16 1."""
+def _sign_ptx(position: int) -> str:
+    """Return PTX that turns the bit at ``position`` of each word into the sign of a binary16 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 
 @triton.constexpr_function
-def _shift(position: int) -> int:
-    """Return the left shift of the bit at ``position``: the same for most bits, and never onto the sign bit or the lowest bits."""
+def _bit_shift(position: int) -> int:
+    """Return the left shift for the bit at ``position``, equal for most bits, that avoids the sign bit and the lowest bits."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 
 @triton.constexpr_function
-def _power(position: int) -> float:
-    """Return the binary16 value of a bit moved by ``_shift``."""
-    position += _shift(position)
+def _bit_value(position: int) -> float:
+    """Return the binary16 value of the bit at ``position`` after ``_bit_shift``."""
+    position += _bit_shift(position)
     return 2.0 ** (position - 24) if position < 10 else 2.0 ** ((1 << position - 10) - 15)
 
 
 @triton.constexpr_function
-def _isolate_bit(position: int) -> str:
-    """Return PTX that masks all bits of each word except the one at ``position``, moved by ``_shift``."""
-    shift = _shift(position)
+def _isolate_bit_ptx(position: int) -> str:
+    """Return PTX that keeps only the bit at ``position`` of each word, moved by ``_bit_shift``."""
+    shift = _bit_shift(position)
     moved = f"shl.b32 a, $1, {shift};" if shift > 0 else f"shr.b32 a, $1, {-shift};" if shift else "mov.b32 a, $1;"
     return f"{{ .reg .b32 a; {moved} and.b32 $0, a, {0x10001 << position + shift}; }}"
 
 
 @triton.constexpr_function
-def _position(step: int, fields_per_tile: int, field_stride: int) -> int:
-    """Return the bit with a column's sign in each word of ``_words`` for ``step``."""
+def _sign_position(step: int, fields_per_tile: int, field_stride: int) -> int:
+    """Return the bit of each word of ``_sign_words`` that contains a column's sign in ``step``."""
     return step % 16 if fields_per_tile == 1 else step if field_stride > 1 else 0
 
 
 @triton.jit
-def _words(
+def _sign_words(
     loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
@@ -158,11 +158,11 @@ def _words(
 
 @triton.jit
 def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return, for values, one binary16 tile ``[warp, column, token]``: -1 if a bit of the fields of ``STEP`` is 1, and 1 if it is 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
+    """Return the signs of step ``STEP`` for values, as one binary16 tile ``[warp, column, token]``: -1 for a bit of 1, and 1 for 0."""
+    BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
+    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, True, FAST)
     if FAST:
-        value = tl.inline_asm_elementwise(_one(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_sign_ptx(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
         value = tl.where((word >> BIT) & 1 == 1, -1.0, 1.0).to(tl.float16)
     return (value,)
@@ -170,19 +170,21 @@ def decode_signs(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, 
 
 @triton.jit
 def decode_bits(loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return, for keys, one binary16 tile ``[warp, token, column]``: a power of two where a bit of the fields of ``STEP`` is 1, else 0."""
-    BIT: tl.constexpr = _position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
-    word = _words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
+    """Return the bits of step ``STEP`` for keys as one binary16 tile ``[warp, token, column]``: a power of two for 1, and 0 for 0."""
+    BIT: tl.constexpr = _sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride)
+    word = _sign_words(loaded, column_fields, STEP, CONSTANTS, False, FAST)
     if FAST:
-        value = tl.inline_asm_elementwise(_isolate_bit(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
+        value = tl.inline_asm_elementwise(_isolate_bit_ptx(BIT), "=r,r", [word], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        value = tl.where((word >> BIT) & 1 == 1, _power(BIT), 0.0).to(tl.float16)
+        value = tl.where((word >> BIT) & 1 == 1, _bit_value(BIT), 0.0).to(tl.float16)
     return (value,)
 
 
 @triton.jit
-def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
-    """Return a query's tiles, ``[warp, column, row]``, with those of signs, the last in each of ``SETS`` sets, scaled for ``decode_bits``.
+def scale_sign_queries(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tuple:
+    """Return a query's tiles ``[warp, column, row]`` with its sign columns scaled for ``decode_bits``.
+
+    Sign columns are the last tiles in each of ``SETS`` sets.
     """
     tiles = ()
     EACH: tl.constexpr = len(q) // SETS
@@ -190,42 +192,42 @@ def queries_of_bits(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) ->
     for number in tl.static_range(len(q)):
         tile = q[number]
         if number % EACH >= FIRST:
-            tile = _scaled(tile, number % EACH - FIRST, CONSTANTS)
+            tile = _scale_tile(tile, number % EACH - FIRST, CONSTANTS)
         tiles = tiles + (tile,)
     return tiles
 
 
 @triton.jit
-def _scaled(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
-    return (tile.to(tl.float32) * (-QUERY / POWER)).to(tl.float16)
+def _scale_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _bit_value(_sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
+    return (tile.to(tl.float32) * (-QUERY_FACTOR / POWER)).to(tl.float16)
 
 
 @triton.jit
 def half_sum(q: tl.tuple, CONSTANTS: tl.constexpr, SETS: tl.constexpr) -> tl.tensor:
-    """Return half the sum of the sign columns, times ``QUERY``, given the output of ``queries_of_bits``: ``[warp, 1, row]``."""
+    """Return half the sum of the sign columns, times ``QUERY_FACTOR``, given the result of ``scale_sign_queries``: ``[warp, 1, row]``."""
     EACH: tl.constexpr = len(q) // SETS
     # One sum over columns for all tiles together, because the threads wait for each other in every such sum.
-    columns = _half_of_tile(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
+    columns = _half_tile_sum(q[EACH - CONSTANTS.steps], 0, CONSTANTS)
     for number in tl.static_range(EACH - CONSTANTS.steps + 1, len(q)):
         if number % EACH >= EACH - CONSTANTS.steps:
-            columns += _half_of_tile(q[number], number % EACH - (EACH - CONSTANTS.steps), CONSTANTS)
+            columns += _half_tile_sum(q[number], number % EACH - (EACH - CONSTANTS.steps), CONSTANTS)
     return tl.sum(columns, 1)[:, None, :]
 
 
 @triton.jit
-def _half_of_tile(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    POWER: tl.constexpr = _power(_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
+def _half_tile_sum(tile: tl.tensor, STEP: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
+    POWER: tl.constexpr = _bit_value(_sign_position(STEP, CONSTANTS.fields_per_tile, CONSTANTS.field_stride))
     return tile.to(tl.float32) * (-0.5 * POWER)
 
 
 @triton.jit
-def factor_of_bits(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``factor_of_signs`` for half the signs' products times ``QUERY``."""
-    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY))
+def bit_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return ``sign_norm_factor`` adjusted for half the signs' products times ``QUERY_FACTOR``."""
+    return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * (CONSTANTS.unit * (2 / QUERY_FACTOR))
 
 
 @triton.jit
-def factor_of_signs(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
+def sign_norm_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the stored norm times sqrt(pi / (2 dim)) (OCTOPUS Sec. 3.6)."""
     return read_factor(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, FAST) * CONSTANTS.unit

@@ -1,4 +1,4 @@
-"""quaternion as tiles, direct arrangement (spec/codecs/quaternion.md): four tiles per field, one per component of its chunks."""
+"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md): four tiles per field, one per chunk component."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -17,17 +17,17 @@ from kvpack.kernels.bitpack.tile_packing import TilePacking, has_whole_word_tile
 from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.shared_table import look_up_bits
 
-from .tiles import Tiles, channels_of, step_symbols
+from .tiles import Tiles, step_symbols, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 VALUES = 4
-"""Values per symbol: the channels of a chunk."""
+"""Number of values per symbol: the channels of a chunk."""
 
 
 class QuaternionConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits of a codeword and of a radius code."""
+    """Compile-time constants of a codec and its tiles: bits per codeword and per radius code."""
 
     packing: TilePacking
     fields_per_tile: int
@@ -38,7 +38,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement; None if a digit is too wide."""
+    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None
@@ -55,7 +55,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
         scale_stream=len(streams),
         scale_bits=scale_bits,
     )
-    channels = tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
+    channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES))
     return Tiles(
         load,
         decode,
@@ -99,8 +99,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the components of the chunks of ``STEP``, unit quaternions times radius codes: four binary16 tiles laid out like the planes.
-    """
+    """Return the components of the chunks of step ``STEP``, unit quaternions times radius codes: four tiles in the layout of the planes."""
     PACKING: tl.constexpr = CONSTANTS.packing
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     CODE_BITS: tl.constexpr = CONSTANTS.code_bits
@@ -108,18 +107,18 @@ def decode(
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = _chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
+        found = _decode_chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         radius = step_words(
             planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
         )
-        found = _chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
+        found = _decode_chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
     return found
 
 
 @triton.jit
-def _chunk(
+def _decode_chunk(
     planes: tl.tuple,
     table: tl.tensor,
     CODE: tl.constexpr,
@@ -128,7 +127,7 @@ def _chunk(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the chunks whose codeword begins at bit ``CODE`` of each column, with their radius at bit ``RADIUS``."""
+    """Return the chunks whose codeword begins at bit ``CODE`` of each column, and whose radius code begins at bit ``RADIUS``."""
     found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
     radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, FAST)
     return (
@@ -141,5 +140,5 @@ def _chunk(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale divided by the largest radius code, float32 ``[warp, token]``."""
+    """Return the scales divided by the largest radius code, float32 ``[warp, token]``."""
     return read_factor(loaded, CONSTANTS.scale_stream, CONSTANTS.scale_bits, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

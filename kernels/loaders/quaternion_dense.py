@@ -1,4 +1,4 @@
-"""quaternion as tiles, dense arrangement (spec/codecs/quaternion.md): codewords and radii in separate columns."""
+"""Tile loader of codec quaternion in the dense arrangement (spec/codecs/quaternion.md), with codewords and radii in separate columns."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -21,22 +21,24 @@ from kvpack.kernels.bitpack.tile_packing import MAX_DIGIT_BITS
 from kvpack.kernels.tables.shared_table import look_up
 
 from .quaternion import VALUES
-from .tiles import Tiles, channels_of
+from .tiles import Tiles, symbol_channels
 
 if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 MAX_WORDS = 8
-"""32-bit words per row up to which registers hold the rows of two tiles (rows have seven at head dim 64, thirteen at 128).
+"""Maximum number of 32-bit words per row at which registers have room for the rows of two tiles.
 
-Beyond that, programs of more warps that share more copies of the table are faster.
+Rows have seven words at head dim 64, and thirteen at 128. For longer rows, programs with more warps that share more copies of the table are
+faster.
 """
 
 
 class QuaternionDenseConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    A codeword is one of ``codewords``, or, if ``low_bits`` is not 0, one of ``high_codewords`` followed by ``low_bits`` low bits.
+    A codeword is a digit of packing ``codewords``, or, if ``low_bits`` is not 0, a digit of ``high_codewords`` followed by ``low_bits`` low
+    bits.
     """
 
     rows: tuple[int, ...]
@@ -51,7 +53,7 @@ class QuaternionDenseConstants(NamedTuple):
 
 
 def tiles(codec: Quaternion) -> Tiles | None:
-    """Return the loader of ``codec``; None if there are too many codewords."""
+    """Return the loader of ``codec``, or None if there are too many codewords."""
     table = codec.codebook.to(torch.float16)
     codeword_bits = (table.shape[0] - 1).bit_length()
     if codeword_bits > MAX_DIGIT_BITS:
@@ -82,7 +84,7 @@ def tiles(codec: Quaternion) -> Tiles | None:
         factor,
         constants,
         len(symbols),
-        tuple(channels_of(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES)),
+        tuple(symbol_channels(step, VALUES, value, codec.dim) for step in symbols for value in range(VALUES)),
         (*streams, Stream("scale", scale_bits, 1)),
         table,
         tokens=TOKENS,
@@ -111,11 +113,13 @@ def decode(
     TOGETHER: tl.constexpr = CODEWORD_BITS + RADIUS_BITS <= MAX_BITS
     POSITION: tl.constexpr = MAX_BITS - CODEWORD_BITS if TOGETHER else 0
     if TOGETHER:
-        symbols = load_symbol_tile(loaded, STEP, two_chunks, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        symbols = load_symbol_tile(loaded, STEP, chunk_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
         radius = code_as_f16(symbols, 0, RADIUS_BITS, FAST)
     else:
-        symbols = load_symbol_tile(loaded, STEP, two_codewords, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
-        radius = code_as_f16(load_symbol_tile(loaded, STEP, two_radii, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST)
+        symbols = load_symbol_tile(loaded, STEP, codeword_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST)
+        radius = code_as_f16(
+            load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST
+        )
     # Every codeword of so many bits has an entry, so that none needs to be limited.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
@@ -127,20 +131,20 @@ def decode(
 
 
 @triton.jit
-def two_chunks(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes of an even chunk and of the next one, and their codewords, which end at the highest bit."""
-    return _codewords_from(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | two_radii(words, CHUNK, CONSTANTS, FAST)
+def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the radius codes of an even chunk and the next one, and their codewords, whose highest bits are the results' highest bits."""
+    return _codewords_at(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | radius_pair(words, CHUNK, CONSTANTS, FAST)
 
 
 @triton.jit
-def two_codewords(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the codewords of an even chunk and of the next one."""
-    return _codewords_from(words, CHUNK, 0, CONSTANTS, FAST)
+def codeword_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the codewords of an even chunk and the next one, 16 bits apart."""
+    return _codewords_at(words, CHUNK, 0, CONSTANTS, FAST)
 
 
 @triton.jit
-def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return ``two_codewords``, each shifted to bit ``POSITION`` of its 16 bits."""
+def _codewords_at(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return ``codeword_pair``, with each codeword shifted to bit ``POSITION`` of its 16 bits."""
     CODEWORDS: tl.constexpr = CONSTANTS.codewords
     HIGH_CODEWORDS: tl.constexpr = CONSTANTS.high_codewords
     both = symbol_pair_digits(words, CODEWORDS, CHUNK, CONSTANTS.chunks, FAST) << POSITION
@@ -152,13 +156,13 @@ def _codewords_from(words: tl.tuple, CHUNK: tl.constexpr, POSITION: tl.constexpr
 
 
 @triton.jit
-def two_radii(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes of an even chunk and of the next one."""
+def radius_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return the radius codes of an even chunk and the next one, 16 bits apart."""
     RADII: tl.constexpr = CONSTANTS.radii
     return symbol_pair_digits(words, RADII, CHUNK, CONSTANTS.chunks, FAST)
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the scale divided by the largest radius code, float32 ``[warp, token]``."""
+    """Return the scales divided by the largest radius code, float32 ``[warp, token]``."""
     return read_row_factor(loaded, CONSTANTS, FAST) * (1.0 / ((1 << CONSTANTS.radius_bits) - 1))

@@ -1,4 +1,4 @@
-"""raw as tiles (spec/codecs/raw.md): the stored values themselves."""
+"""Tile loader of codec raw (spec/codecs/raw.md): tiles contain the stored values."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 MAX_WIDTH = 32
-"""Channels of a tile, at most."""
+"""Maximum number of channels per tile."""
 
 
 class RawConstants(NamedTuple):
-    """Compile-time constants of a codec: ``steps`` tiles of ``width`` channels each."""
+    """Compile-time constants of a codec: its dtype, and ``steps`` tiles of ``width`` channels each."""
 
     dim: int
     steps: int
@@ -36,7 +36,7 @@ class RawConstants(NamedTuple):
 
 
 def tiles(codec: Raw) -> Tiles:
-    """Return the loader of ``codec``."""
+    """Return the loader of ``codec``, which always exists."""
     width = math.gcd(codec.dim, MAX_WIDTH) if codec.dim % MIN_TILE_WIDTH == 0 else MAX_WIDTH
     steps = -(-codec.dim // width)
     channels = tuple(tuple(c if c < codec.dim else -1 for c in range(step * width, (step + 1) * width)) for step in range(steps))
@@ -61,12 +61,12 @@ def load(
     STEPS: tl.constexpr = CONSTANTS.steps
     WIDTH: tl.constexpr = CONSTANTS.width
     for step in tl.static_range(STEPS):
-        bits = bits + (_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, TRANSPOSED),)
+        bits = bits + (_load_columns(pointers[0], first, token, valid, step * WIDTH, WIDTH, CONSTANTS.dim, MASKED, TRANSPOSED),)
     return bits
 
 
 @triton.jit
-def _columns(
+def _load_columns(
     pointer: tl.tensor,
     first: tl.tensor,
     token: tl.tensor,
@@ -101,7 +101,7 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the bits of ``STEP`` in their dtype, one tile; without inline PTX, bf16 is widened to float32."""
+    """Return the values of step ``STEP`` as one tile in their dtype; without inline PTX, bf16 is widened to float32."""
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:

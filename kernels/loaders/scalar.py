@@ -1,4 +1,4 @@
-"""scalar as tiles (spec/codecs/scalar.md): table values, looked up for two or four fields at a time if their joint index is short."""
+"""Tile loader of codec scalar (spec/codecs/scalar.md): table values, looked up for two or four fields at once if their index is short."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from kvpack.formats.scalar import Scalar
 
 MAX_INDEX_BITS = 8
-"""Bits of an index of several fields, at most: 256 entries fit shared memory once per bank."""
+"""Maximum number of bits of a joint index of several fields, so that shared memory has room for one copy of the table per bank."""
 
 
-class LoadedPart(NamedTuple):
-    """The channels of one width: fields of ``bits``, ``fields_per_tile`` of them side by side, ``field_stride`` fields apart.
+class ChannelPart(NamedTuple):
+    """The channels of one width: tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, ``field_stride`` fields apart.
 
-    ``fields_per_index`` neighboring fields form one index into the table, from ``first_entry`` on.
+    ``fields_per_index`` neighboring fields form one table index, relative to entry ``first_entry``.
     """
 
     bits: int
@@ -48,19 +48,19 @@ class ScalarConstants(NamedTuple):
 
     low: TilePacking
     high: TilePacking
-    low_part: LoadedPart
-    high_part: LoadedPart
+    low_part: ChannelPart
+    high_part: ChannelPart
     parts: int
     norm_stream: int
     norm_bits: int
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the loader of ``codec``, with one code stream per channel width. ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, which has one code stream per channel width; ``dual`` is as in ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
-    parts: list[LoadedPart] = []
+    parts: list[ChannelPart] = []
     all_steps = 0
     channels: list[tuple[int, ...]] = []
     stored = (codec.magnitude_table, codec.high_magnitude_table)
@@ -68,14 +68,14 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
         magnitudes = torch.frombuffer(bytearray(table), dtype=torch.float32)
         values = torch.cat([magnitudes, -magnitudes])
         side_by_side = tile_field_count(packing, dual)
-        fields = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _share_an_index(packing, part.bits, n, side_by_side))
+        fields = 1 if codec.bits_high else next(n for n in (4, 2, 1) if _can_share_index(packing, part.bits, n, side_by_side))
         field_stride = tile_field_stride(packing, fields * part.bits, packing.fields // fields, dual)
         symbols = step_symbols(packing, field_stride, fields, dual)
         steps = len(symbols) // fields
         all_steps += steps
         packings.append(tile_packing(len(streams), packing, dual))
-        parts.append(LoadedPart(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
-        tables.append(_entries(values, fields))
+        parts.append(ChannelPart(part.bits, side_by_side, fields, sum(map(len, tables)), steps, field_stride))
+        tables.append(_joint_entries(values, fields))
         channels += [tuple(part.channels[symbol] if symbol >= 0 else -1 for symbol in tile) for tile in symbols]
         streams = (*streams, *plane_streams(name, packing))
     norm_bits = FACTOR_BITS[codec.norm]
@@ -103,15 +103,15 @@ def tiles(codec: Scalar, dual: int = 0) -> Tiles:
     )
 
 
-def _share_an_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
-    """Return True if this many fields can share one index: they fill whole steps, and the table fits."""
+def _can_share_index(packing: Columns, bits: int, fields: int, fields_per_tile: int) -> bool:
+    """Return True if ``fields`` fields can form one index: they fill whole steps, and the table is small enough."""
     return fields == 1 or (packing.fields % (fields * fields_per_tile) == 0 and fields * bits <= MAX_INDEX_BITS)
 
 
-def _entries(values: torch.Tensor, fields: int) -> torch.Tensor:
+def _joint_entries(values: torch.Tensor, fields: int) -> torch.Tensor:
     """Return the decoded values of ``fields`` codes per index, the first in its low bits: ``[entry, 2 or 4]``.
 
-    A single value is repeated.
+    Single values are repeated.
     """
     if fields == 1:
         return values[:, None].expand(-1, 2)
@@ -151,9 +151,9 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of the fields of ``STEP`` within a unit vector: one binary16 tile per field of an index.
+    """Return the values of the fields of step ``STEP``, scaled to a unit vector: one binary16 tile per field of an index.
 
-    They are laid out like the planes.
+    Tiles are in the layout of the planes.
     """
     LOW_PACKING: tl.constexpr = CONSTANTS.low
     HIGH_PACKING: tl.constexpr = CONSTANTS.high
@@ -199,6 +199,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm, float32 ``[warp, token]``; a pair in dual tiles."""
+    """Return the norms, float32 ``[warp, token]``; a pair for dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

@@ -1,9 +1,8 @@
-"""The common part of tile loaders, which turn packed rows into binary16 tiles for the matrix units.
+"""The interface of tile loaders, which turn packed rows into binary16 tiles for matrix products.
 
-A loader is three Triton functions over tiles ``[warp, token]``. ``load`` reads the rows of a tile and nothing else, so that the compiler
-fetches it ahead of time; ``decode`` computes from it the value tiles ``[warp, token, column]`` of one step; ``factor`` returns the factor
-of a token's values, if any. Columns are channels in the loader's own order: a query is put in that order once, and the output is put back
-once.
+A loader is three Triton functions over tiles ``[warp, token]``. ``load`` only reads the rows of a tile, so that the compiler can prefetch
+them. ``decode`` computes from them the tiles of values ``[warp, token, column]`` of one step. ``factor`` returns the token factors, if any.
+Columns are channels in the loader's own order: a query is put into that order once, and the output is restored once.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from kvpack.kernels.bitpack.tile_packing import MIN_TILE_WIDTH, tile_field_count
 if TYPE_CHECKING:
     import torch
 
-DUAL_WIDTH = MIN_TILE_WIDTH // 2
-"""Words per row, if a tile contains two rows side by side."""
+DUAL_ROW_WORDS = MIN_TILE_WIDTH // 2
+"""Number of words per row at which a tile row can contain two tokens' rows."""
 
 APART, NEIGHBOURS = 1, 2
-"""Arrangements of two tokens per row: all second tokens of the tile after all first ones, or each after its first."""
+"""Arrangements of two tokens per tile row: all second tokens follow all first ones, or each second token follows its first one."""
 
 
-class Means(NamedTuple):
-    """Pages of ``tokens`` tokens whose keys have a mean each; ``whole``: the tokens of a warp's tile are in one page."""
+class PageMeans(NamedTuple):
+    """Constants for pages of ``tokens`` tokens that share a mean key; ``whole`` is True if each warp's tile lies in one page."""
 
     tokens: int
     whole: bool = False
 
 
 class Outliers(NamedTuple):
-    """Outliers next to ``tiles`` of ``width`` columns each; ``first_stream`` is the number of their first stream.
+    """Constants for outliers in ``tiles`` tiles of ``width`` columns each; ``first_stream`` is the index of their first stream.
 
-    ``components`` lists which of an entry's four values have columns in each tile; None if columns are in the order of channels. A patch of
-    ``patch_bytes`` holds ``together`` tiles; 0 if there is none (``attend.shapes.in_patches``).
+    ``components`` lists the values (of an entry's four) that have columns in each tile; None if columns are in channel order. A patch of
+    ``patch_bytes`` bytes contains ``together`` tiles; both are 0 if there is no patch (``tiles.shapes.plan_patches``).
     """
 
     first_stream: int
@@ -49,13 +48,11 @@ class Outliers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """One codec's loader. ``channels`` is the channel of every column of every tile, -1 for none; ``steps`` calls of ``decode`` produce
-    them.
+    """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
 
-    Channels from the head dim on are those of another rotation (``qjl``).
-
-    ``table``, binary16 ``[entries, 2 or 4]``, is where ``decode`` looks up values; with a leading axis of tables, each head, or each
-    sequence and head, has its own.
+    ``channels`` is the channel of every column of every tile, -1 for none. Channels past the head dim are those of another rotation
+    (``qjl``). ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head, or each
+    sequence and head, has its own table.
     """
 
     load: Any
@@ -67,53 +64,52 @@ class Tiles:
     streams: tuple[Stream, ...]
     table: torch.Tensor | None = None
     entries: int = 0
-    """Entries of the table that codes refer to; the others fill it up to a power of two. 0: all."""
+    """Number of table entries that codes refer to, without padding to a power of two; 0 for all."""
     tokens: int = 32
-    """Tokens that a warp decodes at once (without inline PTX, ``split`` decodes them one by one)."""
+    """Minimum number of tokens in a warp's tile."""
     whole_groups: int = 1
-    """Tokens per group: a tile of at most as many, which begins at a multiple of them, is in one token group."""
+    """Number of tokens per token group; a tile that begins at a multiple of it, and is not larger, lies in one token group."""
     most_tokens: int = 32
-    """Maximum number of tokens of a warp's tile: more if tokens share scales or have few, so that registers suffice."""
+    """Maximum number of tokens in a warp's tile, limited by registers; higher if tokens share scales or have few."""
     loads_ahead: bool = False
-    """True if registers hold the rows of the next tile while one is decoded, for loads that the compiler does not see (``thread_rows``)."""
+    """True if the next tile's rows are loaded into registers while a tile is decoded, because loads are inline PTX (``thread_rows``)."""
     many_copies: bool = False
-    """True if more copies of the table pay, although fewer programs then fit in shared memory."""
+    """True if more copies of the table are faster, although fewer programs then fit in shared memory."""
     packings: tuple[Columns, ...] = ()
-    """Packings of the code streams that ``decode`` refers to by number."""
+    """Packings of the code streams that ``decode`` refers to by index."""
     stream_widths: tuple[int, ...] = ()
     """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """Arrangement of the two tokens in tiles whose rows are the words of two tokens; ``channels`` are then those of one token. 0: one
-    token.
+    """Arrangement of the two tokens in rows of dual tiles, whose ``channels`` are those of one token; 0 if tiles are not dual.
     """
-    interleave: int = DUAL_WIDTH
-    """Neighboring columns of one token in such tiles, before as many columns of the other token."""
+    interleave: int = DUAL_ROW_WORDS
+    """Number of neighboring columns of one token in dual tiles, before as many columns of the other token."""
     values: Tiles | None = None
-    """The loader of values, where it differs from this one of keys in what ``decode`` takes; ``channels`` are the same."""
+    """Loader for values, if it differs from this loader for keys; it has the same ``channels``."""
     keys: Tiles | None = None
-    """Loader of keys, if it differs from this one in what ``decode`` leaves to ``step_factor``; without side-cars."""
+    """Loader for keys without side-cars, if it differs from this one because it uses ``step_factor``."""
     step_factor: Any = None
-    """For keys, ``step_factor(loaded, step, constants, fast)``: what products with the tiles of a step are multiplied by, float32
+    """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""
     load_columns: Any = None
-    """Function that loads the constants that ``decode`` needs besides rows, ``load_columns(table, rows, constants, tokens)`` with a head's
-    table and its ``work.Rows``; None for ``bitfields.load_column_fields``.
+    """Function ``load_columns(table, rows, constants, tokens)`` that loads the run-time constants of ``decode``, given a head's table and
+    its ``work.Rows``; None for ``bitfields.load_column_fields``.
     """
     run_product: Any = None
-    """For values that share a factor in a run, ``run_product(x, pointers, constants)``: ``x`` times it. Without side-cars it is
-    called once for all tokens of a program, in place of ``factor``."""
+    """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, if there is one.
+    Without side-cars, it is called once for all tokens of a program, instead of ``factor``."""
     offset: bool = False
-    """True if all tokens of a head share an offset that no tile contains: scores have a term that depends only on the query, and sums one
-    that depends only on the weights. It is one more column, after those of the tiles, whose channel is the one after the last.
+    """True if all tokens of a head share an offset that is not in tiles: a term of scores that depends only on the query, and of sums that
+    depends only on the weights. It is an additional last column, whose channel follows the last one.
     """
     dtype: str = "fp16"
-    """Dtype of the tiles: fp16, or that of raw values; without inline PTX, bf16 values are widened to fp32."""
+    """Dtype of tiles: fp16, or the dtype of raw values; without inline PTX, bf16 is widened to fp32."""
     signs: tuple[Any, ...] | None = None
-    """Constants of the loader of ``qjl``, whose tiles are the last ones; None without its side-car."""
-    means: Means | None = None
-    """Constants of the loader of ``key_mean``, for keys; None without its side-car."""
+    """Constants for the signs of side-car qjl, whose tiles are the last ones, or None."""
+    means: PageMeans | None = None
+    """Constants for the page means of side-car key_mean, for keys, or None."""
     outliers: Outliers | None = None
-    """Constants of the loader of ``outliers``; None without its side-car."""
+    """Constants for the outliers of side-car outliers, or None."""
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:
@@ -122,9 +118,10 @@ class Tiles:
 
 
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
-    """Return the distance, in fields, between fields side by side in a tile.
+    """Return the distance, in fields, between neighboring fields of a tile.
 
-    It is the number of steps if all ``fields`` of ``bits`` are in one word, so that each word is shifted once for all steps; otherwise 1.
+    If all ``fields`` of ``bits`` bits are in one word, it is the number of steps, so that each word is shifted once for all steps;
+    otherwise 1.
     """
     side_by_side = tile_field_count(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0
@@ -132,10 +129,10 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the symbol of every column of every tile, -1 for none: ``fields_per_tile`` fields per tile, ``field_stride`` fields apart.
+    """Return the symbol of every column of every tile, -1 for none; a tile's fields are ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles, of neighboring fields; ``field_stride`` counts groups of that many fields. ``dual``: for one of two
-    tokens.
+    A step makes ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``, symbols
+    are those of one of two tokens.
     """
     width, side_by_side = packing.width, tile_field_count(packing, dual)
     groups = -(-packing.fields // together)
@@ -153,6 +150,6 @@ def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dua
     return tuple(tiles)
 
 
-def channels_of(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
-    """Return channel ``value`` of each symbol, which has ``values`` channels."""
+def symbol_channels(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
+    """Return the channel of value number ``value`` of each symbol; a symbol has ``values`` channels."""
     return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

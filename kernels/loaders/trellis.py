@@ -1,8 +1,8 @@
-"""trellis as tiles (spec/codecs/trellis.md): table values, indexed by windows of bits in a word and the next one.
+"""Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of bits in a word and the next word.
 
-A column of a tile is one word of a token's string; each step decodes one window that begins in it. If rows have fewer words than the matrix
-units' step, the windows of a word are spread over several columns. If 16 is not a multiple of the bits of a value, windows begin at other
-bits in each word; ``_shifts`` then returns the number of bits by which each column is first shifted down.
+A tile column is one word of a token's bit string; each step decodes one window that begins in it. If rows have fewer words than a tile has
+columns, the windows of a word are spread over several columns. If a value's bits do not divide 16, windows begin at different bits in each
+word; ``_column_shifts`` then returns the number of bits by which each column is shifted first.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class TrellisConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
-    The ``words`` of a row are the columns of a tile of ``width``; windows of ``window_bits`` begin every ``bits``. ``shifted``: columns are
-    shifted down by their own numbers, int16, which follow the ``entries`` entries of the table.
+    A row's ``words`` words are the columns of a tile of ``width`` columns; windows of ``window_bits`` bits begin every ``bits`` bits. If
+    ``shifted``, columns are first shifted right by their own numbers, int16, which follow the table's ``entries`` entries.
     """
 
     words: int
@@ -48,10 +48,10 @@ class TrellisConstants(NamedTuple):
 
 
 def tiles(codec: Trellis) -> Tiles:
-    """Return the loader of ``codec``."""
+    """Return the loader of ``codec``, which always exists."""
     (packing,) = codec.packings().values()
     width = tile_width(packing)
-    shifts, steps, used = _shifts(codec, packing.width, width, tile_field_count(packing))
+    shifts, steps, used = _column_shifts(codec, packing.width, width, tile_field_count(packing))
     values = window_values(codec.table, "cpu").to(torch.float16)
     behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
     norm_bits = FACTOR_BITS[codec.norm]
@@ -63,7 +63,7 @@ def tiles(codec: Trellis) -> Tiles:
         factor,
         constants,
         steps,
-        tuple(tuple(_channel(codec, word, shift + step * codec.bits) for word, shift in columns) for step in range(steps)),
+        tuple(tuple(_window_channel(codec, word, shift + step * codec.bits) for word, shift in columns) for step in range(steps)),
         (Stream("codes.0", WORD_BITS, packing.width), Stream("norm", norm_bits, 1)),
         torch.cat([torch.stack([values, values], -1), behind]),
         entries=len(values),
@@ -71,8 +71,8 @@ def tiles(codec: Trellis) -> Tiles:
     )
 
 
-def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
-    """Return the bit at which each column's first window begins in its word, the windows per column, and the columns in use."""
+def _column_shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
+    """Return the bit at which each column's first window begins in its word, the windows per column, and the number of columns in use."""
     firsts = [(-WORD_BITS * (column % words) - codec.state_bits) % codec.bits for column in range(width)]
     if side_by_side == 1 or WORD_BITS % codec.bits:
         return firsts, -(-WORD_BITS // codec.bits), words
@@ -82,8 +82,8 @@ def _shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[
     return [first + column // words % copies * steps * codec.bits for column, first in enumerate(firsts)], steps, copies * words
 
 
-def _channel(codec: Trellis, word: int, bit: int) -> int:
-    """Return the channel whose window begins at ``bit`` of ``word``; -1 beyond the word."""
+def _window_channel(codec: Trellis, word: int, bit: int) -> int:
+    """Return the channel whose window begins at bit ``bit`` of ``word``; -1 if the bit is past the word."""
     if bit >= WORD_BITS:
         return -1
     after = (WORD_BITS * word + bit + codec.state_bits) % (codec.dim * codec.bits)
@@ -109,7 +109,7 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the words and the next ones, int16 tiles ``[warp, token, column]`` or transposed, then the norms (``token_factors``)."""
+    """Load the tokens' words and their successors, int16 tiles ``[warp, token, column]`` or transposed, then norms (``token_factors``)."""
     WORDS: tl.constexpr = CONSTANTS.words
     column = tl.arange(0, CONSTANTS.width)[None, :]
     words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
@@ -129,20 +129,17 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the value of window ``STEP`` of each column within a unit vector, one binary16 tile laid out like the words."""
+    """Return the value of window ``STEP`` of each column, scaled to a unit vector, as one binary16 tile in the layout of the words."""
     planes = (loaded[0], loaded[1])
     if CONSTANTS.shifted:
-        planes = _shifted_down(loaded[0], loaded[1], broadcast_columns(column_fields[0], TRANSPOSED), FAST)
+        planes = _shift_strings(loaded[0], loaded[1], broadcast_columns(column_fields[0], TRANSPOSED), FAST)
     found = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
     return (found[0],)
 
 
 @triton.constexpr_function
-def _shifting() -> str:
-    """Return PTX that shifts the two 32-bit strings of a register's two columns, each by its own number.
-
-    The results are put back as words and the ones after them.
-    """
+def _shift_ptx() -> str:
+    """Return PTX that shifts the 32-bit strings of a register's two columns, each by its own number, and splits them into words again."""
     return """{ .reg .b32 p, q, s, t;
         and.b32 s, $4, 0xFFFF; shr.b32 t, $4, 16;
         prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $2, $3, 0x7632;
@@ -151,11 +148,11 @@ def _shifting() -> str:
 
 
 @triton.jit
-def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Shift each column's 32-bit string down by ``shift`` bits; return int16 tiles of the low and high halves."""
+def _shift_strings(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+    """Shift each column's 32-bit string right by ``shift`` bits; return int16 tiles of its low and high halves."""
     if FAST:
         types: tl.constexpr = (tl.int16, tl.int16)
-        halves = tl.inline_asm_elementwise(_shifting(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)
+        halves = tl.inline_asm_elementwise(_shift_ptx(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)
     else:
         string = (
             words.to(tl.uint16, bitcast=True).to(tl.uint32) | (following.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
@@ -166,5 +163,5 @@ def _shifted_down(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norm, float32 ``[warp, token]``."""
+    """Return the norms, float32 ``[warp, token]``."""
     return read_factors(loaded, 2, CONSTANTS.norm_bits, 0, FAST)

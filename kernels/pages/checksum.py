@@ -1,6 +1,6 @@
-"""Row checksums on their device (spec/row.md, Checksum): written into rows, or compared before a row is decoded.
+"""Checksums of page rows, computed on their device (spec/row.md, Checksum): written into rows, or compared before rows are decoded.
 
-A program sums a part of a row, in lanes of Horner's rule, and the last program of a row combines the sum: one launch.
+Each program sums one part of a row by Horner's rule, and the last program of a row combines the sums, in a single launch.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LANES = 1 << 10
-"""Words that a program processes at once."""
+"""Number of words that a program processes at once."""
 STEPS = 16
-"""Times that a program does so: 64 KiB of a row."""
+"""Number of iterations per program, which cover 64 KiB of a row."""
 WARPS = 4
 
 CHECKSUM_WORD = tl.constexpr(6)
-"""The first of the two words of the checksum."""
+"""Index of the first of the checksum's two words in a row."""
 KEY_WORD, KEY_WORDS = tl.constexpr(16), tl.constexpr(8)
 
-DAMAGED, OTHER = 1, 2
-"""Faults that ``check`` finds in a row: another checksum, or another frame, description or padding than expected; both may be set."""
+DAMAGED, MISMATCHED = 1, 2
+"""Flags that ``check`` returns: a wrong checksum; and a frame, description or padding that differs from the expected one."""
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
-    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, the first ``nbytes`` of which belong to the row.
+    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, of which the first ``nbytes`` belong to the row.
 
-    If ``status``, int32 ``[page]``, is not 0, the first 8 bytes become zeros instead, and no reader accepts the row.
+    For pages with a nonzero ``status``, int32 ``[page]``, the first 8 bytes are set to zero instead, so that readers reject the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 
@@ -44,10 +44,10 @@ def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor
 def check(
     rows: torch.Tensor, nbytes: int, multiplier: int, front: torch.Tensor, keys: torch.Tensor | None, pads: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the faults of each of ``rows``, int32 ``[page]``: 0, or ``DAMAGED`` and ``OTHER``.
+    """Return the faults of each of ``rows``, int32 ``[page]``: 0, or a combination of ``DAMAGED`` and ``MISMATCHED``.
 
-    ``front``, int32, is the common beginning of rows, except for checksum and key; ``keys`` are uint8 ``[page, 32]``, or None to accept
-    any; ``pads`` are the positions of bytes that must be 0, int32, or None.
+    ``front``, int32, is the expected beginning of rows, except for the checksum and the key. ``keys`` are uint8 ``[page, 32]``, or None to
+    accept any key. ``pads`` are the positions of bytes that must be 0, int32, or None.
     """
     status = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
     _launch(rows, nbytes, multiplier, status, front, None if keys is None else keys.view(torch.int32), pads)
@@ -65,18 +65,18 @@ def _launch(
 ) -> None:
     words = nbytes // 4
     parts = -(-words // (LANES * STEPS))
-    # For each row, the sum and the number of programs that have added to it.
+    # Per row: the sum, and the number of programs that have added to it.
     sums = torch.zeros(rows.shape[0], 2, dtype=torch.int64, device=rows.device)
     launch(
-        _sum, rows.shape[0] * parts, rows.device, rows[:, :nbytes].view(torch.int32), rows.stride(0) // 4, words, parts,
-        powers(multiplier, parts, str(rows.device)), sums, status, front, 0 if front is None else front.numel(), keys, pads,
+        _sum_rows, rows.shape[0] * parts, rows.device, rows[:, :nbytes].view(torch.int32), rows.stride(0) // 4, words, parts,
+        multiplier_powers(multiplier, parts, str(rows.device)), sums, status, front, 0 if front is None else front.numel(), keys, pads,
         0 if pads is None else pads.numel(), LANES=LANES, STEPS=STEPS, warps=WARPS,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
-    """Return powers of the multiplier, int64: for each lane, then for each part of a row, then for a step."""
+def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
+    """Return powers of the multiplier, int64: one per lane, then one per part of a row, and then one per step."""
     lanes = _descending(multiplier, LANES)
     result = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
@@ -96,12 +96,12 @@ def _unsigned(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _differs(found: tl.tensor, expected: tl.tensor) -> tl.tensor:
+def _find_difference(found: tl.tensor, expected: tl.tensor) -> tl.tensor:
     return tl.max((found != expected).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["parts", "front_words", "pad_bytes"])
-def _sum(
+def _sum_rows(
     rows: tl.tensor,
     row_stride: tl.tensor,
     words: tl.tensor,
@@ -117,10 +117,10 @@ def _sum(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to its sum; the last program writes the checksum, or compares the row if ``front`` is given.
+    """Add one part of a row to its sum; the row's last program writes the checksum, or compares the row if ``front`` is given.
 
-    ``rows`` are int32 words, ``row_stride`` words apart; ``words`` is a multiple of 16. Words before the first of a row count as 0, so that
-    all parts are whole.
+    ``rows`` are int32 words, ``row_stride`` words apart. ``words`` is a multiple of 16. Words before the beginning of a row count as 0, so
+    that all parts are whole.
     """
     page = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -148,13 +148,13 @@ def _sum(
             for start in range(0, front_words, LANES):
                 at = start + lane
                 compared = (at < front_words) & (at // 2 != CHECKSUM_WORD // 2) & ((at < KEY_WORD) | (at >= KEY_WORD + KEY_WORDS))
-                other |= _differs(tl.load(row + at, compared, 0), tl.load(front + at, compared, 0))
+                other |= _find_difference(tl.load(row + at, compared, 0), tl.load(front + at, compared, 0))
             if keys is not None:
                 word = tl.arange(0, KEY_WORDS)
-                other |= _differs(tl.load(row + KEY_WORD + word), tl.load(keys + page * KEY_WORDS + word))
+                other |= _find_difference(tl.load(row + KEY_WORD + word), tl.load(keys + page * KEY_WORDS + word))
             if pads is not None:
                 for start in range(0, pad_bytes, LANES):
                     at = start + lane
                     byte = row.to(tl.pointer_type(tl.int8)) + tl.load(pads + at, at < pad_bytes, 0)
-                    other |= _differs(tl.load(byte, at < pad_bytes, 0), tl.zeros((LANES,), tl.int8))
+                    other |= _find_difference(tl.load(byte, at < pad_bytes, 0), tl.zeros((LANES,), tl.int8))
             tl.store(status + page, found + 2 * other)

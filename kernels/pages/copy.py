@@ -1,4 +1,4 @@
-"""Copy values unchanged between an engine's slots and rows."""
+"""Copying of values, unchanged, between an inference engine's page slots and packed rows."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -21,11 +21,14 @@ TILE_VALUES = 1 << 12
 WARPS = 4
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers of the bytes of a value: bits are kept, those of NaN too."""
+"""Integer dtypes by value size; copying integers preserves all bits, including those of NaN."""
 
 
 def copy(x: torch.Tensor, stream: torch.Tensor, origins: Origins, status: torch.Tensor | None) -> None:
-    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to the stream of each batch entry; with ``status``, from it where that is 0."""
+    """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream`` for each batch entry.
+
+    If ``status`` is given, copy in the other direction, and only for entries with status 0.
+    """
     words = _WORDS[x.element_size()]
     x, stream = x.view(words), stream.view(words)
     batch, heads, tokens, dim = x.shape

@@ -1,6 +1,7 @@
-"""Convert one side of consecutive layers of an engine's pages to rows and back, on their device: one launch for all pages of a job.
+"""Conversion between an inference engine's pages and packed rows, on their device, with one launch for all pages.
 
-It uses the encoders and decoders of caches; the offsets of pages and rows are in a table.
+A call converts one side (keys or values) of consecutive layers. It uses the encoders and decoders of caches, with a table of the offsets of
+pages and rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
 class Layers:
-    """Tensors ``[slot, kv_head, token, dim]`` of any strides, one for each layer."""
+    """The tensors of consecutive layers, ``[slot, kv_head, token, dim]`` each, of any strides."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors, self.first = tensors, tensors[0]
@@ -43,10 +44,10 @@ class Layers:
         self._slot_strides = numpy.array([tensor.stride(0) for tensor in tensors], numpy.int64)
 
     def places(self, slots: Sequence[int], page: int, layer: int) -> Places | None:
-        """Return, for each page and layer, the element offset of its values, the byte offset of its streams, and the page, int64.
+        """Return, for each page and layer, the element offset of its values, the byte offset of its streams, and the page index, int64.
 
-        Offsets are relative to the first layer's first slot and to the first page. Pages are ``page`` bytes apart, and their layers
-        ``layer`` bytes. The result is None if offsets are not whole numbers of values, or if strides differ.
+        Offsets are relative to the first layer's first slot, and to the first page. Pages are ``page`` bytes apart, and layers within them
+        ``layer`` bytes. Returns None if offsets are not whole numbers of values, or if strides differ between layers.
         """
         size = self.first.element_size()
         # An engine may have moved its memory since the last job.
@@ -62,10 +63,11 @@ class Layers:
         return result.reshape(-1, 3)
 
 
-class Lane:
-    """One side of an engine's pages, ``layers``, all with ``codec``.
+class PageSide:
+    """One side (keys or values) of an engine's pages: its ``layers``, which share a ``codec``.
 
-    ``places`` are the offsets of the first layer's streams in a row, ``stride`` the bytes from one layer's streams to the next one's.
+    ``places`` are the offsets of the first layer's streams in a row, and ``stride`` is the distance in bytes between the streams of two
+    layers.
     """
 
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
@@ -76,15 +78,15 @@ class Lane:
             dtype = _STREAMS[layout.dtype]
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
 
-    def places(self, job: Job) -> Places | None:
-        """Return ``Layers.places`` for a job."""
+    def places(self, job: PageJob) -> Places | None:
+        """Return ``Layers.places`` for the pages of ``job``."""
         return self.layers.places(job.slots, job.rows.stride(0), self.stride)
 
 
-class Job(NamedTuple):
-    """Pages in ``slots``, ``rows`` uint8 ``[page, byte]`` on their device, and ``status`` int32 ``[page]``.
+class PageJob(NamedTuple):
+    """Pages to convert: their ``slots``, their ``rows``, uint8 ``[page, byte]`` on the same device, and ``status``, int32 ``[page]``.
 
-    An encoder sets the status of a page that it does not encode, and a decoder skips pages whose status is not 0.
+    Encoders set the status of pages that they do not encode, and decoders skip pages with a nonzero status.
     """
 
     slots: Sequence[int]
@@ -92,13 +94,13 @@ class Job(NamedTuple):
     status: torch.Tensor
 
 
-def takes_rows(rows: torch.Tensor) -> bool:
-    """Return True if the kernels can read and write ``rows``, uint8 ``[page, byte]``, in place."""
+def supports_rows(rows: torch.Tensor) -> bool:
+    """Return True if kernels can read and write ``rows``, uint8 ``[page, byte]``, in place."""
     return not (rows.data_ptr() % STREAM_ALIGNMENT or rows.stride(0) % STREAM_ALIGNMENT or rows.stride(1) != 1)
 
 
-def encode(lane: Lane, job: Job) -> bool:
-    """Fill the streams of ``lane`` in all rows. Returns False for anything the kernels do not support."""
+def encode(lane: PageSide, job: PageJob) -> bool:
+    """Write the streams of one side to all rows of ``job``; return False if the kernels do not support the call."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -106,24 +108,24 @@ def encode(lane: Lane, job: Job) -> bool:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
     origins = _origins(moves, first)
-    if _copied(codec, first.dtype):
+    if _is_copied(codec, first.dtype):
         copy(x, next(iter(streams.values())), origins, None)
         return True
-    encoder = codecs.of_codec(codec).encode
+    encoder = codecs.codec_kernels(codec).encode
     row = first.shape[3] * first.element_size()
     if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not supports_bf16_products(first.device):
         return False
     return encoder(codec, x, create_output(codec, streams, job.status, origins))
 
 
-def decode(lane: Lane, job: Job) -> bool:
-    """Decode the streams of ``lane`` in all rows whose status is 0. Returns False for anything the kernels do not support."""
+def decode(lane: PageSide, job: PageJob) -> bool:
+    """Decode the streams of one side from all rows of ``job`` with status 0; return False if the kernels do not support the call."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
     if moves is None:
         return False
-    if _copied(codec, first.dtype):
+    if _is_copied(codec, first.dtype):
         x = first[:1].expand(len(moves), *first.shape[1:])
         copy(x, next(iter(streams.values())), _origins(moves, first), job.status)
         return True
@@ -134,12 +136,12 @@ def decode(lane: Lane, job: Job) -> bool:
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
+    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, whose distance is a multiple of ``STREAM_ALIGNMENT`` bytes."""
     _copy_pages(layers, slots, pages, None)
 
 
 def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
-    """Copy ``pages`` back to ``slots`` (the reverse of ``gather``) where ``status``, int32 ``[page]``, is 0."""
+    """Copy ``pages`` back to ``slots``, the reverse of ``gather``, for pages whose ``status``, int32 ``[page]``, is 0."""
     _copy_pages(layers, slots, pages, status)
 
 
@@ -165,8 +167,8 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
         copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _origins(moves, tensor), status)
 
 
-def _copied(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if a row stores the bytes of the values unchanged."""
+def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
+    """Return True if rows store the bytes of values unchanged."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
@@ -175,8 +177,8 @@ def _origins(moves: Places, x: torch.Tensor) -> Origins:
     return Origins(copy_to_device(moves, x.device), aligned)
 
 
-def _streams(lane: Lane, job: Job) -> dict[str, torch.Tensor]:
-    """Return the streams of the first layer in the first row."""
+def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
+    """Return the first layer's streams in the first row."""
     row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}

@@ -1,6 +1,6 @@
-"""Tables of at most 8 binary16 values in registers: byte permutations select from them, with inline PTX only (``FAST``).
+"""Tables of at most 8 binary16 values in registers, looked up by byte permutations, with inline PTX only.
 
-Larger tables are in shared memory, whose size limits the kernels in which a thread holds a row.
+Larger tables are in shared memory, which limits the number of programs.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -14,11 +14,11 @@ from triton import language as tl
 from kvpack.kernels.bitpack.thread_digits import RowPacking, bit_pieces
 
 MAX_BITS = 3
-"""Bits of an index into a table in registers, at most: a permutation selects one of 8 bytes."""
+"""Maximum number of bits of an index, because a permutation selects one of 8 bytes."""
 
 
-def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
-    """Arrange at most 8 binary16 values for ``select_of_four``: their low bytes as two integers, then the high ones."""
+def byte_table(values: torch.Tensor) -> tuple[int, ...]:
+    """Arrange at most 8 binary16 values for ``select_four``: two integers with their low bytes, and two with their high bytes."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -27,11 +27,10 @@ def table_of_bytes(values: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.constexpr_function
-def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Return the positions of the digits of four symbols: three integers (word, right shift, mask) each.
+def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
+    """Return where to find the digits of four symbols, as triples (word, right shift, mask), so that they end at bits 0, 16, 8 and 24.
 
-    They move the digits to bits 0, 16, 8 and 24. A digit is ``bits`` bits from ``first`` up in a field of ``distance`` bits; digits beyond
-    the columns are left out.
+    A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the columns are left out.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}
@@ -46,7 +45,7 @@ def _gathered(packing: RowPacking, symbol: int, first: int, bits: int, distance:
 
 @triton.constexpr_function
 def _select_f16x2(table: tuple[int, ...]) -> str:
-    """Return PTX that selects the low bytes of four values and their high ones, then joins the four, each twice."""
+    """Return PTX that selects the low and high bytes of four values from ``table``, and joins them to four f16x2 of equal halves."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
         shr.b32 select, $4, 12; or.b32 select, select, $4;
@@ -54,7 +53,7 @@ def _select_f16x2(table: tuple[int, ...]) -> str:
 
 
 @triton.jit
-def select_of_four(
+def select_four(
     words: tl.tuple,
     PACKING: tl.constexpr,
     SYMBOL: tl.constexpr,
@@ -63,11 +62,11 @@ def select_of_four(
     DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of four symbols from ``SYMBOL`` on, one f16x2 of equal halves each, from a table in registers.
+    """Return the values of four symbols, beginning with ``SYMBOL``, from a table in registers, as f16x2 of equal halves.
 
-    ``TABLE`` is the result of ``table_of_bytes``; an index is ``BITS`` bits from ``FIRST`` up in a field of ``DISTANCE`` bits.
+    ``TABLE`` is the result of ``byte_table``. An index is ``BITS`` bits at bit ``FIRST`` of a field of ``DISTANCE`` bits.
     """
-    TERMS: tl.constexpr = _gathered(PACKING, SYMBOL, FIRST, BITS, DISTANCE)
+    TERMS: tl.constexpr = _digit_positions(PACKING, SYMBOL, FIRST, BITS, DISTANCE)
     digits = tl.zeros_like(words[0])
     for term in tl.static_range(0, len(TERMS), 3):
         if TERMS[term + 1] >= 0:

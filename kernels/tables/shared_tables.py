@@ -1,4 +1,4 @@
-"""Tables in shared memory: their offsets and their contents."""
+"""Descriptions of lookup tables in shared memory: their offsets and contents."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 
 class SharedTable(NamedTuple):
-    """A table in shared memory: ``copies`` of each of its ``entries``, from byte ``offset`` on; with no copies it is in global memory."""
+    """A lookup table in shared memory: ``copies`` copies of each of its ``entries`` entries, beginning at byte ``offset``.
+
+    If ``copies`` is 0, the table is only in global memory.
+    """
 
     offset: int = 0
     copies: int = 0
     entries: int = 0
 
 
-class Fill(NamedTuple):
-    """The contents of a shared table: ``entries`` of ``values`` binary16 from the table of a side, 0 for keys and 1 for values."""
+class TableContents(NamedTuple):
+    """The contents of a shared table: ``entries`` entries of ``values`` binary16 values, from side 0 (keys) or 1 (values)."""
 
     side: int
     offset: int
@@ -24,7 +27,7 @@ class Fill(NamedTuple):
 
 
 class SharedTables(NamedTuple):
-    """The tables that a program declares in ``nbytes`` of shared memory, and fills."""
+    """All tables that a program declares and fills, in ``nbytes`` bytes of shared memory."""
 
     nbytes: int
-    fills: tuple[Fill, ...]
+    fills: tuple[TableContents, ...]

@@ -1,6 +1,6 @@
-"""Inline PTX for tables in shared memory: declaration, filling, and three kinds of lookups, which all use its address.
+"""Inline PTX for lookup tables in shared memory: declaration, filling and lookups, which all use its symbol ``kvpack_tables``.
 
-``shared_table``, ``thread_lookups`` and ``field_lookups`` also have a plain version of each.
+``shared_table``, ``thread_lookups`` and ``field_lookups`` have plain Triton versions of the operations.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -10,36 +10,36 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.kernels.triton_internals import COMPILERS_BYTES, SHARED_MEMORY
+from kvpack.kernels.triton_internals import COMPILER_BYTES, SHARED_MEMORY
 
 BANK_BYTES = 128
-"""Bytes that a warp reads at once without waiting: 32 banks of 4."""
+"""Number of bytes that a warp can read at once without bank conflicts: 32 banks of 4 bytes."""
 
-LARGEST_BYTES = 40 << 10
-"""Shared memory that both sides' tables may take where the assembly declares it, which allows 48 KiB; more of it is the launch's."""
+MAX_STATIC_BYTES = 40 << 10
+"""Maximum size of the tables of both sides that PTX declares, of at most 48 KiB; larger tables use the launch's dynamic shared memory."""
 
 
 MATRIX_ALIGNMENT = 1024
-"""Alignment of the compiler's matrices, for the matrix units of compute capability 9.0; its shared memory begins at a multiple."""
+"""Alignment of the compiler's matrices for matrix instructions of compute capability 9.0, at which its shared memory must begin."""
 
 
 @triton.constexpr_function
-def declaration(size: int) -> str:
-    """Return PTX that declares ``kvpack_tables``, the start of the tables.
+def declare_ptx(size: int) -> str:
+    """Return PTX that declares ``kvpack_tables``, the address of the tables.
 
-    These are ``size`` bytes of its own, which precede the compiler's memory (that then also begins at a multiple of ``MATRIX_ALIGNMENT``),
-    or the launch's memory after the compiler's.
+    Tables of ``size`` bytes are declared before the compiler's memory, which must then also begin at a multiple of ``MATRIX_ALIGNMENT``;
+    larger ones are in the launch's memory, after the compiler's.
     """
-    if size > LARGEST_BYTES:
-        place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILERS_BYTES};"
+    if size > MAX_STATIC_BYTES:
+        place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILER_BYTES};"
         return f".reg .b32 kvpack_tables; {place} mov.u32 $0, 0;"
     whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
     return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_tables[{whole}]; mov.u32 $0, 0;"
 
 
 @triton.constexpr_function
-def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time, lanes starting at different banks."""
+def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
+    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -62,10 +62,10 @@ def filling(offset: int, entries: int, entry_words: int, copies: int) -> str:
 
 
 @triton.constexpr_function
-def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Return PTX that looks up two 16-bit words per register; the index is ``bits`` bits of each from ``position`` up.
+def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
+    """Return PTX that looks up the two 16-bit words of a register; an index is ``bits`` bits of a word, beginning at bit ``position``.
 
-    ``values`` is the number of halves per entry, 2 or 4. An index beyond ``entries`` selects the last one.
+    ``values`` is the number of binary16 values per entry, 2 or 4. An index past ``entries`` selects the last entry.
     """
     entry_bytes = 2 * values
     stride, own = (entry_bytes * copies).bit_length() - 1, (entry_bytes - 1).bit_length()
@@ -94,11 +94,11 @@ def lookup_of_tiles(position: int, bits: int, values: int, offset: int, copies: 
 
 
 @triton.constexpr_function
-def lookup_of_columns(bits: int, offset: int, copies: int, multiplied: bool) -> str:
-    """Return PTX that looks up two 32-bit words, each with its own code: entries of two equal halves.
+def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> str:
+    """Return PTX that looks up two 32-bit words, each with its own code, in tables with entries of two equal halves.
 
-    Inputs are the words, the amount to rotate each one right by, or its factor if ``multiplied``, so that its code begins at the bit of the
-    size of an entry's copies, and the byte of each table's first entry, a multiple of the table's size.
+    Inputs are the words; the amount by which each one is rotated right, or its factor if ``multiplied``, so that its code becomes a byte
+    offset; and the byte offset of each table's first entry, a multiple of the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 
@@ -119,10 +119,11 @@ def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
 
 
 @triton.constexpr_function
-def lookup_of_pairs(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
+def pair_lookup_ptx(bits: int, joint: bool, offset: int, copies: int, multiplied: bool) -> str:
     """Return PTX that looks up two 16-bit entries for neighboring codes of a word.
 
-    These are one entry for both (``joint``), or the low halves of two entries. Inputs are those of ``lookup_of_columns``, for one word.
+    They are one entry for both codes (``joint``), or the low halves of two entries. Inputs are those of ``column_lookup_ptx``, for one
+    word.
     """
     unit = 4 * copies
     load = f"add.u32 {{0}}, {{0}}, base; ld.shared.b32 {{0}}, [{{0}} + {offset}];"
@@ -143,17 +144,18 @@ SELECT_BY_BIT = tl.constexpr(
         shf.r.wrap.b32 low, $1, $1, $3; shf.r.wrap.b32 high, $2, $2, $4;
         prmt.b32 low, low, high, 0xFFBB; lop3.b32 $0, low, $6, $5, 0x6A; }"""
 )
-"""Two values of 16 bits, each by a bit of a word of its own: one of its inputs, with the bits of the other flipped if it is 1.
+"""PTX that selects two 16-bit values, each by one bit of its own word: an input, with the bits of another input flipped if the bit is 1.
 
-Inputs are the words, how far each is rotated right, so that its bit is the highest, and those of both values in one register.
+Inputs are the words, the amount by which each is rotated right so that its bit is the highest, and both values' inputs in one register
+each.
 """
 
 
 @triton.constexpr_function
-def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> str:
-    """Return PTX that reads the first ``words`` (1 or 2) of an entry, from the copy in the thread's own banks.
+def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> str:
+    """Return PTX that reads the first ``words`` (1 or 2) words of an entry, from the copy in the thread's own banks.
 
-    The input is the start of the first copy.
+    The input is the address of the entry's first copy.
     """
     own = (entry_bytes - 1).bit_length()
     load = "ld.shared.b32 $0, [place]" if words == 1 else "ld.shared.v2.b32 {$0, $1}, [place]"
@@ -166,10 +168,10 @@ def lookup_of_entry(words: int, offset: int, copies: int, entry_bytes: int) -> s
 
 
 @triton.constexpr_function
-def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
-    """Return PTX that reads the first ``words`` pairs of an entry, with entries ``stride`` bytes apart.
+def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
+    """Return PTX that reads the first ``words`` words of an entry whose index is in ``pieces`` of the input words.
 
-    The inputs are the words that contain the ``pieces``.
+    Entries are ``stride`` bytes apart.
     """
     own = 2 + words // 2
     copies = stride >> own
@@ -187,6 +189,6 @@ def lookup_of_field(pieces: tuple[tuple[int, int, int, int], ...], words: int, p
 
 
 @triton.constexpr_function
-def registers(outputs: int, inputs: int) -> str:
-    """Return the constraints for this many output and input words."""
+def register_constraints(outputs: int, inputs: int) -> str:
+    """Return the PTX constraint string for ``outputs`` output and ``inputs`` input registers."""
     return ",".join(["=r"] * outputs + ["r"] * inputs)

@@ -1,6 +1,6 @@
-"""Lookups in a binary16 table by entry number, for rows that one thread holds: whole f16x2 registers, one or two per entry.
+"""Lookups in a binary16 table by entry index, for rows in one thread's registers: one or two f16x2 per entry.
 
-The table is in shared memory as ``shared_table`` stores it. Without inline PTX (``FAST`` false) the same functions are plain Triton.
+The table is in shared memory, as ``shared_table`` stores it. Without inline PTX, the same functions use plain Triton.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -12,15 +12,17 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .shared_table import in_halves
+from .shared_table import halve_entries
 from .shared_tables import SharedTable
-from .table_assembly import lookup_of_entry
+from .table_assembly import entry_lookup_ptx
 
 
 @triton.constexpr_function
-def unit(values: int, shared: SharedTable, fast: bool) -> int:
-    """Return the units per entry of ``values`` binary16 in ``look_up_words``: bytes in a shared table, so that fields are shifted once,
-    else 1."""
+def lookup_unit(values: int, shared: SharedTable, fast: bool) -> int:
+    """Return the number of units per entry of ``values`` binary16 values in indices for ``look_up_words``.
+
+    Units are bytes for a table in shared memory, so that fields are shifted only once, and otherwise entries.
+    """
     return 2 * values * shared.copies if fast and shared.copies else 1
 
 
@@ -34,12 +36,14 @@ def look_up_words(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after ``FIRST``.
+    """Return the first ``WORDS`` (1 or 2) f16x2 of the entry ``place`` units after entry ``FIRST``.
 
-    Entries have ``VALUES`` (2 or 4) binary16. ``SHARED`` is the table's ``SharedTable``; ``place`` must not exceed the entries.
+    Entries have ``VALUES`` (2 or 4) binary16 values. ``SHARED`` is the table's ``SharedTable``. ``place`` must be inside the table.
     """
     if FAST and SHARED.copies > 0:
-        ASSEMBLY: tl.constexpr = lookup_of_entry(WORDS, SHARED.offset + FIRST * unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES)
+        ASSEMBLY: tl.constexpr = entry_lookup_ptx(
+            WORDS, SHARED.offset + FIRST * lookup_unit(VALUES, SHARED, FAST), SHARED.copies, 2 * VALUES
+        )
         if WORDS == 1:
             result = (tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [place], dtype=tl.uint32, is_pure=True, pack=1),)
         else:
@@ -54,9 +58,9 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values; half an entry is loaded, and there are twice as many copies."""
+    """Return the f16x2 of an entry of four equal values; it reads half an entry, of which there are twice as many copies."""
     if FAST and SHARED.copies > 0:
-        HALVES: tl.constexpr = in_halves(SHARED, 0, 0)
+        HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)
         found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
     else:
         found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)

@@ -1,4 +1,4 @@
-"""Addresses of a side's streams in memory, for kernels that load tiles of them."""
+"""Addresses of a side's streams in memory, for kernels that load tiles from them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def uses_assembly(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
-def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
-    """Return the address, batch stride and head stride in bytes of each stream ``wanted``.
+def stream_addresses(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
+    """Return the address, batch stride and head stride, in bytes, of each requested stream, as one flat list.
 
-    A stream whose rows are not contiguous and aligned is copied.
+    Streams whose rows are not contiguous and aligned are copied. All tensors whose addresses are returned are appended to ``keep_alive``.
     """
     result: list[int] = []
     for stream in wanted:
@@ -44,8 +44,8 @@ def addresses_of(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], 
     return result
 
 
-def aligned_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
-    """Return the streams of ``tiles``, whose addresses and strides start at number ``first`` of ``rows``."""
+def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
+    """Return the ``RowStream`` of each stream of ``tiles``; its addresses and strides are in ``rows``, beginning with column ``first``."""
     result = []
     for number, stream in enumerate(tiles.streams):
         at = first + STREAM_INTEGERS.value * number

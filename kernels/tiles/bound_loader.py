@@ -1,4 +1,4 @@
-"""A tile loader bound to the streams of one launch: everything about a side for which the attention kernel is compiled."""
+"""Tile loaders bound to the streams of one launch: everything about one side for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.kernels.triton_internals import code_key
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Means, Outliers, Tiles
+    from kvpack.kernels.loaders.tiles import Outliers, PageMeans, Tiles
     from kvpack.kernels.tables.shared_tables import SharedTable
 
 
 class RowStream(NamedTuple):
-    """A stream as a program reads it: elements of ``bits``, and rows of ``row_bytes`` for ``tokens`` tokens.
+    """The layout of a stream: elements of ``bits`` bits, and a row of ``row_bytes`` bytes for every ``tokens`` tokens.
 
-    ``aligned`` is the largest power of two, at most 16, that divides all its addresses and strides in bytes.
+    ``aligned`` is the largest power of two, at most 16, that divides all addresses and strides in bytes.
     """
 
     bits: int
@@ -24,11 +24,11 @@ class RowStream(NamedTuple):
 
 
 class BoundLoader(NamedTuple):
-    """A codec's loader (``tiles.Tiles``) over the streams of one launch.
+    """A codec's loader (``tiles.Tiles``) bound to the streams of one launch.
 
-    ``widths`` are the columns of each tile, ``stream_widths`` the argument of ``bitfields.load_column_fields``. ``whole``: the tokens of a
-    warp's tile are always in one token group. There are ``tables`` of ``table_values`` each, for sequences and heads in turn. ``columns``
-    counts those of all tiles, and of the ``offset`` (``tiles.Tiles``) if there is one.
+    ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. ``whole`` is True if
+    each warp's tile always lies in one token group. There are ``tables`` tables of ``table_values`` values each, which sequences and heads
+    use in turn. ``columns`` counts the columns of all tiles, and of the ``offset`` if there is one.
     """
 
     load: Any
@@ -39,7 +39,7 @@ class BoundLoader(NamedTuple):
     constants: Any
     steps: int
     signs: Any
-    means: Means | None
+    means: PageMeans | None
     outliers: Outliers | None
     shared: SharedTable
     streams: tuple[RowStream, ...]
@@ -57,7 +57,7 @@ class BoundLoader(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Key by which Triton names compiled code."""
+        """Key under which Triton caches compiled code."""
         return code_key(self)
 
 
@@ -70,9 +70,9 @@ def bind(
     fast: bool,
     whole_means: bool = False,
 ) -> BoundLoader:
-    """Bind the loader ``tiles`` to ``streams``. Without inline PTX (not ``fast``) bf16 tiles are widened.
+    """Bind the loader ``tiles`` to ``streams``; if not ``fast`` (inline PTX), bf16 tiles are widened to float32.
 
-    ``whole_means``: the tokens of a warp's tile are always in one page of means.
+    ``whole_means`` is True if each warp's tile always lies in one page of means.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None

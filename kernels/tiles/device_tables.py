@@ -1,4 +1,4 @@
-"""The tables of a launch on its device: values that ``decode`` looks up, and the offset of each table in shared memory."""
+"""Lookup tables of a launch on its device, and the offset of each one in shared memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from kvpack.formats.base import MAX_DIM
 from kvpack.kernels.tables import shared_table
-from kvpack.kernels.tables.shared_tables import Fill, SharedTable, SharedTables
+from kvpack.kernels.tables.shared_tables import SharedTable, SharedTables, TableContents
 
 if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Tiles
 
 
-def of_sides(
+def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the tables that ``split.attend_split`` declares and fills, both in global memory, and the offset of each in shared memory.
+    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their offsets in shared memory.
 
-    They use at most ``budget`` bytes of it in total.
+    They use at most ``budget`` bytes of shared memory in total.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])
@@ -34,18 +34,18 @@ def of_sides(
             places.append(places[0])
         else:
             entries, values = tiles.entries or table.shape[-2], table.shape[-1]
-            copies = shared_table.copies_of(entries, 2 * values, budget // distinct)
+            copies = shared_table.choose_copies(entries, 2 * values, budget // distinct)
             places.append(SharedTable(offset, copies, entries))
             if copies:
-                fills.append(Fill(side, offset, entries, values, copies))
+                fills.append(TableContents(side, offset, entries, values, copies))
                 offset += entries * values * 2 * copies
     on_device = tuple(_on_device(tiles, str(device)) for tiles in (k, v))
     return SharedTables(offset, tuple(fills)), (on_device[0], on_device[1]), places
 
 
 @lru_cache(maxsize=16)
-def numbers(device: str) -> torch.Tensor:
-    """Return 0, 1, 2, … for ``bitfields.load_column_fields``, as many as a tile has columns."""
+def counting_tensor(device: str) -> torch.Tensor:
+    """Return the int16 numbers 0, 1, 2, ... that ``bitfields.load_column_fields`` reads, at least as many as a tile has columns."""
     return torch.arange(MAX_DIM, dtype=torch.int16, device=device)
 
 

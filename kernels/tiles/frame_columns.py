@@ -1,7 +1,7 @@
-"""Columns of a codec's tiles, and the matrices between their frame and the original one.
+"""Columns of a codec's tiles, and the matrices between columns and the original frame.
 
-A matrix combines the rotation and the column order of a tile loader (OCTOPUS Eq. 13: the query is rotated, not the keys). There is one for
-all sequences and heads, or as many as the codec's basis has.
+A matrix combines the rotation and the column order of a tile loader (OCTOPUS Eq. 13: queries are rotated, not keys). There is one matrix
+for all sequences and heads, or as many as the codec's basis has.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Tiles
 
 BLOCK_COLUMNS = 32
-"""Columns of one program that rotates queries."""
+"""Number of columns per program that rotates queries."""
 
 
 def loader(codec: Codec, dual: bool) -> Tiles:
-    """Return the tile loader of a codec that has one; with ``dual`` the loader for two tokens per row, if there is one."""
+    """Return the tile loader of ``codec``, which must have one; with ``dual``, the dual loader if there is one."""
     result = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
     assert result is not None
     return result
@@ -36,32 +36,32 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``loader``, -1 for none, then the channel of its offset, if any."""
+    """Return the channel of each column of all tiles of ``loader``, -1 for none, and then the channel of its offset, if any."""
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 
 @lru_cache(maxsize=256)
 def frame_dim(codec: Codec) -> int:
-    """Return the number of channels that columns have: the head dim, and as many again for the signs of qjl, or one for an offset."""
+    """Return the number of channels that columns represent: the head dim, plus as many for the signs of qjl, or plus one for an offset."""
     tiles = loader(codec, False)
     return (1 if tiles.signs is None else 2) * codec.dim + tiles.offset
 
 
 @lru_cache(maxsize=256)
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input of ``rotate_queries`` for ``frames``: codecs and, for each, the channel of every column, -1 for none.
+    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``: pairs of a codec and its columns' channels (-1 for none).
 
-    Returns float32 ``[matrix, dim, column]``, the contribution of each query channel to each column of all frames, each frame padded to
-    whole blocks of columns; and int64 ``[block, 3]``: a block's first column in its frame, its frame's columns, and those of all frames
-    before. Channels from the head dim on are those of qjl's rotation, or of the offset of klt.
+    The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
+    blocks of columns. The blocks are int64 ``[block, 3]``: the block's first column in its frame, the frame's number of columns, and the
+    number of columns of all frames before it. Channels past the head dim are those of qjl's rotation, or klt's offset.
     """
     parts, blocks = [], []
     before = 0
     with torch.inference_mode(False):
         for codec, channels in frames:
             # Column -1 belongs to no channel.
-            turned = torch.nn.functional.pad(_coded_of(codec), (0, 1))[..., list(channels)]
+            turned = torch.nn.functional.pad(_query_rotation(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))
             blocks += [[first, len(channels), before] for first in range(0, own, BLOCK_COLUMNS)]
@@ -73,25 +73,25 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
 def value_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], block: int, device: str) -> torch.Tensor:
     """Return the contribution of each column of the sums in ``frames`` to each channel, float32 ``[matrix, column, dim]``.
 
-    Each frame is padded to whole ``block``s.
+    The columns of each frame are padded to a multiple of ``block``.
     """
     parts = []
     with torch.inference_mode(False):
         for codec, channels in frames:
-            back = torch.nn.functional.pad(_originals_of(codec), (0, 0, 0, 1))[:, list(channels)]
+            back = torch.nn.functional.pad(_frame_rows(codec), (0, 0, 0, 1))[:, list(channels)]
             parts.append(torch.nn.functional.pad(back, (0, 0, 0, -len(channels) % block)))
         return torch.cat(_repeat_to_equal_counts(parts), 1).contiguous().to(device)
 
 
-def in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
-    """Return True if sums of ``codec``, with these channels of columns, are already in the original frame and order."""
+def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
+    """Return True if sums of ``codec`` with these column channels are already in the original frame and order."""
     return codec.rotation.kind == "none" and not isinstance(codec, Klt) and channels == tuple(range(codec.dim))
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the signs of each column's contribution to each channel in ``codec``'s loader, float32 ``[column, dim]``, and their size.
+    """Return the matrix from channels to columns of ``codec``'s loader: its signs, float32 ``[column, dim]``, and the size of its entries.
 
-    All nonzero entries have the same size, for Hadamard rotations and for channel orders.
+    All nonzero entries of Hadamard rotations and channel orders have the same size.
     """
     back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())
@@ -101,19 +101,19 @@ def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
 def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
     """Return the contribution of each channel of ``codec``'s frame to each original channel, float32 ``[matrix, frame dim, dim]``."""
     with torch.inference_mode(False):
-        return _originals_of(codec).contiguous().to(device)
+        return _frame_rows(codec).contiguous().to(device)
 
 
 def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices; sequences and heads use them in turn."""
+    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices, which sequences and heads use in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 
 
-def _coded_of(codec: Codec) -> torch.Tensor:
-    """Return the matrix from a query's channels to those of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
+def _query_rotation(codec: Codec) -> torch.Tensor:
+    """Return the matrix from query channels to the channels of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
-        return _originals_of(codec).transpose(1, 2)
+        return _frame_rows(codec).transpose(1, 2)
     if balanced := codec.side_car(Balanced):
         assert balanced.source is not None
         turned = balanced.source.on_device(torch.device("cpu")).query_matrices(codec.rotation)
@@ -125,13 +125,16 @@ def _coded_of(codec: Codec) -> torch.Tensor:
     return turned[None]
 
 
-def _originals_of(codec: Codec) -> torch.Tensor:
-    """Return the rows of the coded frame, float32 ``[matrix, frame dim, dim]``; for klt, in units of its tables, then the mean token."""
+def _frame_rows(codec: Codec) -> torch.Tensor:
+    """Return the matrix from the channels of ``codec``'s frame to original channels, float32 ``[matrix, frame dim, dim]``.
+
+    For klt, it is scaled to the units of its tables, and its last row is the mean token.
+    """
     if isinstance(codec, Klt):
         assert codec.source is not None
         source = codec.source.on_device(torch.device("cpu"))
         matrix = source.matrix.to(torch.float64)
-        result = torch.cat([matrix / klt.unit_of(codec), source.mean.to(torch.float64) @ matrix], 2)
+        result = torch.cat([matrix / klt.table_unit(codec), source.mean.to(torch.float64) @ matrix], 2)
         return result.flatten(0, 1).to(torch.float32)
     frame = torch.eye(codec.dim, dtype=torch.float32, device="cpu")
     if qjl := codec.side_car(Qjl):

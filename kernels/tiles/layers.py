@@ -1,4 +1,4 @@
-"""The interface of a layer for attention: kernels use its codecs and plain tensors, not the classes that contain them."""
+"""Protocols of a layer for attention, so that kernels depend on its codecs and tensors, but not on the classes that contain them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PackedRun(Protocol):
-    """``tokens`` packed tokens: the streams of ``codec``, ``[batch, kv_head, token, ...]``."""
+    """A page of ``tokens`` packed tokens: a codec and its streams ``[batch, kv_head, token, ...]``."""
 
     @property
     def codec(self) -> Codec: ...
@@ -39,7 +39,7 @@ class PackedRun(Protocol):
 
 
 class Side(Protocol):
-    """The keys or the values of a layer: pages, then a raw tail ``[batch, kv_head, token, dim]``."""
+    """The keys or the values of a layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``."""
 
     @property
     def runs(self) -> Sequence[PackedRun]: ...
@@ -58,7 +58,7 @@ class Side(Protocol):
 
 
 class Layer(Protocol):
-    """Both sides of a layer, with equal numbers of sequences, KV heads and tokens."""
+    """The keys and values of a layer, with equal numbers of sequences, KV heads and tokens."""
 
     @property
     def k(self) -> Side | None: ...

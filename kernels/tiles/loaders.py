@@ -1,4 +1,4 @@
-"""The tile loader of a codec and its side-cars; None if there is none, and torch decodes the values before attention."""
+"""Selection of the tile loader for a codec and its side-cars; without a loader, PyTorch decodes the values before attention."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }
-"""Functions that extend a codec's loader to a side-car. ``segments`` handles value maps and kept tokens."""
+"""Functions that extend a codec's loader with a side-car; ``attend.segments`` handles value maps and raw tokens instead."""
 
 
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
-    """Return the loader of ``codec``."""
-    return _with_side_cars(codec) if isinstance(codec, WithSideCars) else codecs.of_codec(codec).tiles(codec)
+    """Return the tile loader of ``codec``, including its side-cars, or None if there is none."""
+    return _with_side_cars(codec) if isinstance(codec, WithSideCars) else codecs.codec_kernels(codec).tiles(codec)
 
 
 def _with_side_cars(codec: WithSideCars) -> Tiles | None:
@@ -44,10 +44,10 @@ def _with_side_cars(codec: WithSideCars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """Return the loader of tiles with two tokens per row, arranged by ``dual``; None if rows have another number of words."""
+    """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have other numbers of words."""
     if isinstance(codec, WithSideCars):
         result = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.
         means = [side_car for side_car in codec.side_cars if isinstance(side_car, KeyMean)]
         return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.side_cars) == 1 else None
-    return codecs.of_codec(codec).dual_tiles(codec, dual)
+    return codecs.codec_kernels(codec).dual_tiles(codec, dual)

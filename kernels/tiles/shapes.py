@@ -1,53 +1,53 @@
-"""The shape of a kernel's program: its warps, the tiles that they process at once, and the programs per multiprocessor."""
+"""Launch shapes of attention kernels: warps per program, tiles that they process at once, and programs per multiprocessor."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.kernels.bitpack.tile_packing import tile_field_count
-from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 
 if TYPE_CHECKING:
     from kvpack.kernels.bitpack.streams import Stream
     from kvpack.kernels.loaders.tiles import Outliers, Tiles
 
-LARGE_TABLES = 32 << 10
-"""Bytes of shared tables above which programs are few and share them among more warps."""
+MIN_LARGE_TABLE_BYTES = 32 << 10
+"""Size of shared tables above which few programs fit on a multiprocessor, so that more warps should share each table."""
 
 MAX_SMALL_TILES = 4
-"""Tiles per side above which registers, not shared memory, limit the programs of a multiprocessor."""
+"""Number of tiles per side above which registers, not shared memory, limit the programs on a multiprocessor."""
 
 MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
-"""Maximum number of bytes of codes per token, and fewest tokens per multiprocessor, with which more tokens at once are faster."""
+"""Maximum bytes of codes per token, and minimum tokens per multiprocessor, for which processing more tokens at once is faster."""
 
-MANY_BYTES = 256
-"""Bytes of two tokens that share a row, from which fewer tiles in flight are faster."""
+MIN_WIDE_PAIR_BYTES = 256
+"""Bytes of two tokens in one tile row at which fewer tiles in flight are faster."""
 
 MULTIPROCESSOR_BYTES = 228 << 10
-"""Shared memory of a multiprocessor."""
+"""Shared memory per multiprocessor, in bytes."""
 
 SHARED_BYTES = 220 << 10
-"""Shared memory of a multiprocessor for tables and tiles in flight."""
+"""Shared memory per multiprocessor for tables and tiles in flight, in bytes."""
 
 MAX_BYTES_IN_FLIGHT = 96 << 10
-"""Bytes of tiles that a program fetches ahead of time, at most."""
+"""Maximum bytes of tiles that a program loads ahead."""
 
 LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
 """For tables larger than the assembly declares: bytes for each of two programs, and the fewest copies of an entry with which two
 programs are enough."""
 
 SYSTEM_BYTES = 1 << 10
-"""Shared memory per program that the system reserves."""
+"""Shared memory per program that the CUDA system reserves, in bytes."""
 
 STATIC_SHARED_BYTES = (48 << 10) - SYSTEM_BYTES
-"""Shared memory that a kernel may declare, for patches and tables together."""
+"""Maximum shared memory that a kernel may declare, for patches and tables together, in bytes."""
 
-CARRIED_BYTES = 96
-"""Shared memory per token that the compiler uses, mostly to convert rows to the layout of the matrix units."""
+CONVERSION_BYTES = 96
+"""Shared memory per token that the compiler uses, mostly to convert rows to the layout of matrix operands, in bytes."""
 
 
 class LaunchShape(NamedTuple):
-    """Warps per program, tiles per warp, tokens per tile, stages of tiles in flight, and programs per multiprocessor."""
+    """Shape of a launch: warps per program, tiles per warp, tokens per tile, pipeline stages, and programs per multiprocessor."""
 
     warps: int
     tiles: int
@@ -55,22 +55,22 @@ class LaunchShape(NamedTuple):
     stages: int
     programs: int
     balanced: bool = False
-    """True if the registers of ``programs`` are all that a multiprocessor has."""
+    """True if ``programs`` programs use all registers of a multiprocessor."""
 
 
-def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
-    """Return the fastest shape measured on an H200 for tables of ``table_bytes`` and ``tokens`` per multiprocessor.
+def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
+    """Return the fastest launch shape, as measured on an H200, for tables of ``table_bytes`` and ``tokens`` tokens per multiprocessor.
 
-    ``aligned`` divides all first rows. We tried one to eight warps, tiles of 16 to 64 tokens, one or two of them, two to four stages, and
-    96 to 255 registers; for rows that one thread holds, whose loads lose from stages, one to four warps and 168 or more registers. Programs
-    whose number of warps is not a multiple of the four schedulers are half as slow again.
+    ``alignment`` divides all first rows. Measurements covered one to eight warps, one or two tiles of 16 to 64 tokens, two to four stages,
+    and 96 to 255 registers. For loaders with one row per thread, which stages slow down, they covered one to four warps and 168 or more
+    registers. Programs whose number of warps is not a multiple of the four schedulers take 50% longer.
     """
     if not fast:
         return LaunchShape(2, 1, 32, 1, 4)
-    # Tokens that share a row of a tile count as one, of as many bytes.
+    # Two tokens that share a tile row count as one token with the bytes of both.
     together = 2 if k.dual or v.dual else 1
     tokens //= together
-    token_bytes = together * sum(_bytes(stream, aligned) for stream in (*k.streams, *v.streams))
+    token_bytes = together * sum(_bytes_per_token(stream, aligned) for stream in (*k.streams, *v.streams))
     few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= MAX_SMALL_BYTES
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     most_tokens = min(k.most_tokens, v.most_tokens)
@@ -80,17 +80,17 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > MAX_SMALL_TILES
     if max(k.tokens, v.tokens) > 32:
         # Large tables leave room for few programs per multiprocessor.
-        warps, programs = (4, 2) if table_bytes > LARGEST_BYTES else (2, 4)
+        warps, programs = (4, 2) if table_bytes > MAX_STATIC_BYTES else (2, 4)
         shape = LaunchShape(warps, 1, max(k.tokens, v.tokens), 1, programs, True)
-    elif not k.dtype == v.dtype == "fp16" or (table_bytes > LARGE_TABLES and many_tiles):
+    elif not k.dtype == v.dtype == "fp16" or (table_bytes > MIN_LARGE_TABLE_BYTES and many_tiles):
         shape = LaunchShape(2, 1, 32, 2, 4)
-    elif table_bytes > LARGE_TABLES:
+    elif table_bytes > MIN_LARGE_TABLE_BYTES:
         narrow = any(tile_field_count(packing) > 1 for packing in (*k.packings, *v.packings))
         shape = LaunchShape(2, 1, 32, 4 - together, 4) if narrow else LaunchShape(4, 1, 32, 3, 2)
     elif table_bytes and small.programs * (table_bytes + small.stages * small.tokens * token_bytes) > SHARED_BYTES:
-        # Programs share a table's copies among their warps. One tile ahead of twice as many bytes is as much as two.
-        shape = LaunchShape(2, 1, 32, 2 if together > 1 and token_bytes >= MANY_BYTES else 3, 4)
-        # Constants of columns leave no registers for a second tile.
+        # A program's warps share the table's copies. One stage with twice the bytes hides as much latency as two.
+        shape = LaunchShape(2, 1, 32, 2 if together > 1 and token_bytes >= MIN_WIDE_PAIR_BYTES else 3, 4)
+        # Column constants leave no registers for a second tile.
         if many and few_bytes and plain and k.load_columns is v.load_columns is None:
             shape = shape._replace(tiles=2)
     elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
@@ -105,21 +105,21 @@ def shape_of(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fa
 
 
 def table_budget(k: Tiles, v: Tiles) -> int:
-    """Return the bytes of shared memory that the tables of both sides may use together."""
+    """Return the number of bytes of shared memory that the tables of both sides may use together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
     if len(tables) == 2 and MIN_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
         return LARGE_TABLE_BYTES
-    return LARGEST_BYTES
+    return MAX_STATIC_BYTES
 
 
-def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
-    """Return the outlier constants of both sides, if they have outliers, and the bytes for the patches of all warps.
+def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
+    """Return the outlier constants of both sides, if they have outliers, and the number of bytes for the patches of all warps.
 
-    A patch contains as many of a side's tiles as fit next to tables of ``table_bytes`` in every program of a multiprocessor. If not even
-    one fits, the number is 0 and no patch is used.
+    A patch contains as many of a side's tiles as fit in shared memory next to tables of ``table_bytes``, in every program of a
+    multiprocessor. If not even one fits, the number of bytes is 0 and there are no patches.
     """
-    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CARRIED_BYTES * shape.warps * shape.tokens
+    own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
     together, most = [], 0
     for outliers in (k.outliers, v.outliers):
@@ -131,7 +131,7 @@ def in_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tupl
     return k_constants, v_constants, most * shape.warps
 
 
-def _bytes(stream: Stream, aligned: int) -> int:
-    """Return the bytes per token in a tile of 32 or more tokens, which contains one row per token, or one for all tokens that share it."""
+def _bytes_per_token(stream: Stream, aligned: int) -> int:
+    """Return the bytes per token of ``stream`` in a tile of at least 32 tokens."""
     shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

@@ -1,4 +1,4 @@
-"""The shared memory of a program, which differs between GPUs of one generation; tile shapes are chosen to fit it."""
+"""Shared memory available to a program, which differs even between GPUs of one generation; launch shapes are chosen to fit in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 INTERPRETED_BYTES = 227 << 10
-"""Shared memory of compute capability 9.0, for which kernels are interpreted."""
+"""Shared memory of compute capability 9.0, assumed in Triton's interpreter."""
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""The work of a program: tokens of a row of the work table, their packed rows, and the tiles loaded from them."""
+"""Work of an attention program: its row of the work table, the tokens' packed rows, and the tiles loaded from them."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -15,28 +15,30 @@ from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.qjl import load_signs
 
 FIRST_ADDRESS = tl.constexpr(6)
-"""Integers of a work row before the addresses: those of ``Work`` before its streams."""
+"""Integers per row of the work table before the addresses: the fields of ``Work`` before its streams."""
 
-ASIDE = tl.constexpr(1 << 20)
-"""Added to both sides of comparisons of tokens. The compiler else keeps one number per row of a tile for these and for addresses, and adds
-each to a pointer in the loop; alone, addresses are one sum and constant offsets."""
+POSITION_BIAS = tl.constexpr(1 << 20)
+"""Number added to both sides of token comparisons, so that the compiler does not share their positions with addresses.
+
+Shared, it would keep one number per tile row and add it to each pointer in the loop; separate, addresses are one sum plus constant offsets.
+"""
 
 STREAM_INTEGERS = tl.constexpr(3)
-"""Integers per stream in a work row: its address, and its batch and head strides in bytes."""
+"""Integers per stream in a row of the work table: an address, and the batch and head strides in bytes."""
 
 
 class Rows(NamedTuple):
-    """The packed rows of one side: pointers to this head's first row in each stream, and the row of the first token."""
+    """The packed rows of one side: pointers to the head's first row in each stream, and the row of the first token."""
 
     streams: Any
     first: Any
 
 
 class Work(NamedTuple):
-    """The tokens of a program: ``count`` tokens from token ``begin`` of the layer on.
+    """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
-    Every query sees all of the first ``whole``, a multiple of the tokens that the program's warps process at once. Row 0 of the keys is
-    token ``means``, counted from the first page of the launch's means (``means.Means``).
+    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` is the
+    position of the keys' row 0, counted from the start of the launch's first page with a mean (``means.Means``).
     """
 
     begin: Any
@@ -49,7 +51,7 @@ class Work(NamedTuple):
 
 @triton.jit
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
-    """Load the ``Work`` of a row, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides, for one sequence and KV head."""
+    """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides."""
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     whole = tl.load(row + 2).to(tl.int32)
@@ -92,9 +94,9 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit the work to a sequence of ``length`` tokens with its first query at ``position``; also return the tokens before its window.
+    """Limit ``work`` to a sequence of ``length`` tokens with its first query at ``position``; also return the tokens before its window.
 
-    Both are in whole tiles of ``SPAN`` tokens, ``whole`` in ``TILES`` of them.
+    Both are whole tiles of ``SPAN`` tokens; ``whole`` is a multiple of ``TILES`` tiles.
     """
     count = tl.maximum(0, tl.minimum(work.count, length - work.begin)).to(tl.int32)
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN
@@ -104,17 +106,17 @@ def within_length(
 
 
 @triton.jit
-def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """Count the work from the first tile that every query sees; also return the number of tokens before it that only some queries see.
+def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
+    """Return ``work`` relative to the first tile that every query sees, and the number of tokens before it that only some queries see.
 
-    Some query sees token ``first`` of the layer and none sees an earlier one; every query sees the tokens of ``whole`` from token ``last``
-    on. The tokens before have negative positions, in whole tiles of ``SPAN`` tokens; whole ones are processed ``TILES`` at once.
+    No query sees tokens before token ``first`` of the layer; every query sees the tokens of ``whole`` from token ``last`` on. The tokens
+    before have negative positions, in whole tiles of ``SPAN`` tokens; whole tiles are processed ``TILES`` at once.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
     count = tl.where(begin < work.count, work.count, 0)
     begin = tl.where(begin < work.count, begin, 0).to(tl.int32)
-    # Without a tile that all see, the work begins with what some see.
+    # If no tile is visible to all queries, the work begins with the first tile that some of them see.
     whole = tl.maximum(0, tl.minimum(work.whole, count) - shift).to(tl.int32)
     shift = tl.where(whole > 0, shift, begin).to(tl.int32)
     k = Rows(work.k.streams, work.k.first + shift)
@@ -124,7 +126,7 @@ def from_first_seen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.
 
 @triton.jit
 def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
-    """Prefetch rows of up to ``TOKENS`` tokens, ``BEYOND`` the work's token ``offset``, into the L2 cache."""
+    """Prefetch rows of up to ``TOKENS`` tokens into the L2 cache, beginning ``BEYOND`` tokens after the work's token ``offset``."""
     _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
     _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
 
@@ -142,7 +144,7 @@ def _prefetch_side(
 
 @triton.jit
 def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
-    """Prefetch with one operation of one thread, in 16-byte pieces, which was faster than lines requested by all threads."""
+    """Prefetch rows with one operation of one thread, in 16-byte pieces, which was faster than requests by all threads."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
     tl.inline_asm_elementwise(
         """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;
@@ -169,18 +171,22 @@ def load_tiles(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load ``TILES`` tiles of ``TOKENS`` tokens: the codec's rows of each, and the signs next to them, if any.
+    """Load ``TILES`` tiles of ``TOKENS`` tokens: the codec's rows, and the rows of its signs, if any.
 
-    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the token of row ``first``; with ``MASKED``, tokens
-    from ``end`` on are not loaded. If the side is dual, there are half as many tiles of twice as many tokens.
+    ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the token of row ``first``. With ``MASKED``, tokens
+    at ``end`` or later are not loaded. Dual loaders load half as many tiles of twice as many tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs
     loaded = ()
     for tile in tl.static_range(TILES // 2 if SIDE.dual else TILES):
         at = token + tile * (2 * TOKENS if SIDE.dual else TOKENS)
-        beyond = at + ASIDE
-        valid = (beyond < end + ASIDE, beyond + second_token_offset(SIDE.dual, TOKENS) < end + ASIDE) if SIDE.dual else beyond < end + ASIDE
+        beyond = at + POSITION_BIAS
+        valid = (
+            (beyond < end + POSITION_BIAS, beyond + second_token_offset(SIDE.dual, TOKENS) < end + POSITION_BIAS)
+            if SIDE.dual
+            else beyond < end + POSITION_BIAS
+        )
         parts = (SIDE.load(streams, first, at, valid, CONSTANTS, MASKED, SIDE.whole, TRANSPOSED, FAST),)
         if SIDE.signs is not None:
             parts = parts + (load_signs(streams, first, at, valid, SIGNS, MASKED, TRANSPOSED, FAST),)

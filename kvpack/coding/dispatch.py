@@ -110,7 +110,7 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
         if codec.sketches:
             return False
         codec = codec.codec
-    return codecs.of_codec(codec).has_rules(codec) and rules.stream_rules(codec) is not None
+    return codecs.codec_kernels(codec).has_rules(codec) and rules.stream_rules(codec) is not None
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
@@ -176,7 +176,7 @@ def supports_chunk_checks(codec: Codec, device: torch.device) -> bool:
         return False
     from kvpack.kernels import codecs
 
-    return codecs.of_codec(codec).check_chunks is not None
+    return codecs.codec_kernels(codec).check_chunks is not None
 
 
 def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) -> None:
@@ -186,7 +186,7 @@ def check_chunks(codec: Codec, streams: Mapping[str, torch.Tensor], where: str) 
     """
     from kvpack.kernels import codecs
 
-    check = codecs.of_codec(codec).check_chunks
+    check = codecs.codec_kernels(codec).check_chunks
     assert check is not None
     check(codec, streams, where)
 

@@ -22,7 +22,7 @@ from .buffer import PageBuffer
 from .host import CPU, HostPages, Outcome, RowPlan
 
 if TYPE_CHECKING:
-    from kvpack.kernels.pages.lanes import Lane, Layers
+    from kvpack.kernels.pages.lanes import Layers, PageSide
 
     from .lanes import Lane as PageLane
     from .left_out import LeftOut
@@ -88,7 +88,7 @@ class DevicePages:
 
     def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOut) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
-        self._known: WeakKeyDictionary[PageBuffer, list[Lane]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PageBuffer, list[PageSide]] = WeakKeyDictionary()
         with torch.inference_mode(False):
             self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
@@ -167,7 +167,7 @@ class DevicePages:
 
         status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
         suspects, measured = torch.zeros(len(slots), dtype=torch.bool, device=self._device), []
-        job = lanes.Job(slots, rows, status)
+        job = lanes.PageJob(slots, rows, status)
         with writing(rows):
             rows[:, : self._front.numel()] = self._front
             if any(digests):
@@ -218,7 +218,7 @@ class DevicePages:
             return False
         from kvpack.kernels.pages import lanes
 
-        job = lanes.Job(slots, rows, status)
+        job = lanes.PageJob(slots, rows, status)
         try:
             for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
                 if lanes.decode(given, job):
@@ -245,15 +245,15 @@ class DevicePages:
             return False
         from kvpack.kernels.pages import lanes
 
-        return rows.shape[1] >= self._nbytes and lanes.takes_rows(rows)
+        return rows.shape[1] >= self._nbytes and lanes.supports_rows(rows)
 
-    def _lanes(self, pages: PageBuffer) -> list[Lane]:
-        from kvpack.kernels.pages.lanes import Lane
+    def _lanes(self, pages: PageBuffer) -> list[PageSide]:
+        from kvpack.kernels.pages.lanes import PageSide
 
         if (known := self._known.get(pages)) is not None:
             return known
         result = self._known[pages] = [
-            Lane(
+            PageSide(
                 lane.codec,
                 pages.sides[lane.side][lane.first : lane.first + lane.count],
                 {name: begin for name, (begin, _) in lane.places.items()},

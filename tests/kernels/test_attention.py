@@ -285,7 +285,7 @@ def test_programs_of_many_tiles_with_padding_before_them(
     from kvpack.kernels.tiles import shapes
 
     if INTERPRETED:
-        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.LaunchShape(2, tiles, 16, 2, 1))
+        monkeypatch.setattr(plan, "choose_shape", lambda *_: shapes.LaunchShape(2, tiles, 16, 2, 1))
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS[family], KEYS[family], (32, 32))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=4), random_side(v_codec, 1, (tokens,), 5, 2, batch=4))
@@ -414,7 +414,7 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.tiles import loaders
-    from kvpack.kernels.triton_internals import plain
+    from kvpack.kernels.triton_internals import python_function
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
     tiles = loaders.tiles_of(codec)
@@ -426,13 +426,13 @@ def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, 1 << 32, (thread_rows.words_per_token(tiles.constants.rows),), generator=generator).tolist()
     for first in range(0, -(-dim // 3), 4):
-        terms = plain(register_table._gathered)(packing, first, 2, bits, 2 + bits)
+        terms = python_function(register_table._digit_positions)(packing, first, 2, bits, 2 + bits)
         found = 0
         for word, shift, mask in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing.width * (2 + bits) + 2
-            pieces = plain(thread_digits.column_pieces)(packing, (first + number) % packing.width, position, bits)
+            pieces = python_function(thread_digits.column_pieces)(packing, (first + number) % packing.width, position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 
@@ -600,7 +600,7 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(shapes, "MANY_TOKENS", 0)
     if INTERPRETED:
-        monkeypatch.setattr(plan, "shape_of", lambda *_: shapes.LaunchShape(1, 1, 64, 1, 2))
+        monkeypatch.setattr(plan, "choose_shape", lambda *_: shapes.LaunchShape(1, 1, 64, 1, 2))
     k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
     k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
     check(Layer(k, v), 2)

@@ -127,7 +127,7 @@ def test_codes_of_heads_are_those_of_the_format(dim: int, widths: bytes, dtype: 
     if gain != "none":
         torch.testing.assert_close(streams["gain"][equal], expected["gain"][equal], rtol=2e-3, atol=0)
     # Bits of no column are looked for by threads of the host.
-    assert codecs.of_codec(codec).has_rules(codec) == (dim % 8 == 0)
+    assert codecs.codec_kernels(codec).has_rules(codec) == (dim % 8 == 0)
 
 
 def test_one_token() -> None:

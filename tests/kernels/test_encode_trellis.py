@@ -52,4 +52,4 @@ def test_pages_of_an_engine_are_left_to_the_format() -> None:
     encoding = encode.prepare(codec, x)
     assert encoding is not None
     output = encoding.run.args[2]._replace(origins=object())  # type: ignore[attr-defined]
-    assert not codecs.of_codec(codec).encode(codec, x, output)
+    assert not codecs.codec_kernels(codec).encode(codec, x, output)

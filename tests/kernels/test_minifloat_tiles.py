@@ -82,12 +82,12 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
     """Of every element at every place of a word, among bits of others."""
     from kvpack.kernels.bitpack import minifloats
-    from kvpack.kernels.triton_internals import plain
+    from kvpack.kernels.triton_internals import python_function
 
     form = ELEMENTS[element]
     power = minifloats.E2M1_EXPONENT.value if element == "e2m1" else 0
     for position in range(0, 16, form.bits):
-        ptx = plain(minifloats._elements_ptx)(element, position, converts)
+        ptx = python_function(minifloats._elements_ptx)(element, position, converts)
         for code in range(1 << form.bits):
             if code & (1 << form.bits - 1) - 1 >= form.finite:
                 continue
@@ -107,9 +107,9 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
 def test_powers_of_four_scales_are_exact(lowered: int) -> None:
     """Over the largest, wherever it is, of scales that are the same, just representable, too small, and as far away as can be."""
     from kvpack.kernels.bitpack import minifloats
-    from kvpack.kernels.triton_internals import plain
+    from kvpack.kernels.triton_internals import python_function
 
-    ptx = plain(minifloats._four_powers_ptx)(lowered)
+    ptx = python_function(minifloats._four_powers_ptx)(lowered)
     most = 14 + lowered
     for largest in (0, 1, 13, most, most + 1, 127, 128, 254):
         lower = [max(0, largest - below) for below in (0, 1, lowered, most, most + 1, 255)]

@@ -23,7 +23,7 @@ def test_any_word_finds_its_entry_or_the_last(
     from kvpack.kernels.tables import shared_table, table_assembly
     from support.shared_table_kernel import found_of_words
 
-    copies = shared_table.copies_of(entries, 2 * values, budget)
+    copies = shared_table.choose_copies(entries, 2 * values, budget)
     offset = 1024
     generator = torch.Generator().manual_seed(entries)
     table = torch.randn(entries, values, generator=generator).to(torch.float16)
@@ -38,9 +38,9 @@ def test_any_word_finds_its_entry_or_the_last(
         "SIZE": size, "WARPS": warps, "FAST": fast and copies > 0, "num_warps": warps,
     }  # fmt: skip
     if fast:
-        shared_table.allow(found_of_words.warmup(*arguments, grid=(1,), **constants), size)
+        shared_table.allow_tables(found_of_words.warmup(*arguments, grid=(1,), **constants), size)
     found_of_words[(1,)](*arguments, **constants)
-    if size > table_assembly.LARGEST_BYTES:
+    if size > table_assembly.MAX_STATIC_BYTES:
         assert out[-1] == int(words.sum()) & 0xFF
     assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)
 
@@ -49,7 +49,7 @@ def test_what_is_declared_leaves_matrices_where_the_matrix_units_read_them() -> 
     """The compiler's memory begins behind it: at byte 1,536, products of 128 x 16 by 16 x 64 values were of other values on an H200."""
     from kvpack.kernels.tables import table_assembly
 
-    for size in (16, 1024, 1536, table_assembly.LARGEST_BYTES):
-        declared = int(table_assembly.declaration(size).split("[")[1].split("]")[0])
+    for size in (16, 1024, 1536, table_assembly.MAX_STATIC_BYTES):
+        declared = int(table_assembly.declare_ptx(size).split("[")[1].split("]")[0])
         assert declared % table_assembly.MATRIX_ALIGNMENT == 0
         assert size <= declared < size + table_assembly.MATRIX_ALIGNMENT

@@ -270,7 +270,7 @@ def test_more_outliers_than_a_thread_holds() -> None:
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 def test_patches_fit_beside_tables() -> None:
     from kvpack.kernels.tiles import loaders
-    from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, in_patches
+    from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, plan_patches
 
     k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
     k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
@@ -279,7 +279,7 @@ def test_patches_fit_beside_tables() -> None:
     given = (1, 32, 8, 0), (2, 64, 4, 0), (2, 64, 4, 36 << 10), (4, 32, 2, 40 << 10), (4, 64, 2, 40 << 10)
     for warps, tokens, programs, table_bytes in given:
         shape = LaunchShape(warps, 1, tokens, 1, programs)
-        k_constants, v_constants, size = in_patches(k, v, shape, table_bytes)
+        k_constants, v_constants, size = plan_patches(k, v, shape, table_bytes)
         assert k_constants is not None
         assert v_constants is not None
         assert table_bytes + size <= STATIC_SHARED_BYTES

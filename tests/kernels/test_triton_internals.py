@@ -33,7 +33,7 @@ def test_a_launch_takes_the_shared_memory_that_it_is_given(compiled: Any) -> Non
     from kvpack.kernels import triton_internals
 
     own = triton_internals.shared_bytes(compiled)
-    assert 0 < own <= triton_internals.COMPILERS_BYTES
+    assert 0 < own <= triton_internals.COMPILER_BYTES
     assert f".shared .align 16 .b8 {triton_internals.SHARED_MEMORY}[]" in compiled.asm["ptx"]
     triton_internals.enlarge_shared_memory(compiled, 96 << 10)
     assert compiled.packed_metadata == (4, 1, 96 << 10)
@@ -54,7 +54,7 @@ def test_a_launcher_of_other_values_is_refused() -> None:
 def test_tables_do_not_begin_in_the_compilers_shared_memory() -> None:
     from kvpack.kernels import triton_internals
 
-    size = triton_internals.COMPILERS_BYTES + 1
+    size = triton_internals.COMPILER_BYTES + 1
     kernel = SimpleNamespace(packed_metadata=(4, 1, size), metadata=SimpleNamespace(num_warps=4, num_ctas=1, shared=size))
     with pytest.raises(KvpackError, match="at most 16384 bytes"):
         triton_internals.enlarge_shared_memory(kernel, 96 << 10)
@@ -66,7 +66,7 @@ def test_code_is_named_by_its_source() -> None:
 
     assert summed.cache_key in triton_internals.code_key((summed, 3))
     assert triton_internals.code_key((summed, 3)) != triton_internals.code_key((summed, 4))
-    assert triton_internals.plain(doubled)(4) == 8
+    assert triton_internals.python_function(doubled)(4) == 8
 
 
 @pytest.mark.cuda
@@ -142,17 +142,17 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
     for (out, planes, count, constants), bound in given:
         before = len(function.bound)
         arguments, options = (out, planes, count), {"num_warps": 2}
-        if not triton_internals.launch_kept(function, 9, device, arguments, constants, options):
-            triton_internals.launch_and_keep(function, 9, device, arguments, constants, options)
+        if not triton_internals.launch_cached(function, 9, device, arguments, constants, options):
+            triton_internals.launch_and_cache(function, 9, device, arguments, constants, options)
         assert len(function.bound) == before + bound
         if not bound:
             assert function.launched[-1] == (9, 1, 1, 5, 7, (1, 1, 0), None, None, None, *arguments, *constants.values())
     one = (memory, (memory, memory), 48)
-    assert not triton_internals.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 4})
-    assert not triton_internals.launch_kept(function, 9, torch.device("cuda:1"), one, {"SIZE": 4}, {"num_warps": 2})
+    assert not triton_internals.launch_cached(function, 9, device, one, {"SIZE": 4}, {"num_warps": 4})
+    assert not triton_internals.launch_cached(function, 9, torch.device("cuda:1"), one, {"SIZE": 4}, {"num_warps": 2})
     # A profiler sees every launch, and so does another device.
     monkeypatch.setattr(triton_internals, "current_stream", lambda device: -1)
-    assert not triton_internals.launch_kept(function, 9, device, one, {"SIZE": 4}, {"num_warps": 2})
+    assert not triton_internals.launch_cached(function, 9, device, one, {"SIZE": 4}, {"num_warps": 2})
 
 
 @pytest.mark.cuda

@@ -8,9 +8,9 @@ import triton
 from triton import language as tl
 
 from kvpack.kernels.tables.shared_table import declare, fetch, fill, look_up
-from kvpack.kernels.tables.table_assembly import LARGEST_BYTES
+from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 
-LARGEST = tl.constexpr(LARGEST_BYTES)
+LARGEST = tl.constexpr(MAX_STATIC_BYTES)
 
 
 @triton.jit

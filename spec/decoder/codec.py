@@ -104,13 +104,14 @@ def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optiona
     rule = f"codecs/{entry['id']}.md, Parameters and ranges"
     optional = {} if optional is None else optional
     expected = ["id", *ranges, *(name for name in optional if name in entry)]
-    require(list(entry) == expected, rule, f"the keys are {list(entry)}, not {expected}")
+    require(list(entry) == expected, rule, f"the keys are {list(entry)}, expected {expected}")
     for name, allowed in [*ranges.items(), *((name, optional[name]) for name in optional if name in entry)]:
         value = entry[name]
         if isinstance(allowed, type):
-            require(isinstance(value, allowed), rule, f"{name} is {value!r}")
+            require(isinstance(value, allowed), rule, f"{name} is {value!r}, expected a value of type {allowed.__name__}")
         else:  # a list, for what may not be a key of a map
-            require(value in (allowed if isinstance(allowed, range) else list(allowed)), rule, f"{name} is {value!r}")
+            known = allowed if isinstance(allowed, range) else list(allowed)
+            require(value in known, rule, f"{name} is {value!r}, expected one of {known}")
     return [*(entry[name] for name in ranges), *(entry.get(name) for name in optional)]
 
 
@@ -119,12 +120,16 @@ def make_packings(
 ) -> dict[str, Columns]:
     """Return the packing of every code stream, given its bases and alphabets and the number of fields in the header."""
     rule = f"codecs/{codec_id}.md, Parameters and ranges"
-    require(list(fields) == list(streams), rule, f"fields names {list(fields)}, not {list(streams)}")
+    require(list(fields) == list(streams), rule, f"fields has the streams {list(fields)}, expected {list(streams)}")
     made = {}
     for name, (bases, alphabets) in streams.items():
         count = fields[name]
-        require(isinstance(count, int), rule, f"fields of {name} is {count!r}")
-        require(within_limits(bases, count), "packing.md, Bit packing", f"{name} with bases {bases} has {count} fields a column")
+        require(isinstance(count, int), rule, f"fields[{name!r}] is {count!r}, expected an integer")
+        require(
+            within_limits(bases, count),
+            "packing.md, Bit packing",
+            f"{name} has {count} fields per column, which the limits do not allow for the bases {bases}",
+        )
         made[name] = Columns(symbols, bases, count, alphabets)
     return made
 
@@ -136,7 +141,7 @@ def single_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...
 
 def read_ascending_table(rule: str, name: str, data: bytes, length: int, highest: float) -> list[float]:
     """Return the binary32 numbers of a table, after checking that they ascend strictly from at least 0 to at most ``highest``."""
-    require(len(data) == 4 * length, rule, f"{name} has {len(data)} bytes, not {4 * length}")
+    require(len(data) == 4 * length, rule, f"{name} has {len(data)} bytes, expected {4 * length}")
     values: list[float] = numbers(data, "F32")
     require(all(0 <= value <= highest for value in values), rule, f"a value of {name} is not in [0, {highest}]")
     require(all(a < b for a, b in pairwise(values)), rule, f"{name} does not ascend strictly")

@@ -35,32 +35,36 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
     rule = "container.md, JSON header"
     major = re.match(re.escape(JSON_START) + rb'([1-9][0-9]{0,8})[ "]', data[8 : 8 + len(JSON_START) + 10])
     if major is None:
-        refuse(rule, "this is no kvpack file, or there is no major number")
-    require(int(major[1]) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(major[1])}, known is {FORMAT}")
+        refuse(rule, "the file does not begin with the metadata of kvpack and a major number")
+    require(int(major[1]) <= FORMAT, rule, f"a newer version wrote this file: its format is {int(major[1])}, expected at most {FORMAT}")
 
     rule = "container.md, File"
     length = int.from_bytes(data[:8], "little")
-    require(length <= MAX_JSON_BYTES, LIMITS, f"the JSON header has {length} bytes")
-    require((8 + length) % BLOCK == 0, rule, f"8 + {length} is no multiple of {BLOCK}")
-    require(8 + length <= len(data), rule, f"the JSON header has {length} bytes, and the file {len(data)}")
+    require(length <= MAX_JSON_BYTES, LIMITS, f"the JSON header has {length} bytes, expected at most {MAX_JSON_BYTES}")
+    require((8 + length) % BLOCK == 0, rule, f"8 + {length} is not a multiple of {BLOCK}")
+    require(8 + length <= len(data), rule, f"the JSON header has {length} bytes, but the file has only {len(data)}")
 
     json, section = data[8 : 8 + length], memoryview(data)[8 + length :]
     matched = JSON_HEADER.match(json.decode("latin-1"))
-    require(matched is not None, "container.md, JSON header", "it does not begin with the metadata and kvpack.header")
+    require(matched is not None, "container.md, JSON header", "the JSON header does not begin with the metadata and kvpack.header")
     assert matched is not None
     header_bytes = int(matched[2])
-    require(header_bytes <= MAX_HEADER_BYTES, LIMITS, f"kvpack.header has {header_bytes} bytes")
+    require(header_bytes <= MAX_HEADER_BYTES, LIMITS, f"kvpack.header has {header_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
     require(header_bytes <= len(section), rule, "the file ends within kvpack.header")
     header = bytes(section[:header_bytes])
-    require(xxh3_128(header).hex() == matched[1], "container.md, Digests", "kvpack.header has another digest")
+    require(xxh3_128(header).hex() == matched[1], "container.md, Digests", "the bytes of kvpack.header do not match its digest")
 
     file = take_header(parse_msgpack(header))
 
-    require(json == json_header(header, file.tensors), "container.md, JSON header", "its bytes do not follow from kvpack.header")
+    require(
+        json == json_header(header, file.tensors),
+        "container.md, JSON header",
+        "the JSON header is not the one that kvpack.header determines",
+    )
     laid = tensor_spans(header_bytes, file.tensors)
     end = laid[-1].end if laid else header_bytes
-    require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes")
-    require(len(section) == end, rule, f"the data section has {len(section)} bytes, and its tensors {end}")
+    require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes, expected at most {MAX_FILE_BYTES}")
+    require(len(section) == end, rule, f"the data section has {len(section)} bytes, but its tensors end at {end}")
 
     contents: dict[str, bytes] = {}
     for place in laid:
@@ -90,12 +94,14 @@ def index_by_digest(bases: Sequence[bytes]) -> Bases:
 
 def take_content(tensor: Tensor, stored: bytes, decompress: Decompress | None, checksums: bool) -> bytes:
     """Check the stored bytes of a tensor, and return them decompressed."""
-    require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"{tensor.name} has another digest")
+    require(xxh3_128(stored) == tensor.digest, "container.md, Digests", f"the bytes of {tensor.name} do not match its digest")
     if tensor.filter == "none":
         return stored
     check_frame(tensor.name, stored, tensor.bytes, checksums)
     if decompress is None:
         refuse("container.md, zstd", f"{tensor.name}: no decompressor was given, and the standard library of Python 3.11 has none")
     content = decompress(stored, tensor.bytes)
-    require(len(content) == tensor.bytes, "container.md, zstd", f"{tensor.name}: {len(content)} bytes came out, not {tensor.bytes}")
+    require(
+        len(content) == tensor.bytes, "container.md, zstd", f"{tensor.name}: the content has {len(content)} bytes, expected {tensor.bytes}"
+    )
     return content

@@ -26,19 +26,23 @@ FIELDS = "container.md, Fields"
 
 def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
     found = list(value) if isinstance(value, dict) else type(value).__name__
-    require(found == keys, FIELDS, f"{what} has the keys {found}, not {keys}")
+    require(found == keys, FIELDS, f"{what} has the keys {found}, expected {keys}")
     return list(value.values())
 
 
 def require_integer(value: object, low: int, high: int, what: str) -> None:
     """Require an integer within the range of section Fields and within its limit."""
     if not isinstance(value, int) or value < low:
-        refuse(FIELDS, f"{what} is {value!r}")
-    require(value <= high, LIMITS, f"{what} is {value}")
+        refuse(FIELDS, f"{what} is {value!r}, expected an integer of at least {low}")
+    require(value <= high, LIMITS, f"{what} is {value}, expected at most {high}")
 
 
 def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
-    require(isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()), FIELDS, f"{what} has another type")
+    require(
+        isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()),
+        FIELDS,
+        f"{what} must be a map from strings to values of type {of.__name__}",
+    )
     require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
     return dict(value)
 
@@ -65,16 +69,17 @@ def take_header(
 
     ``known`` are the codecs. ``without_tensors`` is True for the page of a row.
     """
-    require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}")
+    require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}, expected {FORMAT}")
     required: Any = header.get("required")
-    require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is no array of strings")
+    require(isinstance(required, list) and all(isinstance(name, str) for name in required), FIELDS, "required is not an array of strings")
     _, _, ignorable, model, recipe, start, codecs, layers, tensors = take_keys(header, HEADER_KEYS, "the header")
     ignorable, model = take_names(ignorable, bytes, "ignorable"), take_names(model, str, "model")
-    require(isinstance(recipe, str), FIELDS, "recipe is no string")
+    require(isinstance(recipe, str), FIELDS, "recipe is not a string")
     require_integer(start, 0, MAX_TOKENS, "start")
-    require(isinstance(codecs, list) and isinstance(layers, list), FIELDS, "codecs or layers is no array")
-    require(len(codecs) <= MAX_CODECS, LIMITS, f"{len(codecs)} codecs")
-    require(len(layers) <= MAX_LAYERS, LIMITS, f"{len(layers)} layers")
+    require(isinstance(codecs, list), FIELDS, "codecs is not an array")
+    require(isinstance(layers, list), FIELDS, "layers is not an array")
+    require(len(codecs) <= MAX_CODECS, LIMITS, f"the header has {len(codecs)} codecs, expected at most {MAX_CODECS}")
+    require(len(layers) <= MAX_LAYERS, LIMITS, f"the header has {len(layers)} layers, expected at most {MAX_LAYERS}")
     made = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
     file = File(required, ignorable, model, recipe, start, [], made, [], [])
     for number, layer in enumerate(layers):
@@ -82,13 +87,25 @@ def take_header(
         k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
         if k and v:
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
-        require(v is None or "key_mean" not in v.codec.side_cars, SIDE_CARS, f"layer {number}: v has key_mean")
+        require(
+            v is None or "key_mean" not in v.codec.side_cars,
+            SIDE_CARS,
+            f"layer {number}: v has the side-car key_mean, which is for keys only",
+        )
         file.layers.append({"k": k, "v": v})
-    require(required == sorted(set(required)), "container.md, Header tensor", f"required is {required}, not in order or not each once")
+    require(
+        required == sorted(set(required)),
+        "container.md, Header tensor",
+        f"required is {required}, expected each feature once, in ascending order",
+    )
     used = {codec.feature for codec in made}
     used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in made)}
     for feature in CODEC_FEATURES:
-        require((feature in used) == (feature in required), "container.md, Header tensor", f"{feature} is either in required or in codecs")
+        require(
+            (feature in used) == (feature in required),
+            "container.md, Header tensor",
+            f"{feature} must be in required exactly if a codec needs it",
+        )
     file.starts = take_starts(file, LAYER_POSITIONS in required)
     if BASIS in required:
         check_basis(file)
@@ -103,7 +120,7 @@ def take_header(
     for number, layer in enumerate(file.layers):
         expected += [tensor for name, side in layer.items() if side for tensor in side.tensors(f"{number}.{name}.")]
         expected += [tensor for of_layer, tensor in states if of_layer == number]
-    require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors has not {len(expected)} entries")
+    require(isinstance(tensors, list) and len(tensors) == len(expected), FIELDS, f"tensors must be an array of {len(expected)} entries")
     file.tensors = [take_tensor(entry, tensor) for entry, tensor in zip(tensors, expected, strict=True)]
     return file
 
@@ -124,23 +141,31 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     codec = codecs[number]
     require_integer(batch, 1, MAX_BATCH, f"{what}: batch")
     require_integer(heads, 1, MAX_HEADS, f"{what}: heads")
-    require(codec.heads in (0, heads), KLT_PARAMETERS, f"{what}: heads is {heads}, and there are widths of {codec.heads}")
-    require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}")
+    require(codec.heads in (0, heads), KLT_PARAMETERS, f"{what}: heads is {heads}, but the codec has widths for {codec.heads} heads")
+    require(isinstance(runs, list), FIELDS, f"{what}: runs is {runs!r}, expected an array")
     for run in runs:
-        require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}")
-    require(isinstance(tail, int), FIELDS, f"{what}: tail is {tail!r}")
-    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: {sum(runs) + tail} tokens")
-    require(isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES, FIELDS, f"{what}: tail_dtype is {tail_dtype!r}")
+        require(isinstance(run, int) and run >= 1, FIELDS, f"{what}: a run is {run!r}, expected a positive integer")
+    require(isinstance(tail, int), FIELDS, f"{what}: tail is {tail!r}, expected an integer")
+    require(sum(runs) + tail <= MAX_TOKENS, LIMITS, f"{what}: there are {sum(runs) + tail} tokens, expected at most {MAX_TOKENS}")
+    require(
+        isinstance(tail_dtype, str) and tail_dtype in RAW_DTYPES,
+        FIELDS,
+        f"{what}: tail_dtype is {tail_dtype!r}, expected one of {list(RAW_DTYPES)}",
+    )
     require_integer(window, 0, MAX_TOKENS, f"{what}: window")
-    require(window % codec.token_group == 0, FIELDS, f"{what}: window {window} is no multiple of the token group {codec.token_group}")
+    require(
+        window % codec.token_group == 0, FIELDS, f"{what}: window is {window}, expected a multiple of the token group, {codec.token_group}"
+    )
     rows_of_runs = any(isinstance(stream, NumberStream) and stream.per == "run" for stream in codec.streams.values())
     whole = codec.token_group > 1 or rows_of_runs or len(runs) <= 1
-    require(whole, "container.md, Runs and tail", f"{what}: {len(runs)} runs of token group 1")
+    require(whole, "container.md, Runs and tail", f"{what}: there are {len(runs)} runs, but this codec allows only one")
     entry_streams = [name for name, stream in codec.streams.items() if isinstance(stream, NumberStream) and stream.per == "entry"]
     if entry_streams:
-        require(list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, the last not entries")
+        require(
+            list(value) == [*SIDE_KEYS, "entries"], FIELDS, f"a side of {what} has the keys {list(value)}, expected entries as the last"
+        )
     else:
-        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, and no stream has a row per entry")
+        require("entries" not in value, FIELDS, f"{what}: entries is {entries!r}, but no stream has a row per entry")
     return Side(codec, batch, heads, runs, tail, tail_dtype, window, take_entries(entries, entry_streams, what))
 
 
@@ -149,22 +174,30 @@ def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
     if not names:
         return {}
     if not isinstance(value, dict) or list(value) != names:
-        refuse(FIELDS, f"{what}: entries is {value!r}, not of {names}")
+        refuse(FIELDS, f"{what}: entries is {value!r}, expected a map of the streams {names}")
     for name, count in value.items():
         require_integer(count, 0, MAX_TOKENS, f"{what}: entries of {name}")
     return value
 
 
 def take_tensor(entry: Any, expected: Tensor) -> Tensor:
-    require(isinstance(entry, list) and len(entry) == 6, FIELDS, f"the entry of tensor {expected.name} has not six places")
+    require(isinstance(entry, list) and len(entry) == 6, FIELDS, f"the entry of tensor {expected.name} is not an array of six values")
     name, dtype, shape, filter_, stored_bytes, digest = entry
     same = (name, dtype, shape) == (expected.name, expected.dtype, list(expected.shape))
-    require(same, FIELDS, f"tensor {expected.name} is listed as {name!r} {dtype!r} {shape!r}")
-    require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}")
-    require(isinstance(stored_bytes, int), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}")
-    require(isinstance(digest, bytes) and len(digest) == 16, FIELDS, f"the digest of {name} has not 16 bytes")
+    require(
+        same,
+        FIELDS,
+        f"the entry of tensor {expected.name} has {name!r}, {dtype!r} and {shape!r}, expected {expected.dtype} {list(expected.shape)}",
+    )
+    require(filter_ in ("none", "zstd"), FIELDS, f"the filter of {name} is {filter_!r}, expected none or zstd")
+    require(isinstance(stored_bytes, int), FIELDS, f"stored_bytes of {name} is {stored_bytes!r}, expected an integer")
+    require(isinstance(digest, bytes) and len(digest) == 16, FIELDS, f"the digest of {name} is not binary data of 16 bytes")
     if filter_ == "none":
-        require(stored_bytes == expected.bytes, FIELDS, f"{name} takes {stored_bytes} bytes, not {expected.bytes}")
+        require(stored_bytes == expected.bytes, FIELDS, f"{name} has {stored_bytes} stored bytes, expected {expected.bytes}")
     else:
-        require(expected.bytes <= MAX_RATIO * stored_bytes, LIMITS, f"{name} decodes to {expected.bytes} bytes from {stored_bytes}")
+        require(
+            expected.bytes <= MAX_RATIO * stored_bytes,
+            LIMITS,
+            f"{name} decodes to {expected.bytes} bytes from {stored_bytes}, more than {MAX_RATIO} times as many",
+        )
     return Tensor(name, dtype, expected.shape, filter_, stored_bytes, digest)

@@ -230,7 +230,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     path.write_bytes(data)
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "container.md, Digests: 0.v.tail" in refused.stderr
+    assert "container.md, Digests: the bytes of 0.v.tail" in refused.stderr
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------

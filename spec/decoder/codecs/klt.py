@@ -31,18 +31,20 @@ def klt(entry: Mapping[str, Any]) -> Codec:
             "fields": dict,
         },
     )
-    require(len(digest) == 32, rule, f"basis has {len(digest)} bytes")
+    require(len(digest) == 32, rule, f"basis has {len(digest)} bytes, expected 32")
     per_head, short = list(fields) == ["codes"], ceil_div(dim, SHORT_COLUMNS)
     right = len(widths) > 0 and len(widths) % short == 0 if per_head else len(widths) == ceil_div(dim, RUN_COLUMNS)
-    require(right, rule, f"widths has {len(widths)} bytes")
-    require(max(widths) <= 8 and any(widths), rule, f"widths is {widths.hex()}")
+    require(right, rule, f"widths has {len(widths)} bytes, which does not fit {dim} channels")
+    require(
+        max(widths) <= 8 and any(widths), rule, f"widths is {widths.hex()}, expected widths of at most 8 bits, and at least one above 0"
+    )
     if per_head:
-        require(fields["codes"] == SHORT_COLUMNS, rule, f"fields of codes is {fields['codes']!r}")
+        require(fields["codes"] == SHORT_COLUMNS, rule, f"fields['codes'] is {fields['codes']!r}, expected {SHORT_COLUMNS}")
     columns: dict[str, list[int]] = {} if per_head else {f"codes_{width}": [] for width in sorted({*widths} - {0})}
     for j in range(0 if per_head else dim):
         if widths[j // RUN_COLUMNS]:
             columns[f"codes_{widths[j // RUN_COLUMNS]}"].append(j)
-    require(per_head or list(fields) == list(columns), rule, f"fields names {list(fields)}, not {list(columns)}")
+    require(per_head or list(fields) == list(columns), rule, f"fields has the streams {list(fields)}, expected {list(columns)}")
     codes: dict[str, Columns] = {}
     for name, own in columns.items():
         codes |= make_packings("klt", {name: fields[name]}, len(own), {name: single_digit(2 ** int(name[-1]))})
@@ -55,7 +57,11 @@ def klt(entry: Mapping[str, Any]) -> Codec:
         for at in range(0, len(numbers["codes"]), sum(sizes)):
             for run, width, size in zip(runs, widths, sizes, strict=True):
                 own = int.from_bytes(bytes(numbers["codes"][at : at + size]), "little")
-                require(own >> len(run) * width == 0, "codecs/klt.md, Layout", f"{prefix}codes: bits of no column at byte {at}")
+                require(
+                    own >> len(run) * width == 0,
+                    "codecs/klt.md, Layout",
+                    f"{prefix}codes: the run at byte {at} has bits set after its last column",
+                )
                 at += size
 
     def head_codes(side: Any, prefix: str) -> dict[str, list[list[list[int]]]]:

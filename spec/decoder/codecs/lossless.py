@@ -22,7 +22,11 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
     dim, dtype, chunk, fields = take_parameters(
         entry, {"dim": range(1, MAX_DIM + 1), "dtype": FIELD_BITS, "chunk": (16, 32, 64, 128, 256), "fields": dict}
     )
-    require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
+    require(
+        chunk * dim <= 65536,
+        f"{page}, Parameters and ranges",
+        f"a chunk of {chunk} tokens and {dim} channels has {chunk * dim} symbols, expected at most 65536",
+    )
     e_bits, m_bits = FIELD_BITS[dtype]
     codes = make_packings("lossless", fields, dim, {"signed_fractions": single_digit(2 ** (m_bits + 1))})
     streams = [
@@ -37,7 +41,7 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
         stored: dict[str, list[Any]] = side.numbers
         counts, words_of_all = stored["word_counts"], stored["words"]
         total = sum(counts)
-        require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, expected {side.entries['words']}")
         groups = [(run, min(chunk, tokens - first)) for run, tokens in enumerate(side.runs) for first in range(0, tokens, chunk)]
         rows: list[list[list[int]]] = [[] for _ in range(side.batch * side.heads * side.packed if side.packed else 0)]
         taken = token = 0

@@ -40,7 +40,11 @@ def minifloat(entry: Mapping[str, Any]) -> Codec:
             "fields": dict,
         },
     )
-    require(scale_dtype != "e4m3" or name == "e2m1", f"{page}, Parameters and ranges", f"scale_dtype is e4m3 and element {name}")
+    require(
+        scale_dtype != "e4m3" or name == "e2m1",
+        f"{page}, Parameters and ranges",
+        f"scale_dtype is e4m3, which needs element e2m1, but element is {name}",
+    )
     bits = ELEMENTS[name][0]
     codes = make_packings("minifloat", fields, dim, {"codes": single_digit(2**bits)})
     size = in_blocks[scale_dtype] if per_block else dim

@@ -29,10 +29,12 @@ def polar(entry: Mapping[str, Any]) -> Codec:
             "fields": dict,
         },
     )
-    require(re.fullmatch(r"[1-8](\.[1-8])*", dotted) is not None, rule, f"bits is {dotted!r}")
+    require(
+        re.fullmatch(r"[1-8](\.[1-8])*", dotted) is not None, rule, f"bits is {dotted!r}, expected digits from 1 to 8, separated by dots"
+    )
     bits = [0, *map(int, dotted.split("."))]
     levels = len(bits) - 1
-    require(2 ** (levels - 1) < dim, rule, f"bits has {levels} levels for {dim} channels")
+    require(2 ** (levels - 1) < dim, rule, f"bits has {levels} levels, which is too many for {dim} channels")
     check_rotation(rotation_kind, dim)
     radii = [ceil_div(dim, 2**level) for level in range(levels + 1)]
     pairs = [0] + [radii[level - 1] // 2 for level in range(1, levels + 1)]
@@ -54,7 +56,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
             tables.append([angle_direction(value) for value in psi])
             at += size
         directions.append((tables[0], tables[1]))
-    require(at == len(table_bytes), "codecs/polar.md, Layout", f"angle_table has {len(table_bytes)} bytes, not {at}")
+    require(at == len(table_bytes), "codecs/polar.md, Layout", f"angle_table has {len(table_bytes)} bytes, expected {at}")
 
     # Streams: consecutive levels of equal bits share one.
     first_level: dict[str, list[int]] = {}
@@ -64,7 +66,7 @@ def polar(entry: Mapping[str, Any]) -> Codec:
             first_level[name] = []
         first_level[name].append(level)
     codes: dict[str, Columns] = {}
-    require(list(fields) == list(first_level), rule, f"fields names {list(fields)}, not {list(first_level)}")
+    require(list(fields) == list(first_level), rule, f"fields has the streams {list(fields)}, expected {list(first_level)}")
     for name, members in first_level.items():
         symbols = sum(pairs[level] for level in members)
         codes |= make_packings("polar", {name: fields[name]}, symbols, {name: single_digit(2 ** bits[members[0]])})

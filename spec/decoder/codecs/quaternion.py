@@ -54,7 +54,11 @@ def quaternion(entry: Mapping[str, Any]) -> Codec:
         },
     )
     if arrangement == "direct":
-        require(secondary <= 2730, "codecs/quaternion.md, Parameters and ranges", f"secondary is {secondary}, but direct")
+        require(
+            secondary <= 2730,
+            "codecs/quaternion.md, Parameters and ranges",
+            f"secondary is {secondary}, expected at most 2730 in the direct arrangement",
+        )
     check_rotation(rotation_kind, dim)
     chunks = ceil_div(dim, 4)
     codewords = 24 * secondary

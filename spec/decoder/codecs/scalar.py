@@ -31,12 +31,18 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
         },
     )
     check_rotation(rotation_kind, dim)
-    require(bits_high == 0 or bits_high > bits, rule, f"bits_high is {bits_high} with {bits} bits")
+    require(
+        bits_high == 0 or bits_high > bits, rule, f"bits_high is {bits_high}, expected 0 or more than the {bits} bits of the other channels"
+    )
     flags = int.from_bytes(high_channels, "little")
-    require(len(high_channels) == (ceil_div(dim, 8) if bits_high else 0), rule, f"high_channels has {len(high_channels)} bytes")
-    require(flags >> dim == 0, rule, "high_channels sets a bit beyond the channels")
+    require(
+        len(high_channels) == (ceil_div(dim, 8) if bits_high else 0),
+        rule,
+        f"high_channels has {len(high_channels)} bytes, which does not fit {dim} channels",
+    )
+    require(flags >> dim == 0, rule, "high_channels has a bit set after the last channel")
     high = [bool(flags >> c & 1) for c in range(dim)]
-    require(bits_high == 0 or 0 < sum(high) < dim, rule, f"high_channels sets {sum(high)} of {dim} channels")
+    require(bits_high == 0 or 0 < sum(high) < dim, rule, f"high_channels selects {sum(high)} of {dim} channels, expected some but not all")
     tables = [
         read_ascending_table(rule, "magnitude_table", table_bytes, 2 ** (bits - 1), 1.0),
         read_ascending_table(rule, "high_magnitude_table", high_table_bytes, 2 ** (bits_high - 1) if bits_high else 0, 1.0),
@@ -44,7 +50,7 @@ def scalar(entry: Mapping[str, Any]) -> Codec:
     codes = make_packings("scalar", {"codes": fields.get("codes")}, dim - sum(high), {"codes": single_digit(2**bits)})
     if bits_high:
         codes |= make_packings("scalar", {"codes_high": fields.get("codes_high")}, sum(high), {"codes_high": single_digit(2**bits_high)})
-    require(list(fields) == list(codes), rule, f"fields names {list(fields)}, not {list(codes)}")
+    require(list(fields) == list(codes), rule, f"fields has the streams {list(fields)}, expected {list(codes)}")
 
     def decode(digits: Digits, row: Numbers) -> list[float]:
         u = []

@@ -30,8 +30,12 @@ def transform(entry: Mapping[str, Any]) -> Codec:
             "chunk": (16, 32, 64, 128, 256),
         },
     )
-    require(len(digest) == 32, f"{page}, Parameters and ranges", f"basis has {len(digest)} bytes")
-    require(chunk * dim <= 65536, f"{page}, Parameters and ranges", f"{chunk} tokens of {dim} channels make {chunk * dim} symbols")
+    require(len(digest) == 32, f"{page}, Parameters and ranges", f"basis has {len(digest)} bytes, expected 32")
+    require(
+        chunk * dim <= 65536,
+        f"{page}, Parameters and ranges",
+        f"a chunk of {chunk} tokens and {dim} channels has {chunk * dim} symbols, expected at most 65536",
+    )
     positions = [NumberStream("positions", "U16", (2,), chunk, per_head=False)] if basis_side == "k" else []
     streams = [
         *positions,
@@ -51,11 +55,13 @@ def transform(entry: Mapping[str, Any]) -> Codec:
 
     def check_sizes(side: Side, prefix: str) -> None:
         total, rule, groups = sum(chunk_word_counts(side)), f"{page}, Layout", group_sizes(side)
-        require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, not {side.entries['words']}")
+        require(total == side.entries["words"], rule, f"{prefix}word_counts sum to {total}, expected {side.entries['words']}")
         for row, found in enumerate(side.numbers["tokens"]):
-            require(found == groups[row % len(groups)], rule, f"{prefix}tokens are {found}, not {groups[row % len(groups)]}")
+            require(
+                found == groups[row % len(groups)], rule, f"{prefix}tokens is {found} in row {row}, expected {groups[row % len(groups)]}"
+            )
         for found in side.numbers["columns"]:
-            require(found <= dim, rule, f"{prefix}columns are {found} of {dim}")
+            require(found <= dim, rule, f"{prefix}columns is {found}, expected at most {dim}")
         stored: dict[str, list[Any]] = side.numbers
         read_first_states(f"{prefix}states", stored["states"])
 
@@ -142,7 +148,7 @@ def block_levels(
     symbols, taken = decode_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
     escapes = iter(range(taken, len(chunk_words), 2))
     needed = taken + 2 * symbols.count(0)
-    require(needed == len(chunk_words), "codecs/transform.md, Decode", f"{where} takes {needed} of its {len(chunk_words)} words")
+    require(needed == len(chunk_words), "codecs/transform.md, Decode", f"{where} needs {needed} words, but has {len(chunk_words)}")
     found = []
     for symbol in symbols:
         at = next(escapes) if symbol == 0 else 0

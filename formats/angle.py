@@ -139,15 +139,15 @@ class Angle(CodecFamily):
         if projected is not None:
             factor = _unbiased_factor(measured, projected, self._norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
-            wanted = torch.cat([step, minimum], -1).to(stored.dtype)
+            unrounded_range = torch.cat([step, minimum], -1).to(stored.dtype)
             # Its largest norm, too: of values near the largest of binary32 the factor makes an infinite one.
-            step_wanted, minimum_wanted = wanted.to(torch.float32)[..., None].unbind(-2)
+            step_wanted, minimum_wanted = unrounded_range.to(torch.float32)[..., None].unbind(-2)
             largest = self._norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
-            kept = torch.isfinite(torch.cat([wanted, largest], -1)).all(-1, keepdim=True)
+            kept = torch.isfinite(torch.cat([unrounded_range, largest], -1)).all(-1, keepdim=True)
             if self.norm == "linear":
                 # The codes make up for the rounding of the step that they were chosen for, and a subnormal one is rounded coarsely.
                 kept &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)
-            stored = torch.where(kept, wanted, stored)
+            stored = torch.where(kept, unrounded_range, stored)
         return self.pack_digits(bins, codes) | {"range": stored}
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -227,9 +227,9 @@ def _packings(dim: int, bins: int, norm_bits: int, arrangement: str, fields: Fie
 def bin_directions(bins: int) -> torch.Tensor:
     """Return the cosine and sine of each bin center, correctly rounded, float32 ``[bins, 2]``."""
     # Integers reduce the angle to the first eighth of a turn, where binary64 gives the correctly rounded binary32 and an exact zero.
-    quadrant, part = torch.div(odd := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), odd % (2 * bins)
+    quadrant, part = torch.div(eighths := 4 * (2 * torch.arange(bins) + 1), 2 * bins, rounding_mode="floor"), eighths % (2 * bins)
     beyond = part > bins
     angle = torch.where(beyond, 2 * bins - part, part).to(torch.float64) * (pi / (4 * bins))
     cosine, sine = torch.where(beyond, angle.sin(), angle.cos()), torch.where(beyond, angle.cos(), angle.sin())
-    turned = torch.stack([torch.stack([cosine, -sine, -cosine, sine]), torch.stack([sine, cosine, -sine, -cosine])])
-    return turned.gather(1, quadrant.expand(2, 1, -1))[:, 0].T.to(torch.float32).contiguous()
+    directions = torch.stack([torch.stack([cosine, -sine, -cosine, sine]), torch.stack([sine, cosine, -sine, -cosine])])
+    return directions.gather(1, quadrant.expand(2, 1, -1))[:, 0].T.to(torch.float32).contiguous()

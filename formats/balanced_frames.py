@@ -61,8 +61,8 @@ class BalancedFrames:
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
                 back = self.matrices.to(torch.float64).transpose(1, 2)
-                turned = back if rotation.kind == "none" else back @ rotation.matrix(back.device).to(torch.float64).T
-                self._query_matrices[rotation] = turned.to(torch.float32).contiguous()
+                rotated = back if rotation.kind == "none" else back @ rotation.matrix(back.device).to(torch.float64).T
+                self._query_matrices[rotation] = rotated.to(torch.float32).contiguous()
         return self._query_matrices[rotation]
 
     def on_device(self, device: torch.device) -> BalancedFrames:

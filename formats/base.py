@@ -209,10 +209,10 @@ class Codec(ABC):
     def nominal_bits(self) -> float:
         """Bits per value as the source paper counts them. The actual figure is larger; compute it from the file size."""
 
-    def side_car(self, wanted: type[SideCarType]) -> SideCarType | None:
-        """Return the codec's side-car of class ``wanted``, or None if it has none."""
+    def side_car(self, kind: type[SideCarType]) -> SideCarType | None:
+        """Return the codec's side-car of class ``kind``, or None if it has none."""
         for side_car in self.side_cars:
-            if isinstance(side_car, wanted):
+            if isinstance(side_car, kind):
                 return side_car
         return None
 
@@ -446,7 +446,7 @@ class Codec(ABC):
         return layout | self.scales(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts of all streams for 0 tokens. They determine the streams whose number of rows does not depend on the tokens."""
+        """Return the layouts of all streams for 0 tokens: complete for streams with one row per run, and without rows for all others."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -526,8 +526,9 @@ class Codec(ABC):
 
     def same_codes(self, other: Codec) -> bool:
         """Return True if ``other`` stores the same codes, though perhaps packed differently."""
-        params, others = self.params(), other.params()
-        return params.keys() == others.keys() and all(params[name] == others[name] for name in params.keys() - _PACKING_PARAMETERS)
+        params, other_params = self.params(), other.params()
+        compared = params.keys() - _PACKING_PARAMETERS
+        return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
 
     def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
         """Repack the streams for ``other``, which must have the ``same_codes``. No value is decoded, so none changes."""
@@ -657,9 +658,9 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
     ...
     kvpack.errors.InvalidParameter: codec group: fields names the streams code, expected codes
     """
-    found = tuple(name for name, _ in fields)
-    if found != expected:
-        raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(found) or 'none'}, expected {', '.join(expected)}")
+    names = tuple(name for name, _ in fields)
+    if names != expected:
+        raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
 
 
 def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:

@@ -138,10 +138,10 @@ class ChannelScale(ValueMap):
         """Raise InvalidPayload unless every factor is finite and above 0."""
         factors = arrays[STREAM]
         for first, block in value_blocks(factors):
-            odd = ~((block > 0) & numpy.isfinite(block))
-            if odd.any():
-                at = first_index(odd, first, factors.shape)
-                raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[odd.argmax()]}, expected a finite number above 0")
+            invalid = ~((block > 0) & numpy.isfinite(block))
+            if invalid.any():
+                at = first_index(invalid, first, factors.shape)
+                raise InvalidPayload(f"{where}.{STREAM}: the value at {at} is {block[invalid.argmax()]}, expected a finite number above 0")
 
 
 def _span_squares(run: Run, blocks: Callable[[], Iterator[torch.Tensor]]) -> torch.Tensor:

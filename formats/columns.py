@@ -407,8 +407,9 @@ def reduce_rows(plane: numpy.ndarray[Any, Any], combine: numpy.ufunc) -> numpy.n
     rows = plane.reshape(-1, plane.shape[-1])
     at_once = max(1, _WORDS_AT_ONCE // max(1, rows.shape[1]))
     whole = len(rows) // at_once * at_once
-    wide = combine.reduce(rows[:whole].reshape(-1, at_once * rows.shape[1]), axis=0, initial=0)
-    result: numpy.ndarray[Any, Any] = combine.reduce(numpy.concatenate([wide.reshape(-1, rows.shape[1]), rows[whole:]]), axis=0, initial=0)
+    partial = combine.reduce(rows[:whole].reshape(-1, at_once * rows.shape[1]), axis=0, initial=0)
+    combined = numpy.concatenate([partial.reshape(-1, rows.shape[1]), rows[whole:]])
+    result: numpy.ndarray[Any, Any] = combine.reduce(combined, axis=0, initial=0)
     return result
 
 

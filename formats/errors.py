@@ -34,7 +34,7 @@ class KvpackWarning(UserWarning):
 
 
 class MissingFile(KvpackError, FileNotFoundError):
-    """A path does not exist, cannot be opened, or is not a regular file.
+    """Error for a path that does not exist, cannot be opened, or is not a regular file.
 
     ``filename`` is the path and ``errno`` the system's error number, if known.
 
@@ -59,7 +59,7 @@ class MissingFile(KvpackError, FileNotFoundError):
 
 
 class MissingPackage(KvpackError, ImportError):
-    """An optional package is missing or too old. The message contains the command that installs it.
+    """Error for an optional package that is missing or too old. The message contains the command that installs it.
 
     >>> issubclass(kvpack.MissingPackage, ImportError)
     True
@@ -69,7 +69,7 @@ class MissingPackage(KvpackError, ImportError):
 
 
 class WriteFailed(KvpackError, OSError):
-    """A file could not be written. An existing file at that path is unchanged.
+    """Error for a file that could not be written. An existing file at that path is unchanged.
 
     ``filename`` is the path and ``errno`` the system's error number, if known.
 
@@ -94,7 +94,7 @@ class WriteFailed(KvpackError, OSError):
 
 
 class NotKvpack(KvpackError, ValueError):
-    """The bytes are not a kvpack file: they are empty, in another format, or another kind of safetensors file.
+    """Error for bytes that are not a kvpack file: they are empty, in another format, or another kind of safetensors file.
 
     >>> kvpack.load("notes.txt")
     Traceback (most recent call last):
@@ -104,7 +104,7 @@ class NotKvpack(KvpackError, ValueError):
 
 
 class Truncated(KvpackError, ValueError):
-    """A file is shorter or longer than its header declares.
+    """Error for a file that is shorter or longer than its header declares.
 
     >>> kvpack.load("truncated.kvpack")
     Traceback (most recent call last):
@@ -114,7 +114,7 @@ class Truncated(KvpackError, ValueError):
 
 
 class UnsupportedVersion(KvpackError, ValueError):
-    """A newer kvpack wrote the file, or the file needs a feature that this version lacks. Upgrade kvpack to read it.
+    """Error for a file that a newer kvpack wrote, or that needs a feature this version lacks. Upgrade kvpack to read it.
 
     >>> issubclass(kvpack.UnsupportedVersion, ValueError)
     True
@@ -122,7 +122,7 @@ class UnsupportedVersion(KvpackError, ValueError):
 
 
 class UnknownCodec(KvpackError, ValueError):
-    """The header names a codec that this kvpack lacks. Upgrade kvpack, or import the package that registers the codec.
+    """Error for a codec that this kvpack lacks. Upgrade kvpack, or import the package that registers the codec.
 
     >>> issubclass(kvpack.UnknownCodec, ValueError)
     True
@@ -130,7 +130,7 @@ class UnknownCodec(KvpackError, ValueError):
 
 
 class MissingBasis(KvpackError, ValueError):
-    """Decoding the values needs a basis that was not passed. The message contains its SHA-256 if known.
+    """Error for values that need a basis which was not passed. The message contains its SHA-256 if known.
 
     >>> kvpack.pack(past, "klt-2")
     Traceback (most recent call last):
@@ -140,7 +140,7 @@ class MissingBasis(KvpackError, ValueError):
 
 
 class InvalidHeader(KvpackError, ValueError):
-    """A file's header breaks a rule of the format.
+    """Error for a file whose header breaks a rule of the format.
 
     >>> issubclass(kvpack.InvalidHeader, ValueError)
     True
@@ -148,7 +148,7 @@ class InvalidHeader(KvpackError, ValueError):
 
 
 class InvalidPayload(KvpackError, ValueError):
-    """A stored tensor breaks a rule of its codec: for example, a digit is out of range, a spare bit is set, or a scale is not finite.
+    """Error for a stored tensor that breaks a rule of its codec: for example, a digit is out of range, or a scale is not finite.
 
     >>> issubclass(kvpack.InvalidPayload, ValueError)
     True
@@ -156,7 +156,7 @@ class InvalidPayload(KvpackError, ValueError):
 
 
 class DigestMismatch(KvpackError, ValueError):
-    """Stored bytes do not match their digest, so the file is damaged.
+    """Error for stored bytes that do not match their digest: the file is damaged.
 
     >>> kvpack.load("damaged.kvpack")
     Traceback (most recent call last):
@@ -166,7 +166,7 @@ class DigestMismatch(KvpackError, ValueError):
 
 
 class Undecryptable(KvpackError, ValueError):
-    """No available key decrypts a store entry, or a store that requires encryption contains an unencrypted entry.
+    """Error for a store entry that no available key decrypts, or that is not encrypted although the store requires encryption.
 
     >>> issubclass(kvpack.Undecryptable, ValueError)
     True
@@ -174,7 +174,7 @@ class Undecryptable(KvpackError, ValueError):
 
 
 class LimitExceeded(KvpackError, ValueError, MemoryError):
-    """A declared size exceeds a limit of the format or of the caller.
+    """Error for a declared size that exceeds a limit of the format or of the caller.
 
     >>> kvpack.load("prompt.kvpack", memory_limit=1000)
     Traceback (most recent call last):
@@ -184,7 +184,7 @@ class LimitExceeded(KvpackError, ValueError, MemoryError):
 
 
 class InvalidParameter(KvpackError, ValueError):
-    """The value, shape or range of an argument, recipe or tensor is not accepted by the call.
+    """Error for an argument, recipe or tensor whose value, shape or range the call does not accept.
 
     >>> kvpack.load("prompt.kvpack", device="no-such-device")
     Traceback (most recent call last):
@@ -196,7 +196,7 @@ class InvalidParameter(KvpackError, ValueError):
 
 
 class InvalidType(InvalidParameter, TypeError):
-    """The type of an argument, or the dtype of a tensor, is not accepted by the call.
+    """Error for an argument whose type, or a tensor whose dtype, the call does not accept.
 
     >>> kvpack.save([], "prompt.kvpack")
     Traceback (most recent call last):
@@ -206,15 +206,15 @@ class InvalidType(InvalidParameter, TypeError):
 
 
 class OutOfRange(InvalidParameter):
-    """A value is too large for its stored width. kvpack catches this error to encode the value in another way."""
+    """Error for a value that is too large for its stored width. kvpack catches it to encode the value in another way."""
 
 
 class NotConsecutive(InvalidParameter):
-    """Caches do not follow one another, or differ in model, layers or codec. A store treats such entries as damaged."""
+    """Error for caches that do not follow one another, or that differ in model, layers or codec. A store treats such entries as damaged."""
 
 
 class OutOfBounds(KvpackError, IndexError):
-    """The requested layer, head or token position does not exist in the cache.
+    """Error for a layer, head or token position that the cache does not have.
 
     >>> kvpack.load("prompt.kvpack")[2]
     Traceback (most recent call last):

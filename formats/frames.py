@@ -57,14 +57,14 @@ class Rope(NamedTuple):
         pairs = len(self.frequencies)
         sign = -1 if back else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
-        ones, others = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+        first_half, second = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
         out = torch.empty_like(x) if out is None else out
         out[..., 2 * pairs :] = x[..., 2 * pairs :]
         for start in range(0, x.shape[-2], _ROTATED_TOKENS):
-            own, to = x[..., start : start + _ROTATED_TOKENS, :], out[..., start : start + _ROTATED_TOKENS, :]
-            cos, sin = (part.to(x.device) for part in self._cos_sin(first + start, own.shape[-2]))
-            torch.mul(own[..., ones], cos, out=to[..., ones]).addcmul_(own[..., others], sin, value=-sign)
-            torch.mul(own[..., others], cos, out=to[..., others]).addcmul_(own[..., ones], sin, value=sign)
+            source, target = x[..., start : start + _ROTATED_TOKENS, :], out[..., start : start + _ROTATED_TOKENS, :]
+            cos, sin = (part.to(x.device) for part in self._cos_sin(first + start, source.shape[-2]))
+            torch.mul(source[..., first_half], cos, out=target[..., first_half]).addcmul_(source[..., second], sin, value=-sign)
+            torch.mul(source[..., second], cos, out=target[..., second]).addcmul_(source[..., first_half], sin, value=sign)
         return out
 
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

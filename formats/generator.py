@@ -59,16 +59,16 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
     """Return x, y and squared radius for ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
     result: list[list[numpy.ndarray[Any, Any]]] = []
-    drawn, left = 0, count
-    while not result or left > 0:
+    drawn, missing = 0, count
+    while not result or missing > 0:
         # A fraction pi/4 of the pairs of symmetric values is in the disc.
-        pairs = left + left // 3 + 16
+        pairs = missing + missing // 3 + 16
         values = ((_words(seed, drawn, 2 * pairs) >> numpy.uint64(11)).astype(numpy.int64) - (1 << 52)) / (1 << 52)
         x, y = values[0::2], values[1::2]
         square = x * x + y * y
-        inside = (square > 0.0) & (square < 1.0)
-        result.append([x[inside], y[inside], square[inside]])
-        drawn, left = drawn + 2 * pairs, left - int(inside.sum())
+        in_disc = (square > 0.0) & (square < 1.0)
+        result.append([x[in_disc], y[in_disc], square[in_disc]])
+        drawn, missing = drawn + 2 * pairs, missing - int(in_disc.sum())
     return [numpy.concatenate(parts)[:count] for parts in zip(*result, strict=True)]
 
 

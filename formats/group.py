@@ -217,8 +217,8 @@ class Group(CodecFamily):
     @property
     def error_spread(self) -> float:
         # A rotation spreads a large channel over all groups of its token, and a group of few channels widens it too little.
-        wide = self.axis == "channel" and min(self.size, self.dim) >= _WIDE_GROUP
-        return _MAX_SCALE_RATIO if wide and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
+        has_wide_groups = self.axis == "channel" and min(self.size, self.dim) >= _WIDE_GROUP
+        return _MAX_SCALE_RATIO if has_wide_groups and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the root mean square of the scales of a token's groups: float32 ``[batch, kv_head, token]``."""

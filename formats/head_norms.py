@@ -155,9 +155,9 @@ def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
         return answer
     for pages, count in _pages(sizes):
         # Of a page with NaN this is true, too.
-        wide = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
-        if wide.any():
-            wide_pages = pages[wide]
+        may_exceed = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
+        if may_exceed.any():
+            wide_pages = pages[may_exceed]
             largest = wide_pages[..., -count:].nan_to_num(-torch.inf, posinf=torch.inf).amax(-1, keepdim=True)
             half = ((~wide_pages.isnan()).sum(-1) - 1 >> 1).clamp_min(0)
             if ((wide_pages * ratio < largest).sum(-1) > half).any():

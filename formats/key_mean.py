@@ -114,10 +114,10 @@ class KeyMean(PageVector):
 
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in binary16."""
-        most = 2 ** (self.bits - 1) - 1
-        scale = stored_norm(mean.abs().amax(3) / most, "F16", "scale of a key mean")
+        max_code = 2 ** (self.bits - 1) - 1
+        scale = stored_norm(mean.abs().amax(3) / max_code, "F16", "scale of a key mean")
         step = scale.to(torch.float32)[..., None]
-        codes = (mean / torch.where(step > 0, step, torch.inf)).round().clamp(-most, most).add_(most + 1).to(torch.uint8)
+        codes = (mean / torch.where(step > 0, step, torch.inf)).round().clamp(-max_code, max_code).add_(max_code + 1).to(torch.uint8)
         if self.bits == 4:
             low, high = codes.chunk(2, 3)
             codes = low | high << 4

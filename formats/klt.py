@@ -90,8 +90,8 @@ class Klt(CodecFamily):
 
     @classmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        own = options.choice("widths", WIDTH_SCOPES[0], WIDTH_SCOPES) == "heads"
-        gain = cls.option(options, "gain", default_gain(dim, own), omitted=None if own else "fp16")
+        per_head = options.choice("widths", WIDTH_SCOPES[0], WIDTH_SCOPES) == "heads"
+        gain = cls.option(options, "gain", default_gain(dim, per_head), omitted=None if per_head else "fp16")
         rows = cls.option(options, "rows", "basis")
         for name in ("bits", "basis"):
             options.text(name)
@@ -104,7 +104,7 @@ class Klt(CodecFamily):
             raise InvalidParameter(
                 f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
             )
-        make = cls.with_head_widths if own else cls.of
+        make = cls.with_head_widths if per_head else cls.of
         return make(dim, calibrated.digest, calibrated.layer, side, calibrated.widths, gain, rows, calibrated.rows)
 
     @classmethod
@@ -238,14 +238,14 @@ class Klt(CodecFamily):
             # Runs of equal rows can be joined.
             stored = before["rows"]
         else:
-            wanted = torch.float16 if dtype == "F16" else torch.float32
-            given = self.source_for(heads).on_device(run.device).rows[:, :, None, : row_count(self.dim)]
-            stored = given.to(wanted).expand(batch, heads, 1, -1, -1).contiguous()
+            torch_dtype = torch.float16 if dtype == "F16" else torch.float32
+            basis_rows = self.source_for(heads).on_device(run.device).rows[:, :, None, : row_count(self.dim)]
+            stored = basis_rows.to(torch_dtype).expand(batch, heads, 1, -1, -1).contiguous()
             if not bool(stored.isfinite().all()):
-                found, largest = float(given.abs().max()), torch.finfo(wanted).max
+                largest_value, limit = float(basis_rows.abs().max()), torch.finfo(torch_dtype).max
                 raise OutOfRange(
-                    f"the {self.basis_location}: a basis row contains {found:.6g}, but the largest {self.rows} is {largest:.6g}: write "
-                    "rows=fp32, or leave rows out to read them from the basis"
+                    f"the {self.basis_location}: a basis row contains {largest_value:.6g}, but the largest {self.rows} is {limit:.6g}: "
+                    "write rows=fp32, or leave rows out to read them from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))
@@ -260,8 +260,8 @@ class Klt(CodecFamily):
             return self._encode_heads(x, rows)
         centred = product(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
-        own, result = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
-        length = x.new_zeros(x.shape[:3])
+        squared_length, product_sum = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
+        decoded_length = x.new_zeros(x.shape[:3])
         for run, width in enumerate(self.widths):
             if width:
                 columns = run_columns(run, self.dim)
@@ -269,12 +269,12 @@ class Klt(CodecFamily):
                 digit, decoded = _nearest(values, rows.table(run, width))
                 codes[width].append(digit)
                 squares = rows.weights[..., columns].square()
-                own += (values.square() * squares).sum(-1)
-                result += (values * decoded * squares).sum(-1)
-                length += (decoded.square() * squares).sum(-1)
+                squared_length += (values.square() * squares).sum(-1)
+                product_sum += (values * decoded * squares).sum(-1)
+                decoded_length += (decoded.square() * squares).sum(-1)
         streams = self.pack_digits(*(torch.cat(digits, -1) for digits in codes.values()))
         if self.gain != "none":
-            streams["gain"] = _gains(own, result, length).to(torch.float16)
+            streams["gain"] = _gains(squared_length, product_sum, decoded_length).to(torch.float16)
         return streams
 
     def _encode_heads(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
@@ -288,7 +288,7 @@ class Klt(CodecFamily):
             for operand in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
         )
         codes = torch.zeros(batch, tokens, self.row_bytes, dtype=torch.uint8, device=x.device)
-        own, result, length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
+        squared_length, product_sum, decoded_length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
         for part in self.runs:
             head, run, places = (
                 torch.tensor(operand, dtype=torch.int64, device=x.device) for operand in (part.heads, part.runs, part.places)
@@ -301,12 +301,12 @@ class Klt(CodecFamily):
             codes[:, :, places.flatten()] = _pack_codes(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
             squares = weights[:, head, :, run].transpose(0, 1).square()[..., : part.columns]
             values, decoded = values[..., : part.columns], decoded[..., : part.columns]
-            own.index_add_(1, head, (values.square() * squares).sum(-1))
-            result.index_add_(1, head, (values * decoded * squares).sum(-1))
-            length.index_add_(1, head, (decoded.square() * squares).sum(-1))
+            squared_length.index_add_(1, head, (values.square() * squares).sum(-1))
+            product_sum.index_add_(1, head, (values * decoded * squares).sum(-1))
+            decoded_length.index_add_(1, head, (decoded.square() * squares).sum(-1))
         streams = {CODES: codes[:, None]}
         if self.gain != "none":
-            streams["gain"] = _gains(own, result, length).to(torch.float16)
+            streams["gain"] = _gains(squared_length, product_sum, decoded_length).to(torch.float16)
         return streams
 
     def head_codes(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[RunsOfWidth, torch.Tensor]]:
@@ -346,12 +346,12 @@ class Klt(CodecFamily):
             return self._with_gain(values, streams).add_(rows.mean)
         batch, heads, tokens, _ = digits[0].shape
         values = torch.zeros(batch, heads, tokens, self.dim, dtype=torch.float32, device=digits[0].device)
-        rest = dict(zip(used_widths(self.widths), digits, strict=True))
+        remaining = dict(zip(used_widths(self.widths), digits, strict=True))
         for run, width in enumerate(self.widths):
             if width:
                 columns = run_columns(run, self.dim)
                 count = columns.stop - columns.start
-                codes, rest[width] = rest[width][..., :count], rest[width][..., count:]
+                codes, remaining[width] = remaining[width][..., :count], remaining[width][..., count:]
                 table = rows.table(run, width).expand(batch, heads, -1)
                 values[..., columns] = table.gather(2, codes.flatten(2).to(torch.int64)).view(codes.shape)
         return self._with_gain(values, streams).add_(rows.mean)
@@ -369,9 +369,9 @@ class Klt(CodecFamily):
         return product(q, self.basis_rows(streams).matrix.transpose(-1, -2))
 
 
-def default_gain(dim: int, own: bool) -> str:
-    """Return the default gain at head dim ``dim``; ``own`` is True if each head has its own widths."""
-    return "none" if own and dim <= MAX_WITHOUT_GAIN else "fp16"
+def default_gain(dim: int, per_head: bool) -> str:
+    """Return the default gain at head dim ``dim``; ``per_head`` is True if each head has its own widths."""
+    return "none" if per_head and dim <= MAX_WITHOUT_GAIN else "fp16"
 
 
 def used_widths(widths: bytes) -> list[int]:
@@ -483,15 +483,15 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, t
     return codes.gather(2, places).view(values.shape).to(torch.int32), ordered.gather(2, places).view(values.shape)
 
 
-def _gains(own: torch.Tensor, common: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_length: torch.Tensor) -> torch.Tensor:
     """Return the gains of tokens, float32.
 
-    ``own`` is the weighted squared length of a token x, ``decoded`` that of the decoded token d, and ``common`` their product <x, d>. The
-    gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees apart,
-    that no longer holds, and the gain with the smallest error is stored.
+    ``squared_length`` is the weighted squared length of a token x, ``decoded_length`` that of the decoded token d, and ``product_sum`` is
+    <x, d>. The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45
+    degrees apart, that no longer holds, and the gain with the smallest error is stored.
     """
-    near = (common > 0) & (own * decoded <= 2 * common.square())
-    gains = torch.where(near, own / common, common.clamp_min(0) / decoded)
+    near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
+    gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)
     return torch.where(torch.isfinite(gains), gains, 1.0).clamp_max(LARGEST_GAIN)
 
 

@@ -283,11 +283,11 @@ class Lossless(CodecFamily):
             # Chunks are by chunk, then sequence, then head; rows of other streams by sequence, then head.
             row, head = numpy.divmod(numpy.arange(first, last), batch * heads)
             used, table_of = numpy.unique(head * len(runs) + table[row], return_inverse=True)
-            own = counts[row, head]
+            chunk_counts = counts[row, head]
             begin = int(ends[first - 1]) if first else 0
             chunks = rans.Chunks(
                 read_values(arrays["words"], begin, int(ends[last - 1])),
-                own,
+                chunk_counts,
                 _join_states(take_rows(arrays["states"], 2 * rans.LANES, head * rows + row)),
             )
             tables = take_rows(arrays["frequencies"], FLOAT_FORMATS[self.dtype].exponents, used)
@@ -296,7 +296,7 @@ class Lossless(CodecFamily):
             def place(one: int, row: Numbers = row, head: Numbers = head) -> list[int]:
                 return [*divmod(int(head[one]), heads), int(row[one])]
 
-            check_ends(decoded, own, place, where)
+            check_ends(decoded, chunk_counts, place, where)
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:

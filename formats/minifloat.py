@@ -269,11 +269,11 @@ class Minifloat(CodecFamily):
                 return
         for first, block in value_blocks(plane):
             for shift in (0, 8):
-                odd = (block >> numpy.uint16(shift) & numpy.uint16(0x7F)) >= self.format.finite
-                if odd.any():
-                    value = int(block[odd.argmax()]) >> shift & 0xFF
+                invalid = (block >> numpy.uint16(shift) & numpy.uint16(0x7F)) >= self.format.finite
+                if invalid.any():
+                    value = int(block[invalid.argmax()]) >> shift & 0xFF
                     fault = "infinity" if self.element == "e5m2" and value & 0x7F == self.format.finite else "NaN"
-                    at = first_index(odd, first, plane.shape)
+                    at = first_index(invalid, first, plane.shape)
                     raise InvalidPayload(
                         f"{where}: the {self.element} in bits {shift} to {shift + 7} of the word at {at} is {value:#04x}, which is "
                         f"{fault}; elements must be finite"
@@ -284,11 +284,11 @@ class Minifloat(CodecFamily):
         if isinstance(scales, numpy.ndarray) and scales.size and scales.max() < nan:
             return
         for first, block in value_blocks(scales):
-            odd = block >= nan
-            if odd.any():
-                value = int(block[odd.argmax()])
+            invalid = block >= nan
+            if invalid.any():
+                value = int(block[invalid.argmax()])
                 fault = "NaN" if value & nan == nan else "a scale below zero"
-                at = first_index(odd, first, scales.shape)
+                at = first_index(invalid, first, scales.shape)
                 raise InvalidPayload(
                     f"{where}: the {self.scale_dtype} at {at} is {value:#04x}, which is {fault}; block scales must be below {nan:#04x}"
                 )
@@ -347,23 +347,26 @@ def run_scales(codec: Minifloat, largest: torch.Tensor, last: torch.Tensor | Non
     The preceding run's scales, ``last``, are kept unless they are too small or far too large, because runs with equal scales can be joined.
     A larger scale leaves room to grow, so that later runs seldom need another. A scale of 0 means that all values so far are 0.
     """
-    most = max_quotient(codec)
+    quotient_limit = max_quotient(codec)
     half = codec.scale_dtype == "fp16"
-    scale = _scale_for(largest, most, half)
+    scale = _scale_for(largest, quotient_limit, half)
     if last is None:
         return scale
     fits = (scale <= last) & ((last.to(torch.float32) <= _MAX_HEADROOM * scale.to(torch.float32)) | (scale == 0))
-    grown = _scale_for(largest * _GROWTH_FACTOR, most, half)
+    grown = _scale_for(largest * _GROWTH_FACTOR, quotient_limit, half)
     return torch.where(fits, last, torch.where((scale > last) & (last > 0) & torch.isfinite(grown), grown, scale))
 
 
-def _scale_for(largest: torch.Tensor, most: float, half: bool) -> torch.Tensor:
-    """Return ``largest`` / ``most`` in binary16 (``half``) or float32. It is one unit larger if a subnormal scale would saturate values."""
+def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torch.Tensor:
+    """Return ``largest`` / ``quotient_limit`` in binary16 (``half``) or float32.
+
+    The result is one unit larger if a subnormal scale would saturate values.
+    """
     largest = largest.clamp_max(_LARGEST_SCALED)
-    scale = _divide(largest, most).to(torch.float16 if half else torch.float32)
+    scale = _divide(largest, quotient_limit).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
     # An element takes values up to half a step above its largest.
-    short = scale.to(torch.float32) * (most * _SATURATION_MARGIN) < largest
+    short = scale.to(torch.float32) * (quotient_limit * _SATURATION_MARGIN) < largest
     return (bits + short.to(bits.dtype)).view(scale.dtype)
 
 

@@ -142,8 +142,8 @@ class Octahedral(CodecFamily):
         if self.norm_rule == "unbiased":
             projection = book.projection(index, x, y, z).div_(length) if self.rounding == "scalar" else radius
             decoded = functional.embedding(norm_index.to(torch.int32), _column(self.norm_table, rows.device))[..., 0]
-            common = (projection * decoded).sum(-1)
-            norm = unbiased_factor(norm, common, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
+            product_sum = (projection * decoded).sum(-1)
+            norm = unbiased_factor(norm, product_sum, decoded.square().sum(-1), TOKEN_NORMS[self.norm])
         digit = index.to(torch.float32)
         if norm_extends_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
@@ -179,7 +179,7 @@ class Octahedral(CodecFamily):
                     continue
                 at = first_index(padding != 0, first * padding.shape[1], arrays[name].shape)
                 digit = int(padding.flat[(padding != 0).argmax()])
-                raise InvalidPayload(f"{where}.{name}: the word at {at} sets bits {digit:#x} of padding triplets, which must be zero")
+                raise InvalidPayload(f"{where}.{name}: the word at {at} has bits {digit:#x} set in padding triplets, which must be zero")
 
     @property
     def _directions(self) -> int:

@@ -109,8 +109,8 @@ class Outliers(FramePart):
         if not (values.abs() < HALF_LIMIT).all():
             _raise_first_too_large(chunks, flagged)
         planes = {f"{FLAGS}.{plane}": words for plane, words in enumerate(self.packing.pack([flagged.to(torch.int32)]))}
-        rest = chunks.masked_fill(flagged[..., None], 0.0).flatten(3)
-        return rest, planes | {VALUES: values.to(torch.float16)[None, None]}
+        without_outliers = chunks.masked_fill(flagged[..., None], 0.0).flatten(3)
+        return without_outliers, planes | {VALUES: values.to(torch.float16)[None, None]}
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Put the outliers back into ``frame``, float32 ``[batch, kv_head, token, dim]``."""

@@ -212,8 +212,8 @@ def _levels(dim: int, bits: str) -> tuple[Level, ...]:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _tables(levels: tuple[Level, ...], angle_table: bytes) -> tuple[tuple[bytes, ...], ...]:
-    rest = iter(angle_table)
-    return ((), *(tuple(bytes(islice(rest, 4 << level.bits)) for _ in level.pairs) for level in levels[1:]))
+    remaining = iter(angle_table)
+    return ((), *(tuple(bytes(islice(remaining, 4 << level.bits)) for _ in level.pairs) for level in levels[1:]))
 
 
 def _symbols(run: tuple[Level, ...]) -> int:
@@ -248,7 +248,7 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """Return the cosine and sine of a level's angles by their codes: ``[..., angle, 2]``."""
+    """Return the cosine and sine of the angle that each ``code`` of a level stands for: ``[..., angle, 2]``."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)

@@ -163,9 +163,9 @@ class Grid:
         nearest = winner.clone()
         for k in range(2, len(self._lists)):
             if k > 2:
-                left = (row >= self._starts[k]).nonzero()[:, 0]
-                planes = _gather(planes, left)
-                places, row, best, winner = (array.index_select(0, left) for array in (places, row, best, winner))
+                unfinished = (row >= self._starts[k]).nonzero()[:, 0]
+                planes = _gather(planes, unfinished)
+                places, row, best, winner = (array.index_select(0, unfinished) for array in (places, row, best, winner))
             contender = self._lists[k].index_select(0, row)
             _keep_larger(best, winner, _weighted_sum(planes, _gather(self._codebook, contender)), contender)
             nearest.index_copy_(0, places, winner)
@@ -202,9 +202,9 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
         rows = rows.repeat_interleave(2, 0).repeat_interleave(2, 1).repeat_interleave(2, 2)
         cells = (2 * cells[~done, None] + corners).flatten(0, 1)
         # Rounding may push a chunk across the surface of the octahedron, but not beyond a cell that touches it.
-        inside = torch.where(cells < size // 2, size // 2 - 1 - cells, cells - size // 2).sum(1) <= size // 2
-        lists, lengths = (array[~done].repeat_interleave(8, 0)[inside] for array in (lists, lengths))
-        cells = cells[inside]
+        in_octahedron = torch.where(cells < size // 2, size // 2 - 1 - cells, cells - size // 2).sum(1) <= size // 2
+        lists, lengths = (array[~done].repeat_interleave(8, 0)[in_octahedron] for array in (lists, lengths))
+        cells = cells[in_octahedron]
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:

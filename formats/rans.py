@@ -115,8 +115,8 @@ def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: 
         full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
         written[:, step], words[:, step] = full, states & numpy.uint64(0xFFFF)
         states = numpy.where(full, states >> numpy.uint64(16), states)
-        quotient, rest = numpy.divmod(states, numpy.maximum(frequency, numpy.uint64(1)))
-        states = numpy.where(active, (quotient << numpy.uint64(PRECISION)) + rest + start, states)
+        quotient, remainder = numpy.divmod(states, numpy.maximum(frequency, numpy.uint64(1)))
+        states = numpy.where(active, (quotient << numpy.uint64(PRECISION)) + remainder + start, states)
     return Chunks(words[written], written.sum((1, 2), dtype=numpy.int64), states.astype(numpy.uint32))
 
 
@@ -147,20 +147,20 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     for step in range(steps):
         slot = states & numpy.uint32(TOTAL - 1)
         first = numpy.broadcast_to(_tables_of_step(table, step) * TOTAL, (count, LANES)).reshape(-1)
-        found = slots.take(first + slot, mode="clip")
-        symbols[step] = (found & numpy.uint32(0xFF)).reshape(count, LANES)
-        following = ((found >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
-        following += slot - (found >> numpy.uint32(20))
+        entries = slots.take(first + slot, mode="clip")
+        symbols[step] = (entries & numpy.uint32(0xFF)).reshape(count, LANES)
+        following = ((entries >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
+        following += slot - (entries >> numpy.uint32(20))
         low = following < MIN_STATE
         if (step + 1) * LANES > shortest:
             active = (numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]).reshape(-1)
             low &= active
             following = numpy.where(active, following, states)
         places = numpy.flatnonzero(low)
-        wanted = numpy.count_nonzero(low.reshape(count, LANES), 1)
-        sources = numpy.arange(len(places)) + numpy.repeat(at - numpy.cumsum(wanted) + wanted, wanted)
+        words_needed = numpy.count_nonzero(low.reshape(count, LANES), 1)
+        sources = numpy.arange(len(places)) + numpy.repeat(at - numpy.cumsum(words_needed) + words_needed, words_needed)
         following[places] = following[places] << numpy.uint32(16) | words.take(sources, mode="clip")
-        at += wanted
+        at += words_needed
         states = following
     in_order = symbols.transpose(1, 0, 2).reshape(count, steps * LANES)[:, :longest]
     return Decoded(in_order, at - begins, states.reshape(count, LANES))

@@ -116,12 +116,12 @@ class RawPositions(KeptTokens):
             position = self.first if continues else 0
         chosen[:, : max(0, self.first - position)] = True
         if (self.low_norm or self.high_norm) and tokens:
-            own = norms_over_heads(norms)
-            median = usual_norms(own)
-            chosen |= (own < self.low_norm * median) & torch.isfinite(median)
+            token_norms = norms_over_heads(norms)
+            median = usual_norms(token_norms)
+            chosen |= (token_norms < self.low_norm * median) & torch.isfinite(median)
             if self.high_norm:
                 # Among tokens of zeros, such as padding, any other is far from the median.
-                chosen |= (own > self.high_norm * median) & (median > 0)
+                chosen |= (token_norms > self.high_norm * median) & (median > 0)
                 large = has_large_head(norms, self.high_norm)
                 if large is not None:
                     chosen |= drop_crowded_pages(large & ~chosen)
@@ -251,11 +251,11 @@ def store_in_slots(
     numbers = (token + 1).masked_fill(~used, 0).flatten()
     positions = _position_words(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
-    rest, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
+    codec_input, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
     if token_group > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
-        rest = replace_tokens(x, places, sequence, chosen, token_group)
-    return Slots(rest, chosen, {POSITIONS: positions, VALUES: values}, left_out)
+        codec_input = replace_tokens(x, places, sequence, chosen, token_group)
+    return Slots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, left_out)
 
 
 def choose_slot_tokens(
@@ -268,16 +268,16 @@ def choose_slot_tokens(
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
-    wanted = raw.choose(norms, raw.first) if token_group > 1 else low
-    own = norms_over_heads(norms)
-    order = torch.where(low, own, torch.where(wanted, -own, torch.inf))
+    raw_mask = raw.choose(norms, raw.first) if token_group > 1 else low
+    token_norms = norms_over_heads(norms)
+    order = torch.where(low, token_norms, torch.where(raw_mask, -token_norms, torch.inf))
     if misfits is not None and raw.high_norm:
-        unfit = (misfits > 1) & ~wanted
-        order, wanted = torch.where(unfit, torch.finfo(order.dtype).max / misfits, order), wanted | unfit
+        unfit = (misfits > 1) & ~raw_mask
+        order, raw_mask = torch.where(unfit, torch.finfo(order.dtype).max / misfits, order), raw_mask | unfit
     least = order.topk(slots, 1, largest=False, sorted=True).indices
-    token = torch.where(wanted.gather(1, least), least, tokens).sort(1).values
-    left_out = wanted.sum(1) - (token < tokens).sum(1)
-    return token, torch.stack([left_out, torch.minimum(left_out, (wanted & ~low).sum(1))], 1)
+    token = torch.where(raw_mask.gather(1, least), least, tokens).sort(1).values
+    left_out = raw_mask.sum(1) - (token < tokens).sum(1)
+    return token, torch.stack([left_out, torch.minimum(left_out, (raw_mask & ~low).sum(1))], 1)
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -290,9 +290,9 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
     token = _token_numbers(words.flatten(0, 1)).view(words.shape[:2])
     # Positions that no writer makes are not looked up: rows are decoded that nothing but their checksum vouches for.
     token = torch.where((token < 0) | (token > tokens), tokens, token)
-    wide = torch.cat([values, values[:, :, :1]], 2)
-    wide.transpose(1, 2)[torch.arange(len(wide), device=wide.device)[:, None], token] = streams[VALUES].to(wide.dtype)
-    return wide[:, :, :tokens].contiguous()
+    padded = torch.cat([values, values[:, :, :1]], 2)
+    padded.transpose(1, 2)[torch.arange(len(padded), device=padded.device)[:, None], token] = streams[VALUES].to(padded.dtype)
+    return padded[:, :, :tokens].contiguous()
 
 
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
@@ -320,20 +320,20 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
     """
     if not len(token):
         return x
-    rest = x.clone()
-    by_token = rest.permute(2, 0, 1, 3)
+    result = x.clone()
+    by_token = result.permute(2, 0, 1, 3)
     if token_group == 1:
         by_token[token, sequence] = 0
-        return rest
+        return result
     tokens, batch = x.shape[2], x.shape[0]
-    groups, own = torch.unique(token // token_group * batch + sequence, return_inverse=True)
+    groups, group_index = torch.unique(token // token_group * batch + sequence, return_inverse=True)
     places = (groups // batch * token_group)[:, None] + torch.arange(token_group, device=x.device)
-    inside, places, of_group = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
-    others = inside & ~chosen[of_group, places]
+    exists, places, of_group = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
+    others = exists & ~chosen[of_group, places]
     values = by_token[places, of_group].to(torch.float64).masked_fill(~others[..., None, None], 0.0)
     means = values.sum(1) / others.sum(1).clamp_min(1)[:, None, None]
-    by_token[token, sequence] = means[own].to(x.dtype)
-    return rest
+    by_token[token, sequence] = means[group_index].to(x.dtype)
+    return result
 
 
 def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:

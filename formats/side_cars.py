@@ -65,8 +65,8 @@ class WithSideCars(Codec):
 
     @cached_property
     def without_raw_positions(self) -> Codec:
-        others = tuple(side_car for side_car in self.side_cars if side_car.name != RawPositions.name)
-        return WithSideCars(self.codec, others) if others else self.codec
+        remaining = tuple(side_car for side_car in self.side_cars if side_car.name != RawPositions.name)
+        return WithSideCars(self.codec, remaining) if remaining else self.codec
 
     @cached_property
     def kept_tokens(self) -> tuple[KeptTokens, ...]:
@@ -173,9 +173,9 @@ class WithSideCars(Codec):
         return self.codec.token_count(streams)
 
     def cut(self, streams: Streams, tokens: int) -> Streams:
-        own = self.side_car_layout(1, 1, 0)
-        cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in own}, tokens)
-        return {**cut, **{name: streams[name] for name in own}}
+        side_car_streams = self.side_car_layout(1, 1, 0)
+        cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in side_car_streams}, tokens)
+        return {**cut, **{name: streams[name] for name in side_car_streams}}
 
     def packings(self) -> dict[str, Columns]:
         return self.codec.packings()
@@ -217,7 +217,7 @@ class WithSideCars(Codec):
         ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
         called with each block of the codec's input; ``start`` is the number of its first token.
         """
-        steps, own = self._begin_steps(run, before, self.kept_tokens)
+        steps, run_streams = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -227,22 +227,22 @@ class WithSideCars(Codec):
             # What was found for the whole run is known to the codec's own encoder alone.
             result = kernel(self.codec, block) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if result is None else result
-            streams |= self._sketches(block, {**inner.streams, **streams}, own | taken) | taken
+            streams |= self._sketches(block, {**inner.streams, **streams}, run_streams | taken) | taken
             if x.numel() and not x.abs().amax().item() < _SAFE_MAGNITUDE:
-                _require_finite(self.decode({**inner.streams, **own, **streams}), "decoded")
+                _require_finite(self.decode({**inner.streams, **run_streams, **streams}), "decoded")
             return streams
 
-        return RunEncoder({**inner.streams, **own}, encode)
+        return RunEncoder({**inner.streams, **run_streams}, encode)
 
     def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
         """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run. ``kept`` take tokens out
         first.
         """
         steps = _Steps(run)
-        own: dict[str, torch.Tensor] = {}
+        run_streams: dict[str, torch.Tensor] = {}
 
         def add(step: RunStep) -> None:
-            own.update(step.streams)
+            run_streams.update(step.streams)
             steps.add(step.encode)
 
         # Decoding puts the last of them last, over what the others put in the same places.
@@ -258,7 +258,7 @@ class WithSideCars(Codec):
             for part in self.frame_parts:
                 add(part.begin(steps.run(), before))
             steps.add(lambda block, _: (_require_finite(self.rotation.inverse(block), "rotated"), {}))
-        return steps, own
+        return steps, run_streams
 
     def _subtract_vectors(self, run: Run) -> Run:
         """Subtract the page vectors from ``run``, because maps must be measured on the values that the codec will encode."""
@@ -272,13 +272,13 @@ class WithSideCars(Codec):
         """Return the streams that describe the error of the codec's ``streams`` for a ``block``. ``taken`` contains the parts taken out."""
         if not self.sketches:
             return {}
-        given, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
+        exact, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
         # Both have the parts put back, so that exactly stored values leave no residual; neither has the vectors of pages.
         for part in reversed(self.frame_parts):
-            given, decoded = part.put(given, taken), part.put(decoded, taken)
+            exact, decoded = part.put(exact, taken), part.put(decoded, taken)
         result: dict[str, torch.Tensor] = {}
         for number, sketch in enumerate(self.sketches, 1):
-            described = sketch.encode(given - decoded)
+            described = sketch.encode(exact - decoded)
             result |= described
             if number < len(self.sketches):
                 decoded = sketch.put(decoded, described)
@@ -361,8 +361,8 @@ class WithSideCars(Codec):
         return (*self.codec.payload_rules(), *(side_car.check for side_car in self.side_cars))
 
     def run_rules(self) -> tuple[RunRule, ...]:
-        own = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)
-        return (*self.codec.run_rules(), *own)
+        side_car_rules = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)
+        return (*self.codec.run_rules(), *side_car_rules)
 
     def check_side_cars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Make the checks of ``check`` and ``check_runs`` that read ``arrays``, the streams of side-cars. Raises InvalidPayload."""

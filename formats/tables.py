@@ -48,12 +48,12 @@ def cache_per_device(compute: Callable[..., torch.Tensor]) -> Callable[..., torc
     return table
 
 
-def _store(key: tuple[Any, ...], made: torch.Tensor) -> None:
+def _store(key: tuple[Any, ...], tensor: torch.Tensor) -> None:
     global _cached_bytes
     with _lock:
         if key not in _cached:
-            _cached[key] = made
-            _cached_bytes += made.nbytes
+            _cached[key] = tensor
+            _cached_bytes += tensor.nbytes
         while _cached_bytes > MAX_CACHED_BYTES:
             _cached_bytes -= _cached.popitem(last=False)[1].nbytes
 

@@ -203,8 +203,8 @@ class Transform(CodecFamily):
         levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
         if levels.numel() and not float(levels.abs().amax()) <= MAX_LEVEL:
             raise OutOfRange(
-                f"a value is {float(levels.abs().amax()):.6g} steps from the mean, but must be at most {MAX_LEVEL} steps from it: scale "
-                "the input, or choose a raw codec"
+                f"a value is {float(levels.abs().amax()):.6g} steps from the mean, but the limit is {MAX_LEVEL}: scale the input, or "
+                "choose a raw codec"
             )
         # Column c of a layer's frame belongs to block c mod heads, so that all blocks have a part of the first columns.
         blocks = levels if self.scope == "head" else levels.view(batch, tokens, self.dim, heads).permute(0, 3, 1, 2)
@@ -232,10 +232,10 @@ class Transform(CodecFamily):
         return encode_chunks(groups, source.tables, self.column_tables(source, shape[1]), shape)
 
     def symbols(self, streams: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, Symbols]]:
-        """Yield pieces of ``streams``, each with the number of its first chunk and its symbols. A piece has whole sequences of a token
-        group.
+        """Decode the symbols of ``streams`` in parts, each yielded with the number of its first chunk. A part never splits a sequence of a
+        token group.
 
-        Pieces are ordered by token group, sequence and head. Raises the errors of ``source_for``.
+        Parts are ordered by token group, sequence and head. Raises the errors of ``source_for``.
         """
         batch, heads, rows = streams["columns"].shape
         source = self.source_for(heads)
@@ -257,25 +257,25 @@ class Transform(CodecFamily):
             values = self._values(part, source)
             for begin in range(0, len(values), heads):
                 row, b = divmod((first + begin) // heads, batch)
-                own, count = slice(begin, begin + heads), int(tokens[row])
+                heads_slice, count = slice(begin, begin + heads), int(tokens[row])
                 to = out[b, :, int(ends[row]) - count : int(ends[row])]
-                x = self._token_group(values[own], part.columns[own], count, source, device)
+                x = self._token_group(values[heads_slice], part.columns[heads_slice], count, source, device)
                 if positions is not None and rope is not None:
                     rope.rotate(x, int(positions[b, row]), out=to)
                 else:
                     to.copy_(x)
         return out
 
-    def _values(self, found: Symbols, source: Frames) -> list[torch.Tensor]:
+    def _values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
         """Return the decoded symbols of every chunk, float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
-        places = numpy.multiply(found.table, tables.alphabet, dtype=numpy.intp)
-        places += found.symbols
+        places = numpy.multiply(symbols.table, tables.alphabet, dtype=numpy.intp)
+        places += symbols.symbols
         values = by_symbol.take(places)
-        if len(found.escaped):
-            values[found.symbols == 0] = found.escaped * numpy.float64(self.step_size)
-        parts = zip(values, found.columns, found.tokens, strict=True)
+        if len(symbols.escaped):
+            values[symbols.symbols == 0] = symbols.escaped * numpy.float64(self.step_size)
+        parts = zip(values, symbols.columns, symbols.tokens, strict=True)
         return [torch.from_numpy(row[: columns * tokens].reshape(columns, tokens)) for row, columns, tokens in parts]
 
     def _token_group(
@@ -380,7 +380,7 @@ class Transform(CodecFamily):
             )
             self.check_ends(rans.Decoded(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
-    def check_ends(self, found: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
+    def check_ends(self, decoded: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
         """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads; ``first`` is the number of the
         first chunk.
 
@@ -392,7 +392,7 @@ class Transform(CodecFamily):
             row, sequence = divmod(first + number, batch * heads)
             return [*divmod(sequence, heads), row]
 
-        check_ends(found, counts, place, where)
+        check_ends(decoded, counts, place, where)
 
 
 def default_chunk(dim: int) -> int:

@@ -54,20 +54,20 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     escapes = []
     for number, (levels, of_columns) in enumerate(chunks):
         used, size = int(columns[number]), int(columns[number] * sizes[number])
-        own = levels[:used].reshape(-1)
+        used_levels = levels[:used].reshape(-1)
         table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
-        result = numpy.where(numpy.abs(own) <= tables.reach, own + (tables.reach + 1), 0)
+        result = numpy.where(numpy.abs(used_levels) <= tables.reach, used_levels + (tables.reach + 1), 0)
         result[tables.frequencies[table[number, :size], result] == 0] = 0
         if not tables.frequencies[table[number, :size], result].all():
-            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another bits=")
+            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another number of bits")
         symbols[number, :size] = result
-        escapes.append(own[result == 0].astype("<i4").view("<u2"))
+        escapes.append(used_levels[result == 0].astype("<i4").view("<u2"))
     encoded = rans.encode(symbols, columns * sizes, tables.frequencies, table)
     ends = numpy.cumsum(encoded.counts)
-    words = [
-        part for end, count, own in zip(ends, encoded.counts, escapes, strict=True) for part in (encoded.words[end - count : end], own)
-    ]
-    counts = encoded.counts + numpy.array([len(own) for own in escapes], numpy.int64)
+    words = []
+    for end, count, escaped in zip(ends, encoded.counts, escapes, strict=True):
+        words += [encoded.words[end - count : end], escaped]
+    counts = encoded.counts + numpy.array([len(escaped) for escaped in escapes], numpy.int64)
 
     def arranged(values: Numbers) -> Numbers:
         """Arrange rows of chunks, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
@@ -146,14 +146,14 @@ def decode_symbols(
     return Symbols(symbols, columns, tokens, table, escaped, decoded.read + ESCAPE_WORDS * escapes, counts, decoded.states)
 
 
-def decode_levels(found: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
+def decode_levels(symbols: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
     """Return the levels of every chunk, int64 ``[column, token]``, for all ``dim`` columns."""
-    levels = found.symbols.astype(numpy.int64) - (tables.reach + 1)
-    levels[found.symbols == 0] = found.escaped
+    levels = symbols.symbols.astype(numpy.int64) - (tables.reach + 1)
+    levels[symbols.symbols == 0] = symbols.escaped
     whole = []
-    for own, columns, tokens in zip(levels, found.columns, found.tokens, strict=True):
+    for chunk_levels, columns, tokens in zip(levels, symbols.columns, symbols.tokens, strict=True):
         whole.append(numpy.zeros((dim, tokens), numpy.int64))
-        whole[-1][:columns] = own[: columns * tokens].reshape(columns, tokens)
+        whole[-1][:columns] = chunk_levels[: columns * tokens].reshape(columns, tokens)
     return whole
 
 

@@ -138,8 +138,8 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
     across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).
     """
     half = x.shape[-1] // 2
-    turned = viterbi(x.roll(-half, -1), table, bits, None)
-    return viterbi(x, table, bits, turned[:, x.shape[-1] - 1 - half] >> bits)
+    rotated_path = viterbi(x.roll(-half, -1), table, bits, None)
+    return viterbi(x, table, bits, rotated_path[:, x.shape[-1] - 1 - half] >> bits)
 
 
 def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tensor | None) -> torch.Tensor:

@@ -103,9 +103,9 @@ def check_finite(where: str, array: Array, what: str) -> None:
         return
     for first, block in value_blocks(array):
         if not _all_finite(block):
-            odd = ~numpy.isfinite(block)
-            at = first_index(odd, first, array.shape)
-            raise InvalidPayload(f"{where}: the value at {at} is {block[odd.argmax()]}, but {what} must be finite")
+            invalid = ~numpy.isfinite(block)
+            at = first_index(invalid, first, array.shape)
+            raise InvalidPayload(f"{where}: the value at {at} is {block[invalid.argmax()]}, but {what} must be finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:

@@ -33,7 +33,7 @@ _PACK = ("pack", "FILE", "OUT", "--recipe", "kv=group:b=4,g=4")
 
 
 class CommandOracle:
-    """Check that runs one command on each input in ``folder``. The input determines the command."""
+    """Oracle that runs one command on each input in ``folder``. The input determines the command."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.out, self.store = folder / "input", folder / "output", folder / "store"

@@ -103,7 +103,7 @@ def _change_count(header: dict[str, Any], body: bytes, source: random.Random) ->
 
 
 class PromptCacheOracle:
-    """Check that reads files and writes the accepted ones again."""
+    """Oracle that reads files and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"

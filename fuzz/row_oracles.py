@@ -48,7 +48,7 @@ def make_row(codec: PageCodec) -> bytes:
 
 
 class RowOracle:
-    """Check of how codecs decode rows, with a comparison to the second decoder."""
+    """Oracle that checks how codecs decode rows, and compares them with the second decoder."""
 
     def __init__(self) -> None:
         made = [PageCodec(recipe, geometry, namespace=NAMESPACE) for recipe, geometry in PAGES]

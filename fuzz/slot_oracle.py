@@ -38,7 +38,7 @@ def mutate_slot(data: bytes, source: random.Random, max_bytes: int) -> bytes:
 
 
 class SlotOracle:
-    """Check that reads files with and without sliding windows, and writes the accepted ones again."""
+    """Oracle that reads files with and without sliding windows, and writes the accepted ones again."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._out = folder / "slot", folder / "again"

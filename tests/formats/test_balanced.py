@@ -86,7 +86,7 @@ def test_a_file_names_its_basis(tmp_path: Path) -> None:
     with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: pass basis="):
         kvpack.load(path)
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
-    with pytest.raises(MissingBasis, match="no basis passed has this SHA-256"):
+    with pytest.raises(MissingBasis, match="no basis that was passed has this SHA-256"):
         kvpack.load(path, basis=other)
     (tmp_path / "model.kvbasis").write_bytes(BASIS.data)
     loaded = kvpack.load(path, basis=tmp_path)
@@ -128,7 +128,7 @@ def test_recipes() -> None:
 
 
 def test_what_the_basis_lacks() -> None:
-    with pytest.raises(MissingBasis, match=r"needs a basis: give kvpack.Recipe.* kvpack calibrate makes one"):
+    with pytest.raises(MissingBasis, match=r"needs a basis: pass kvpack.Recipe.*kvpack calibrate makes a basis"):
         kvpack.pack(pairs(40), RECIPE)
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):
@@ -139,7 +139,7 @@ def test_what_the_basis_lacks() -> None:
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', but the cache's is 'y'"):
+    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', but the cache's name is 'y'"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS), model={"name": "y"})
 
 

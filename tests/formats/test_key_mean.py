@@ -207,7 +207,7 @@ def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
 
 
 def test_a_recipes_window_holds_whole_pages() -> None:
-    with pytest.raises(kvpack.InvalidParameter, match="not a multiple of 32"):
+    with pytest.raises(kvpack.InvalidParameter, match="must be a multiple of 32"):
         kvpack.Recipe(f"{RECIPE};tail=48")
 
 

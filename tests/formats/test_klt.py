@@ -229,7 +229,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     other = random_basis(SHAPES, 2, seed="other")
     (folder / "a.kvbasis").write_bytes(other)
     for source in (folder, Basis.of_bytes(other), [folder, folder / "a.kvbasis"]):
-        with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, but no basis passed"):
+        with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, but no basis that was passed"):
             kvpack.load(path, basis=source)
     with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: pass basis="):
         kvpack.load(path)
@@ -238,7 +238,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
         assert kvpack.load(path, basis=source).tokens == 9
     with pytest.raises(InvalidParameter, match="is a basis, not a cache"):
         kvpack.load(folder / "b.kvbasis")
-    with pytest.raises(InvalidParameter, match="is a cache, not a basis"):
+    with pytest.raises(InvalidParameter, match="is a cache, but a basis is needed"):
         Basis.load(path)
 
 
@@ -257,16 +257,16 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's name is 'y'"):
         kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
         kvpack.pack(pairs(3), "klt-2")
     plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's name is 'y'"):
         plain.convert(kvpack.Recipe("klt-2", basis))
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: give kvpack"):
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
         plain.convert("klt-2")
-    with pytest.raises(OutOfBounds, match="the basis has no values of layer 7"):
+    with pytest.raises(OutOfBounds, match="the basis has no matrices for the values of layer 7"):
         basis.rows(7, "v")
     codec = Klt.of(32, basis.digest, 0, "k", b"\2\2")
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but were not passed"):

@@ -159,7 +159,7 @@ def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
     assert kvpack.pack([(None, v) for _, v in pairs(40)], kvpack.Recipe(RECIPE, limit)).tokens == 40
     for text in ("0", "x", "-5", "1" * 19, ""):
         data = random_basis(SHAPES, 2, scopes=SCOPES, model={"rope_same_up_to": text})
-        with pytest.raises(InvalidHeader, match=r"basis: model.rope_same_up_to is .*, expected a number of tokens"):
+        with pytest.raises(InvalidHeader, match=r"basis: model.rope_same_up_to is .*, expected a positive number of tokens"):
             Basis.of_bytes(data)
 
 
@@ -193,12 +193,12 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe(RECIPE, basis))
     with pytest.raises(MissingBasis, match=f"recipe '{RECIPE}' needs a basis"):
         kvpack.pack(pairs(3), RECIPE)
-    for scopes, message in (({}, "has no frames of keys of layer 0"), (dict.fromkeys(SHAPES, "head"), "scope is layer")):
+    for scopes, message in (({}, "has no frames for the keys of layer 0"), (dict.fromkeys(SHAPES, "head"), "scope is layer")):
         other = Basis.of_bytes(random_basis(SHAPES, 2, scopes=scopes))
         other.digest = basis.digest
         with pytest.raises(InvalidHeader, match=message):
             kvpack.load(path, basis=other)
-    with pytest.raises(OutOfBounds, match="no frames of keys of layer 0"):
+    with pytest.raises(OutOfBounds, match="no frames for the keys of layer 0"):
         kvpack.pack(pairs(3), kvpack.Recipe("transform-4", Basis.of_bytes(random_basis(SHAPES, 2))))
     codec = transform_of(basis, 0, "k", 20)
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but were not passed"):
@@ -227,7 +227,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
     x = torch.zeros(1, 1, 20, 32)
     x[0, 0, 3, 5], x[0, 0, 7, 0] = 1e6, -3e4
     assert (codec.decode(codec.encode(x)) - x).abs().max() < 4
-    with pytest.raises(OutOfRange, match=r"steps from the mean, but must be at most 2147483647"):
+    with pytest.raises(OutOfRange, match=r"steps from the mean, but the limit is 2147483647"):
         codec.encode(x * 1e5)
     frames = codec.source_for(1)
     tables = SymbolTables(frames.tables.frequencies.copy(), frames.tables.values)
@@ -238,7 +238,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
     nearly = frames.rows.clone()
     nearly[:, 2] = nearly[:, 1] * (1 + 1e-6)
     for rows in (torch.zeros_like(frames.rows), nearly):
-        with pytest.raises(OutOfRange, match="is inaccurate"):
+        with pytest.raises(OutOfRange, match=r"is inaccurate|has no inverse"):
             replace(codec, source=Frames(rows, frames.scales, frames.tables)).encode(x)
 
 
@@ -266,7 +266,7 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
     with pytest.raises(InvalidParameter, match=r"bits is 0.01, expected 0.05 to 8"):
         basis.step(0.01)
     least = basis.min_transform_bits()
-    with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* at least {least:.4g} .* codec transform .* write transform-") as told:
+    with pytest.raises(InvalidParameter, match=rf"bits is 0.05, .* codec transform takes at least {least:.4g} .* write transform-") as told:
         basis.step(0.05)
     accepted = float(str(told.value).split("transform-")[1].split()[0])
     assert least <= accepted < least + 0.011

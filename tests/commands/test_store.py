@@ -280,7 +280,7 @@ def test_encrypted_entries_with_and_without_their_key(
         ("\na xyz", 0o600, "line 2 is not an id and a key"),
         ("a 0011", 0o600, "has 2 bytes, expected 16, 24 or 32"),
         ("# none", 0o600, "expected at least one key"),
-        (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 has the id 'a' of line 1"),
+        (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 repeats the id 'a' of line 1"),
         (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Store counters as differences since an engine last read them, because engines' counters are incremented."""
+"""Convert a store's counters to increments since an engine last read them, because engines add increments to counters of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Increments of the counters of ``store`` since the last call of ``take``."""
+    """The increments of a store's counters since the last call of ``take``."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Conversions for writers of other libraries' caches: values in a dtype, and the sliding windows of layers."""
+"""Conversions for writers of other libraries' cache files: values to a dtype, and sliding windows by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe and its basis by the adapters of serving engines."""
+"""Check recipes and bases for the adapters of serving engines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name; None if the engine names the model with each object, and the caller checks it then. Raises MissingBasis
-    for a recipe that needs a basis and has none, MissingFile, and InvalidParameter for the basis of another model or one that the recipe
-    does not need.
+    ``model`` is the engine's name for the model; None if it is named with each object, so that the caller checks the basis then.
+    Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another
+    model or that the recipe does not need.
     """
     parsed = parse_recipe(recipe)
     if basis is None:

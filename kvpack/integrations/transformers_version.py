@@ -8,7 +8,7 @@ from typing import Any
 from kvpack.formats.errors import MissingPackage
 
 OLDEST = (5, 23)
-"""The oldest version, as in pyproject.toml."""
+"""The oldest supported version, as in pyproject.toml."""
 
 _INSTALL = "pip install -U 'kvpack[transformers]'"
 

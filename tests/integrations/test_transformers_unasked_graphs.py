@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
 from kvpack.integrations.transformers import KvpackCache, graphs
-from kvpack.integrations.transformers.graphs import UNASKED_STEPS
+from kvpack.integrations.transformers.graphs import DEFAULT_EAGER_STEPS
 from kvpack.integrations.transformers.model_snapshot import ModelSnapshot
 from support.graph_device import ONE_LAYER, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
 from support.interpreter import DEVICE, INTERPRETED
@@ -24,7 +24,7 @@ from support.zoo_models import ZOO, model_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-STEPS = UNASKED_STEPS + 4
+STEPS = DEFAULT_EAGER_STEPS + 4
 
 
 # Whole models in the interpreter.
@@ -57,7 +57,7 @@ def test_a_long_row_of_steps_is_replayed(device: Device) -> None:
         cache = cache_of(model, device, graphs=None)
         found = steps(model, cache)
     assert all(torch.equal(one, other) for one, other in zip(found, logits, strict=True))
-    assert (device.captured, device.replayed) == (1, STEPS - UNASKED_STEPS)
+    assert (device.captured, device.replayed) == (1, STEPS - DEFAULT_EAGER_STEPS)
     same(cache, expected)
     for one in (cache, expected):
         one.release()
@@ -72,7 +72,7 @@ def test_generate_replays_steps(device: Device) -> None:
         tokens = model.generate(prompt, past_key_values=expected, **options)
     with cache_of(model, device, graphs=None) as found:
         assert torch.equal(model.generate(prompt, past_key_values=found, **options), tokens)
-    assert (device.captured, device.replayed) == (1, STEPS - UNASKED_STEPS)
+    assert (device.captured, device.replayed) == (1, STEPS - DEFAULT_EAGER_STEPS)
     same(found, expected)
 
 

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
 )
-"""Metadata names of a cache for everything in its file besides tokens, keys and values."""
+"""The metadata names under which a cache keeps what its file contains besides tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
-"""Between the types of keys and of values, in the dtype of a cache with quantized ones."""
+"""The separator between the types of keys and of values in the dtype of a cache with quantized ones."""
 _Stored = tuple[CellBlock, memoryview]
 
 
@@ -81,7 +81,7 @@ def import_slot(
         windows = windows_of(windows, layers)
         tokens = _check_counts(where, file, windows)
         heads = _heads_of_layers(kv_heads, layers)
-        orders = [_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
+        orders = [_position_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
         left = [zip_longest(section.keys, section.values) for section in file.sections]
         states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
         opaque: list[DenseLayer] | None = [] if is_opaque(file) else None
@@ -147,7 +147,7 @@ def export_slot(
     transposed = _setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
-    kinds, opaque = _quantized(cache, dtype), has_opaque_layers(cache, dtype)
+    kinds, opaque = _quantized_types(cache, dtype), has_opaque_layers(cache, dtype)
     # The states of an opaque slot are those after its last token, before which the cache has none.
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
     ids = opaque_ids(cache) if opaque else _ids(cache)
@@ -164,9 +164,9 @@ def export_slot(
             kept, blocks = opaque_blocks(number, layer, transposed, latents)
             _check_opaque(number, kept, tokens, window)
         else:
-            kept = _kept(number, layer, latents, tokens, window)
+            kept = _saved_tokens(number, layer, latents, tokens, window)
             blocks = [
-                _stored_side(f"layer {number}", side, kind, dtype, kept, turned)
+                _side_cells(f"layer {number}", side, kind, dtype, kept, turned)
                 for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
                 if side is not None
             ]
@@ -189,7 +189,7 @@ def export_slot(
 
 
 def _check_origin(cache: Cache) -> None:
-    """Raise InvalidParameter for a cache that did not come from llama.cpp."""
+    """Raise InvalidParameter unless the cache came from llama.cpp."""
     if cache.model.get("config") != CONFIG:
         raise InvalidParameter(
             f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
@@ -199,14 +199,14 @@ def _check_origin(cache: Cache) -> None:
 
 
 def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer of an opaque slot has as many of the ``tokens`` as llama.cpp keeps."""
+    """Raise InvalidParameter unless a layer with unpacked blocks has at most as many tokens as llama.cpp saves of ``tokens``."""
     _check_kept(number, kept, tokens, window)
-    if kept > _most(tokens, window):
-        raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_most(tokens, window)} of {tokens}")
+    if kept > _max_saved_tokens(tokens, window):
+        raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}")
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
-    """Return the number of tokens. Raises InvalidParameter unless the file has the layers of ``windows``, with the tokens of its ids."""
+    """Return the file's number of tokens. Raises InvalidParameter unless its layers match ``windows``, and its cells the token ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS or len(windows) != sum(counts[1:]):
         held = f"{counts[0]} full-attention layers" + (f" and {counts[1]} sliding-window layers" if counts[1:] else "")
@@ -232,8 +232,11 @@ def _heads_of_layers(kv_heads: int | Sequence[int], layers: int) -> list[int]:
     return result
 
 
-def _order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
-    """Return the cells in the order of their positions, or None if they are in it. Raises InvalidParameter unless those are consecutive."""
+def _position_order(where: str, positions: np.ndarray, first: int) -> torch.Tensor | None:
+    """Return the order that sorts cells by position, or None if they are sorted.
+
+    Raises InvalidParameter unless the positions are consecutive.
+    """
     expected = np.arange(first, first + len(positions))
     if np.array_equal(positions, expected):
         return None
@@ -261,8 +264,8 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
     return ";".join(clauses if len(clauses) == 2 else [*clauses, "v=raw"])
 
 
-def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the types to which keys and values are written back if llama.cpp had quantized them.
+def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
+    """Return llama.cpp's quantized types of the keys and values, in which they are written back; None for one that is not quantized.
 
     Raises InvalidParameter for another dtype.
     """
@@ -277,19 +280,19 @@ def _quantized(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]
     return keys, values or None
 
 
-def _stored_side(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
+def _side_cells(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
     """Return a side's newest tokens in llama.cpp's layout. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
     values = exported(where, side, dtype or kind, "llama.cpp")
-    return _stored(values[0, :, -kept:], transposed)
+    return _to_cells(values[0, :, -kept:], transposed)
 
 
 def _values(
     reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor | Quantized:
-    """Return the values ``[1, kv_head, token, dim]``."""
+    """Read a block of cells, and return its values ``[1, kv_head, token, dim]``."""
     if block.channels % heads:
         raise InvalidParameter(f"{where}: {heads} heads do not divide its {block.channels} channels: pass its number of KV heads")
     if block.dtype in QUANTIZED:
@@ -309,7 +312,7 @@ def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int
     return Quantized(block.dtype, blocks if order is None else blocks[:, order], where)
 
 
-def _stored(values: torch.Tensor, transposed: bool) -> _Stored:
+def _to_cells(values: torch.Tensor, transposed: bool) -> _Stored:
     """Return values ``[kv_head, token, dim]`` in llama.cpp's layout."""
     rows = values.transpose(1, 2) if transposed else values.transpose(0, 1)
     block = CellBlock(RAW_NAMES[values.dtype], values.shape[0] * values.shape[2], 0)
@@ -324,7 +327,7 @@ def _setting(name: str, value: object, least: int, most: int) -> int:
 
 
 def _ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or empty bytes."""
+    """Return the token ids of all tokens as bytes; empty if the ids are unknown."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -343,7 +346,7 @@ def _ids(cache: Cache) -> bytes:
     return inputs.token_ids
 
 
-def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
+def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
     """Return the number of a layer's newest tokens that llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
@@ -354,10 +357,10 @@ def _kept(number: int, layer: Layer, latents: bool, tokens: int, window: int | N
     if layer.seen != tokens:
         raise InvalidParameter(f"layer {number} ends after token {layer.seen}, but the cache after token {tokens}")
     _check_kept(number, layer.tokens, tokens, window)
-    return min(layer.tokens, _most(tokens, window))
+    return min(layer.tokens, _max_saved_tokens(tokens, window))
 
 
-def _most(tokens: int, window: int | None) -> int:
+def _max_saved_tokens(tokens: int, window: int | None) -> int:
     """Return the maximum number of tokens that llama.cpp saves of a layer."""
     return tokens if window is None else min(tokens, window)
 

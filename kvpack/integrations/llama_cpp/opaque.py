@@ -1,4 +1,4 @@
-"""Slots in a quantized type without a kvpack codec: their blocks are kept byte for byte, as states of their layers.
+"""Support for slots in a quantized type that no codec represents: their blocks are kept byte for byte, as states of their layers.
 
 A block of q4_1 and q5_1 is d * code + m, where m is the block's least value in binary16; the codec group would need the center m + (2^bits
 - 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.cache.layer import Layer
 
 IDS = "token_ids"
-"""The state of layer 0 with the token ids, 4 bytes each."""
+"""The name of layer 0's state with the token ids, 4 bytes each."""
 
 
 def is_opaque(file: StateFile) -> bool:
@@ -63,7 +63,7 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if all of ``cache`` consists of ``opaque_layer``. Raises InvalidParameter for a part of one, or if ``dtype`` is given."""
+    """Return True if all layers of ``cache`` are from ``opaque_layer``. Raises InvalidParameter if only some are, or for a ``dtype``."""
     result = [_named(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
@@ -121,7 +121,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
 
 def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the type and the rows of keys and of values for a layer with such states."""
+    """Return the type and the cells of the keys and of the values of a layer from ``opaque_layer``."""
     result = {}
     for name, state in layer.states.items():
         side, _, kind = name.partition(".")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .state_file import Kind
 
 _HALF = 0.5
-"""The token scale."""
+"""The token scale, 1/2."""
 _LARGEST = 32752.0
-"""Largest d for which 2 d is a binary16 number."""
+"""The largest d for which 2 d is a finite binary16 number."""
 
 
 def recipe_of(kind: str, sides: str) -> str:
@@ -36,7 +36,10 @@ def recipe_of(kind: str, sides: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Keys or values of one layer in ``blocks``, uint8 ``[kv_head, token, block, byte]``. Raises InvalidParameter and OutOfRange."""
+    """The quantized keys or values of one layer as ``blocks``, uint8 ``[kv_head, token, block, byte]``.
+
+    Raises InvalidParameter and OutOfRange.
+    """
 
     kind: str
     blocks: torch.Tensor
@@ -61,7 +64,7 @@ class Quantized:
 
     @property
     def _scale(self) -> torch.Tensor:
-        """d of each block, binary16."""
+        """The number d of each block, as binary16."""
         return self.blocks[..., :2].contiguous().view(torch.float16)[..., 0]
 
     def side(self, window: int = 0) -> Side:
@@ -103,7 +106,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return codes ``[..., channel]`` counted from 0, from the bytes of blocks after d."""
+    """Return the codes ``[..., channel]`` in ``data``, the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
     quarters = data[..., -BLOCK // 2 :]
@@ -115,7 +118,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Return the bytes of blocks after d."""
+    """Pack codes ``[..., channel]`` to the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80
     half = BLOCK // 2

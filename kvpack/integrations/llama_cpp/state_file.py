@@ -1,4 +1,4 @@
-"""The layout of llama.cpp's sequence state files: where everything is, checked against the file's length before anything is read.
+"""Parse the layout of llama.cpp's sequence state files. All offsets are checked against the file's length before anything is read.
 
 All numbers are little-endian::
 
@@ -30,13 +30,13 @@ from kvpack.file.user_files import could_not_open, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
-"""Configuration in the map ``model`` of a cache that came from such a file."""
+"""The field config in the map ``model`` of a cache that came from such a file."""
 LIST, SERVER = "list", "server"
-"""Forms of the token ids: a plain list, and llama-server's, which could hold media as well."""
+"""The forms of token ids: a plain list, and llama-server's form, which may also contain media."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
-"""ggml's number of each dtype that kvpack holds bit for bit, and the bytes of a value."""
+"""ggml's number of each dtype that kvpack stores bit for bit, and the size of a value in bytes."""
 BLOCK = 32
-"""Channels of a block."""
+"""Number of channels in a block."""
 
 
 class Kind(NamedTuple):
@@ -48,15 +48,15 @@ class Kind(NamedTuple):
 
 
 QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
-"""Quantized types that a codec stores bit for bit."""
+"""The quantized types that a codec stores bit for bit."""
 OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
-"""The other quantized types that a cache may have, which no codec holds."""
+"""The other quantized types that a cache may have, which no codec can represent."""
 BLOCKS = {**QUANTIZED, **OPAQUE}
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
 _MAX_STREAMS = 256
-"""LLAMA_MAX_SEQ."""
+"""The maximum number of streams, llama.cpp's LLAMA_MAX_SEQ."""
 _SERVER_VERSION = 1
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _OTHER_CELLS = (
@@ -65,7 +65,7 @@ _OTHER_CELLS = (
 
 
 class CellBlock(NamedTuple):
-    """Keys or values of a layer at ``offset``: ``channels`` values per cell, one cell after another, or transposed.
+    """The keys or values of a layer in a file, at ``offset``: ``channels`` values per cell, cell by cell or transposed.
 
     ``dtype`` is one of TYPES or BLOCKS.
     """
@@ -76,14 +76,14 @@ class CellBlock(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of a cell."""
+        """The size of a cell in bytes."""
         if self.dtype in BLOCKS:
             return self.channels // BLOCK * BLOCKS[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
 
 
 class Section(NamedTuple):
-    """One cache: ``positions`` has the position of each cell, int32; ``values`` may be transposed."""
+    """The section of one cache. ``positions`` has the position of each cell, int32; ``values`` may be transposed."""
 
     streams: int
     sequence: int
@@ -94,7 +94,7 @@ class Section(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """A parsed file; ``ids`` are 4 bytes each, in the form ``ids_form``."""
+    """A parsed file. ``ids`` are the token ids, 4 bytes each, which the file has in the form ``ids_form``."""
 
     ids: bytes
     ids_form: str
@@ -102,7 +102,7 @@ class StateFile(NamedTuple):
 
 
 class Reader:
-    """A file open for reading whose parts are read in order. Raises MissingFile."""
+    """An open file whose parts are read in order. Raises MissingFile."""
 
     def __init__(self, where: str) -> None:
         self.where, self.at = where, 0
@@ -117,7 +117,7 @@ class Reader:
 
     @property
     def left(self) -> int:
-        """Number of bytes not read yet."""
+        """Number of bytes that have not been read yet."""
         return self.size - self.at
 
     def skip(self, count: int, what: str) -> int:

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from kvpack.pages.buffer import PageBuffer
 
 
-LOOKED_AT = 4
-"""Objects that are looked up with each stored one; LMCache then overestimates the stored objects by at most about a seventh."""
+OBJECTS_PER_LOOK = 4
+"""Number of known objects that are looked up with each stored one, so that LMCache overestimates its objects by at most about 1/7."""
 
 
-class Accounts:
-    """Reports stored and deleted objects to the listeners of ``adapter``, each once, with the same size.
+class ObjectAccounts:
+    """A record of stored objects that reports each stored and deleted object to the listeners of ``adapter`` once, with the same size.
 
     ``there`` returns, for each object, True if it is stored or if that is unknown. Safe to use from any thread.
     """
@@ -54,7 +54,7 @@ class Accounts:
         self._lock = RLock()
 
     def stored(self, sizes: Mapping[Any, int]) -> None:
-        """Report objects that were not stored before; objects already reported are ignored."""
+        """Report newly stored objects. Objects that have already been reported are ignored."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._told}
             self._told |= new
@@ -75,7 +75,7 @@ class Accounts:
             self.deleted([key for key in keys if key in self._told])
 
     def look(self, count: int) -> None:
-        """Look up ``count`` of the reported objects, in turn, and report those that are gone."""
+        """Look up the next ``count`` reported objects, and report those that are gone."""
         with self._lock:
             chosen = list(islice(self._told, count))
             for key in chosen:
@@ -87,13 +87,13 @@ log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused", "others"}
 LOOK_SECONDS = 600.0
-"""Seconds between searches of all entries, by deletes, for layouts that this process has not seen."""
+"""Seconds between searches of all entries for layouts that this process has not seen, which deleting objects needs."""
 _ADAPTERS = count()
-"""The numbers of the adapters of this process, which are labels of their metrics."""
+"""The numbers of this process's adapters, which label their metrics."""
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """Stores LMCache's objects as rows in ``location``, for ``{"type": "plugin", ...}``; ``params`` are the plugin's ``adapter_params``.
+    """An L2 adapter that stores LMCache's objects as rows in ``location``. ``params`` are the plugin's ``adapter_params``.
 
     ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed; ``others`` keeps objects
     that are not keys and values, such as recurrent states, byte for byte. ``threads`` tasks run at a time; ``max_bytes`` and
@@ -129,7 +129,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stores: dict[Any, PageStore] = {}
         self._descriptions: set[tuple[bytes, bytes]] = set()
         self._looked: float | None = None
-        self._accounts = Accounts(self, self._there)
+        self._accounts = ObjectAccounts(self, self._there)
         self._refused = Counters(report=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
@@ -146,7 +146,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start storing objects. Existing ones are kept; a refused object does not affect the others."""
+        """Start storing objects. Existing objects are kept, and an object that is rejected does not affect the others."""
         return self._submit("store", lambda: self._stored(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -162,10 +162,10 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._popped("lookup", task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Do nothing: no object was locked."""
+        """Do nothing, because objects are never locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start loading objects; a damaged or refused one does not affect the others."""
+        """Start loading objects. An object that is damaged or rejected does not affect the others."""
         return self._submit("load", lambda: self._loaded(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
@@ -251,7 +251,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return result
 
     def _check_location(self) -> None:
-        """Raise InvalidParameter, and a backend's errors, for an unusable location, before there is an object."""
+        """Raise InvalidParameter, or a backend's error, if the location cannot be used, before any object arrives."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 
@@ -291,7 +291,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         stored = self._each("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
         self._accounts.stored(new)
         if self._max_bytes is not None:
-            self._accounts.look(LOOKED_AT * len(new))
+            self._accounts.look(OBJECTS_PER_LOOK * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _found(self, keys: list[Any], layouts: Any) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_TOKENS = 256
-"""Tokens of an object that LMCache makes by default."""
+"""Default number of tokens in LMCache's objects."""
 
 
 def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> Recipe:
@@ -77,7 +77,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
 
 
 def others_of(options: Mapping[str, Any]) -> bool:
-    """Return the option ``others``: True if objects that are not keys and values are kept. Raises InvalidParameter unless it is "raw"."""
+    """Return True if the option ``others`` is "raw", so that objects other than keys and values are kept. Raises InvalidParameter."""
     others = options.get("others")
     if others not in (None, "raw"):
         raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
@@ -106,7 +106,7 @@ def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
 
 
 def key_bytes(key: Any) -> bytes:
-    """Return everything that LMCache's key of an object names, as bytes."""
+    """Convert all fields of LMCache's key of an object to bytes."""
     fields = (
         key.chunk_hash,
         key.model_name.encode(),

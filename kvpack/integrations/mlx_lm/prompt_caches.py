@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 _WHOLE, _ROTATING = ("KVCache", "ConcatenateKVCache"), "RotatingKVCache"
-"""Classes of all tokens, and of a sliding window."""
+"""mlx-lm's cache classes for layers that keep all tokens, and for layers with a sliding window."""
 _PART = re.compile(r"(0|[1-9][0-9]{0,4})\.([0-9])")
 _MAX_COUNT = 2**31 - 1
-"""mlx-lm stores counts as int32."""
+"""The largest count: mlx-lm stores counts as int32."""
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
 class _File(NamedTuple):
-    """The metadata: the classes of all layers, the texts with their counts, and the caller's own texts."""
+    """The parsed metadata of a file: the classes of all layers, the texts with their counts, and the caller's own texts."""
 
     classes: list[str]
     counts: list[dict[int, str]]

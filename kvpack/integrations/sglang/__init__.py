@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"
-"""Function that makes SGLang's backends, in each of its schedulers."""
+"""The function with which SGLang creates its backends, in each of its schedulers."""
 CLASS = {"module_path": "kvpack.integrations.sglang.storage", "class_name": "KvpackHiCache", "interface_v1": 1}
 
 

@@ -34,7 +34,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """Return the metrics of this process by name; empty without prometheus_client."""
+    """Return this process's prometheus_client metrics by name; empty without prometheus_client."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -53,7 +53,7 @@ def _metrics() -> dict[str, Any]:
 
 
 class StoreMetrics:
-    """Reports the counts of one pool's store to prometheus_client."""
+    """A reporter of one pool's store counters to prometheus_client."""
 
     def __init__(self, store: PageStore, pool: str, ranks: Sequence[int]) -> None:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
@@ -74,9 +74,9 @@ class StoreMetrics:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
-"""Settings in the same place that are SGLang's; it adds the last one itself, for ``--file-storage-path``."""
+"""SGLang's own settings in ``extra_config``. It adds the last one itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
-"""Additional pools of keys and values; kvpack packs all other pools as bytes."""
+"""Additional pools with keys and values. All other pools are kept as bytes."""
 _SETTINGS = (
     "dtype", "kv_cache_dtype", "mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "quantization", "quantization_param_path",
     "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile", "load_format",
@@ -85,18 +85,20 @@ _SETTINGS = (
     "enable_hisparse", "hisparse_config", "forward_hooks", "enable_quant_communications", "enable_w4a4_mxfp4_megamoe",
     "flashinfer_mxfp4_moe_precision", "deepep_dispatcher_output_dtype", "prefill_kv_cache_dequant_dtype", "mm_process_config",
 )  # fmt: skip
-"""Arguments of SGLang's server on which keys, values and states depend, besides the model's folder."""
+"""The arguments of SGLang's server that affect keys, values and states, in addition to the model's folder."""
 _DRAFT = "draft"
-"""Prefix of the pool names of a draft model."""
+"""The prefix of a draft model's pool names."""
 _DRAFT_SETTINGS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization",
     "speculative_draft_load_format", "speculative_draft_kv_cache_dtype",
 )  # fmt: skip
-"""Settings on which the pages of a draft model depend as well."""
+"""The additional settings that affect the pages of a draft model."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Pages of host pools under SGLang's own hashes, which cover tokens and salt, and an identity that covers everything else.
+    """A HiCache storage backend that stores pages of host pools by SGLang's own hashes, which cover tokens and salt.
+
+    An identity covers everything else that the pages depend on.
 
     The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
     ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
@@ -135,7 +137,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Return the longest prefix whose pages every pool has, as far as it needs them. Raises InvalidParameter for an unknown policy."""
+        """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter for an unknown policy."""
         from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
         pages = self.batch_exists(keys)
@@ -159,7 +161,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools; return, for each pool, the success of its keys."""
+        """Load pages of several pools; return, for each pool, True for each key whose page was loaded."""
         return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -211,9 +213,9 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return stats
 
     def clear(self) -> None:
-        """Remove everything that this rank has stored, for every pool. SGLang's endpoint reports success whatever a backend does.
+        """Remove all pages that this rank has stored, in every pool. SGLang's endpoint reports success whatever a backend does.
 
-        Raises WriteFailed if the location keeps some of it.
+        Raises WriteFailed if some pages could not be removed.
         """
         for pool in self._every_pool():
             pool.store.clear()
@@ -248,7 +250,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """One host pool over its store: ``pages`` are its memory, or None if its own flat pages are kept byte for byte."""
+    """A host pool and its store. ``pages`` is its memory, or None if its own flat pages are kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages
@@ -256,12 +258,12 @@ class Pool:
         self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool; return, for each key, True if it was loaded."""
+        """Load pages into the pool; return True for each key whose page was loaded."""
         with self._timed("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        """Store pages of the pool; return, for each key, True if it is stored."""
+        """Store pages of the pool; return True for each key whose page is stored now."""
         with self._timed("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 
@@ -381,7 +383,7 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 
 
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
-    """Return the identity of pages: everything besides tokens and salt.
+    """Return the identity of pages, which covers everything except tokens and salt.
 
     All layouts of a value pool have the same rows, so the layout is not part of it; ``arranged`` pages are the bytes of flat ones, in the
     layout's order.

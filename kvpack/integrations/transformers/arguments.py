@@ -1,4 +1,4 @@
-"""Checks of the arguments of a KvpackCache; each message says what to write instead."""
+"""Check the arguments of a KvpackCache. Each message suggests what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType
 
 
 def check_flags(*, keep_all: bool, **options: bool | None) -> None:
-    """Raise InvalidParameter unless ``keep_all`` is a bool, and each option is a bool or None."""
+    """Raise InvalidParameter unless ``keep_all`` is a bool and each option is a bool or None."""
     check_flag(keep_all, "keep_all")
     for name, flag in options.items():
         if flag is not None:
@@ -22,7 +22,7 @@ def check_flags(*, keep_all: bool, **options: bool | None) -> None:
 
 
 def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
-    """Return the recipe of an empty cache. Raises InvalidType and InvalidParameter."""
+    """Check the arguments of an empty cache, and return its recipe. Raises InvalidType and InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
         raise InvalidType("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:

@@ -28,7 +28,7 @@ from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
 from .layers import AbsentLayer, Decoding, PackedLayer, following_layers, rows_of
-from .models import Expected, Model, Named, check_identity, execution_device, identity_for
+from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
 from .prompts import check_rows_known, keep_prompt, token_ids_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 MAX_ROWS = 2**20
-"""Maximum number of sequences of a cache."""
+"""Maximum number of sequences in a cache."""
 
 
 class KvpackCache(PassCalls):
@@ -104,7 +104,7 @@ class KvpackCache(PassCalls):
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         parsed = parse_recipe(checked_recipe(model, recipe, config))
         known, inside = known_model(model)
-        expected = Expected(config) if known is None else known
+        expected = ExpectedLayers(config) if known is None else known
         present = expected.layers_with_tokens()
         # The model is named at its first token; a basis is compared with it now.
         identity = {} if parsed.basis is None or model is None else identity_for(model, parsed.basis)
@@ -137,7 +137,7 @@ class KvpackCache(PassCalls):
                 f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
             )
         cache.check_ends()
-        compared: Named | None = None
+        compared: NamedModel | None = None
         if known is not None:
             compared = check_model(cache, model, known)
             if prompt is None:
@@ -155,15 +155,15 @@ class KvpackCache(PassCalls):
         model: torch.nn.Module | None,
         known: Model | None,
         inside: list[Any],
-        expected: Expected | None,
+        expected: ExpectedLayers | None,
         cache: Cache | None,
         *,
         rope_deltas: torch.Tensor | int | None = None,
-        compared: Named | None = None,
+        compared: NamedModel | None = None,
         dense: bool | None,
         graphs: bool | None,
     ) -> None:
-        """Set up the layers and the model's hooks; ``cache`` is the packed cache to continue, if any."""
+        """Initialize the layers and the model's hooks. ``cache`` is the packed cache to continue, if any."""
         inputs = Inputs() if cache is None else cache.inputs
         present = [bool(layer.sides) for layer in cache] if cache is not None else [] if expected is None else expected.layers_with_tokens()
         if not any(present):
@@ -313,7 +313,7 @@ class KvpackCache(PassCalls):
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens of sliding-window layers between calls of ``crop``, for assisted decoding. Raises InvalidParameter."""
+        """Make sliding-window layers keep all tokens between calls of ``crop``, for assisted decoding. Raises InvalidParameter."""
         if self._model is not None and self._model.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, and transformers crops two-part caches only if both are DynamicCaches: use those "
@@ -369,7 +369,7 @@ class KvpackCache(PassCalls):
             self._rollback.crop(tokens_to_remove)
 
     def take_back(self) -> None:
-        """Drop the tokens of the current pass, as far as layers can go back, because it is about to be refused."""
+        """Drop the tokens of the current pass, as far as layers can go back, before the pass is rejected."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
@@ -390,7 +390,7 @@ class KvpackCache(PassCalls):
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
+        """Keep the sequences ``indices`` of the batch, in that order. Codes are copied, never decoded."""
         with self.passes.lock.taken():
             super().batch_select_indices(indices)
             self.passes.select(indices)
@@ -408,7 +408,7 @@ class KvpackCache(PassCalls):
         self.batch_repeat_interleave(rows // held)
 
     def begin_again(self, name: str) -> None:
-        """Drop all tokens because the model ``name`` computes them again; issue a KvpackWarning if there are any."""
+        """Drop all tokens because the model ``name`` is about to compute them again, and warn if there are any."""
         if tokens := self.passes.record.tokens:
             text = f"{name} computes all tokens again, as its RoPE has other frequencies from here on: {tokens} in the cache are dropped"
             warnings.warn(text, KvpackWarning, stacklevel=4)
@@ -423,13 +423,13 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
     return KvpackCache(model, contents, **options)
 
 
-def check_model(cache: Cache, model: Any, known: Model) -> Named:
+def check_model(cache: Cache, model: Any, known: Model) -> NamedModel:
     """Raise InvalidParameter unless ``cache`` is one of ``model``, which ``known`` describes; return the names of the model."""
     known.check(cache)
     return check_identity(cache, model)
 
 
 def known_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
-    """Return the description of ``model`` that caches need, and the transformers models in it."""
+    """Return the properties of ``model`` that caches depend on, and the transformers models in it."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside

@@ -1,4 +1,4 @@
-"""The lock of a cache: one thread at a time runs a forward pass over it, or reads or changes all its layers."""
+"""The lock of a cache, which lets one thread at a time run a forward pass over it, or read or change all its layers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SECONDS = 1.0
-"""Seconds after which a waiting thread checks that the thread with the lock is alive."""
+"""Interval in seconds at which a waiting thread checks that the thread with the lock is alive."""
 
 
 class CacheLock:
-    """A lock that each thread acquires at most once.
+    """A lock that a thread may request again while it has it.
 
-    If a thread ended without releasing it, for example within a pass, others can acquire it again.
+    If a thread ends without releasing the lock, for example in the middle of a pass, other threads can acquire it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Changes of a model in use that affect its keys and values: adapters, weights, and mode."""
+"""Detect changes of a model that affect its keys and values: of its adapters, weights and mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
     import torch
 
-FEW = 4
-"""The parameters that are looked at in each decode step: training changes all that have gradients, and ``to`` all."""
+MAX_CHECKED_PARAMETERS = 4
+"""Number of parameters that each decode step checks. A few are enough, because training and ``to`` change many at once."""
 
 
 def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the state of every PEFT layer in a transformers model, cheap enough for each pass; empty without adapters."""
+    """Return the state of every PEFT layer in a transformers model; empty without adapters. This is cheap enough for each pass."""
     # PEFT notes its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -23,20 +23,20 @@ def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call chooses adapters by the argument ``adapter_names``, for which PEFT puts hooks on their layers."""
+    """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT puts hooks on their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
 def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
-    """Return the modules that can run under gradient checkpointing, which have an attribute ``gradient_checkpointing``."""
+    """Return the modules that support gradient checkpointing: those with an attribute ``gradient_checkpointing``."""
     name = "gradient_checkpointing"
     return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]
 
 
 class ModelState:
-    """A summary of a model that changes with its adapters, weights, dtype or mode, even if they change in place.
+    """A summary of a model's adapters, weights, dtypes and mode that reveals later changes, even in place.
 
-    It reads no values and keeps no weights alive.
+    It is created without reading values, and keeps no weights alive.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -45,12 +45,12 @@ class ModelState:
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` has not changed."""
+        """Return True if ``model`` has not changed since the summary was created."""
         return self._modes == (adapters_in_effect(model), model.training) and not self.has_other_weights()
 
     def has_other_weights(self, few: bool = False) -> bool:
-        """Return True if parameters changed; with ``few``, only the first ``FEW`` are checked."""
-        for kept, version in self._versions[:FEW] if few else self._versions:
+        """Return True if parameters changed; with ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
+        for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if few else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True
         return False

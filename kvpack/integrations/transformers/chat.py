@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model over one packed cache. Callers pass only new messages, and only new tokens are computed."""
+"""Chat: a conversation with a model over one packed cache. Callers pass only new messages, and the model computes only new tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MIN_REUSED = 0.1
 """Fraction of a loaded chat that a template which drops reasoning still reuses; another template shares a few tokens at most."""
 
 _DIGEST = f"{CHAT}sha256"
-"""Name of the digest of the messages as JSON."""
+"""The metadata name of the digest of the messages as JSON."""
 _SPANS = "of_token_ids"
 
 Message = dict[str, Any]
@@ -166,7 +166,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with(self, message: Any) -> list[Message]:
-        """Return all messages including the new ones."""
+        """Return the messages so far, followed by the new ones in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):
@@ -196,7 +196,7 @@ class Chat:
         return text, list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _generate(self, ids: list[int], options: dict[str, Any]) -> list[int]:
-        """Return the tokens that the model generates after ``ids``; all but the last are in the cache afterwards."""
+        """Return the tokens that the model generates after ``ids``. The cache then contains all of them except the last."""
         if not ids:
             raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
         cache = self._cache
@@ -234,7 +234,7 @@ class Chat:
         return list(written[len(ids) :])
 
     def _metadata(self, cache: Cache) -> dict[str, Value]:
-        """Return the messages as texts for a file's metadata; parts that are in the token ids are stored as ranges of them."""
+        """Return a file's metadata with the messages. Parts that occur in the token ids are stored as ranges of them."""
         text, _ = self._rendered(self.messages, reply=False)
         tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
@@ -280,7 +280,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 
 
 class _Tokens:
-    """The rendered conversation, with the positions of its characters in the cache's token ids as far as both agree."""
+    """A rendered conversation that maps its characters to positions in the cache's token ids, as far as both agree."""
 
     def __init__(self, tokenizer: Any, text: str, held: list[int], *, special: bool) -> None:
         self.tokenizer, self.text, self.ids, self.at = tokenizer, text, held, 0
@@ -295,7 +295,7 @@ class _Tokens:
                 self._ends.append(end)
 
     def parts(self, content: str) -> list[Any]:
-        """Return ``content`` as texts and ranges of token ids ``[start, stop]``; the next content is searched after this one."""
+        """Return ``content`` as a list of texts and ranges ``[start, stop]`` of token ids. Contents must be passed in order."""
         kept = _longest_ending(content, self.text, self.at)
         begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
         if begin < 0:
@@ -314,7 +314,7 @@ class _Tokens:
 def _longest_ending(content: str, text: str, at: int) -> int:
     """Return the length of the longest suffix of ``content`` that occurs in ``text`` from ``at`` on.
 
-    Templates drop beginnings, such as reasoning.
+    Only a suffix may occur, because templates drop the beginning of some messages, such as reasoning.
     """
     low, high = 0, len(content)
     while low < high:

@@ -1,4 +1,4 @@
-"""KvpackCache in code compiled by torch.compile: operators that call its methods."""
+"""Support for KvpackCache in code compiled by torch.compile: custom operators that call its methods."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""The arguments of a model's forward whose values a pass reads, in the order of the parameters of ``kvpack::pass_begins``."""
+"""The arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::pass_begins`` receives them."""
 
 
 class CompiledCalls(operators.Tickets):
-    """Calls of the KvpackCache ``cache`` in compiled code, with one ticket for each layer (``kvpack.live.operators``)."""
+    """The calls that compiled code makes to the KvpackCache ``cache``, with one ticket per layer (``kvpack.live.operators``)."""
 
     def __init__(self, cache: Any, layers: int) -> None:
         super().__init__(self, layers)
@@ -31,13 +31,13 @@ class CompiledCalls(operators.Tickets):
         return type(self)(memo[id(self._cache())], len(self.tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Append keys and values to a layer; the body of the operator."""
+        """Append keys and values to a layer. This is the body of an operator."""
         assert k is not None
         assert v is not None
         self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Attend over a layer; the body of the operator."""
+        """Attend to a layer. This is the body of an operator."""
         if starts is not None:
             given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if given is None and any(mask.columns is not None for mask in self._masks.values()):
@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence sees, and note anything else that ``columns``, a padding mask, hides."""
+        """Return the first token that each sequence sees, and record any other tokens that ``columns``, a padding mask, hides."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = padding_of(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -95,13 +95,13 @@ class CompiledCalls(operators.Tickets):
         return seen
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return ``starts`` in compiled code."""
+        """Call ``starts`` from compiled code."""
         starts: torch.Tensor
         starts, self.tickets[layer] = first_seen(self.tickets[layer], columns, layer, queries)
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
-        """Run ``Tracking.enter`` in compiled code for the module with this number among those with hooks."""
+        """Call ``Tracking.enter`` from compiled code, for module number ``module`` of those with hooks."""
         # None and empty values are left out; of the others, all but tensors and this one count by their names.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = pass_begins(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
@@ -109,7 +109,7 @@ class CompiledCalls(operators.Tickets):
         self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
-        """Run ``Tracking.leave`` in compiled code."""
+        """Call ``Tracking.leave`` from compiled code."""
         self.tickets = [pass_ends(self.tickets, module)] * len(self.tickets)
 
     @property
@@ -123,7 +123,7 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides``: it hides some of them. ``columns``, bool ``[batch, token]``, is set if it hides more than the first ones.
+    ``hides`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides others than the first.
     """
 
     starts: torch.Tensor

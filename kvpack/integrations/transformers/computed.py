@@ -1,4 +1,4 @@
-"""Checksums of the keys and values of a plain cache, to detect changes since recorded passes computed them."""
+"""Checksums of the keys and values in transformers' own caches, which reveal changes after recorded passes computed them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from kvpack.cache.states import States
 
 _VALUES_AT_ONCE = 1 << 22
-"""Maximum number of values of equal layers that are summed together."""
+"""Maximum number of values that are summed together, from layers of equal shape."""
 
 
 @dataclass
-class _Line:
-    """Checksums of one side, int64 ``[batch, token]`` in parts, from position ``first`` on."""
+class _SideChecksums:
+    """The checksums of one layer's keys or values, int64 ``[batch, token]`` in several parts, from position ``first`` on."""
 
     first: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -44,18 +44,18 @@ class Computed:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._lines: dict[tuple[int, str], _Line] = {}
+        self._lines: dict[tuple[int, str], _SideChecksums] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self.states: dict[int, States] = {}
         """The states that were kept, by the number of tokens that they follow."""
 
     @property
     def batch(self) -> int:
-        """Number of recorded rows."""
+        """Number of recorded sequences."""
         return next((line.sums.shape[0] for line in self._lines.values()), 0)
 
     def add(self, past: TransformersCache, tokens: int) -> None:
-        """Record the tokens of ``past`` from ``self.tokens`` up to ``tokens``."""
+        """Record the checksums of ``past`` from token ``self.tokens`` up to ``tokens``."""
         sides = list(_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])
@@ -63,19 +63,19 @@ class Computed:
             held = max(first, self.tokens)
             line = self._lines.get(place)
             if line is None or line.first + line.sums.shape[1] != held or line.sums.shape[0] != x.shape[0]:
-                line = self._lines[place] = _Line(held)
+                line = self._lines[place] = _SideChecksums(held)
             line.parts.append(side_sums)
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` has the tensors that it had when tokens were last recorded; their values may differ."""
+        """Return True if ``past`` has the same tensor objects as when tokens were last recorded, whatever their values."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
-        """Return, for each row of ``past``, the recorded row that begins with the same ``tokens`` tokens.
+        """Return, for each sequence of ``past``, the recorded sequence that begins with the same ``tokens`` tokens.
 
-        Returns None if there is none for some row.
+        Returns None if some sequence has no match.
         """
         noted: list[list[bytes]] = []
         result: list[list[bytes]] = []
@@ -97,11 +97,11 @@ class Computed:
         return None if None in rows else [row for row in rows if row is not None]
 
     def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
-        """Return, for each side, the position of its first token, and the checksums ``[row, token]`` from there up to ``tokens``."""
+        """Return the first position, and the checksums ``[row, token]`` up to ``tokens``, of each layer's keys and values."""
         return {place: (line.first, line.sums[:, : max(0, tokens - line.first)].cpu().numpy()) for place, line in self._lines.items()}
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the checksums of these rows, and drop all states."""
+        """Keep the checksums of the sequences ``rows``, and drop all states."""
         self.states.clear()
         for line in self._lines.values():
             line.parts = [line.sums[list(rows)]]
@@ -115,7 +115,7 @@ class Computed:
 
 
 def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the ``checksums`` of each; equal layers with few tokens are combined, so that a step needs few launches."""
+    """Return the ``checksums`` of each tensor. Layers of equal shape with few tokens are combined, so that a step needs few launches."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(given):
         alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
@@ -133,7 +133,7 @@ def _row_sums(sums: torch.Tensor) -> list[bytes]:
 
 
 def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
-    """Yield layer and name, the position of the first token, and the values of each readable side."""
+    """Yield (layer and name, position of the first token, values) for each layer's keys and values that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
             # Nothing but a pass changes packed layers, and reading them decodes them.

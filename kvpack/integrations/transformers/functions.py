@@ -1,4 +1,4 @@
-"""transformers' attention function over packed layers, and over plain tensors."""
+"""The attention function "kvpack" for transformers, over packed layers and over plain tensors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def attention(
 def _plain(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the model's own attention over tensors."""
+    """Compute the model's own attention over plain tensors."""
     function = plain_attention(module, options)
     queries, tokens = query.shape[2], key.shape[2]
     window = options.get("sliding_window")

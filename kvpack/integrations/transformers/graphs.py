@@ -1,4 +1,4 @@
-"""Decode steps of a model over a KvpackCache as CUDA graphs, captured and replayed behind the model's ``forward``."""
+"""Run the decode steps of a model over a KvpackCache as CUDA graphs, which are captured and replayed behind the model's ``forward``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .states import CapturedStep, PackedLength
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
 
-EAGER_STEPS, UNASKED_STEPS = 1, 4
+EAGER_STEPS, DEFAULT_EAGER_STEPS = 1, 4
 """Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way.
 
 A capture takes what some replays gain: where nobody asked for graphs, short rows of steps go without.
@@ -44,13 +44,13 @@ request more outputs are not set.
 """
 
 _CAPTURES = threading.Lock()
-"""Held during a capture: all are on one stream."""
+"""The lock that serializes captures, because all of them use one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models whose capture failed when nobody had requested it; their next caches do not try again."""
+"""Models for which a capture by default has failed. Their next caches do not try again."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
-"""The switch of each model, by its id; they live as long as a cache references them."""
+"""The ``ForwardSwitch`` of each model, by the model's id, as long as a cache references it."""
 
 
 class StepGraphs:
@@ -101,7 +101,7 @@ class StepGraphs:
             return self._graph.replayed(cache, step, self._number)
         self._eager += 1
         out = forward(**arguments)
-        if self._eager > (EAGER_STEPS if self._asked else UNASKED_STEPS) and cache.live.launches == self._launches:
+        if self._eager > (EAGER_STEPS if self._asked else DEFAULT_EAGER_STEPS) and cache.live.launches == self._launches:
             self._capture(cache, forward, model, snapshot, arguments, step, out)
         self._launches = cache.live.launches
         return out
@@ -111,7 +111,7 @@ class StepGraphs:
         self._graph, self._eager, self._kind = None, 0, None
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
-        """Return the pass as a step, or None if it is not one."""
+        """Return the pass with these arguments as a step, or None if it is not a decode step."""
         given = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
         ids, positions = given.get("input_ids"), given.get("position_ids")
         if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
@@ -148,7 +148,7 @@ class StepGraphs:
         step: _Step,
         expected: Any,
     ) -> None:
-        """Capture the step that has just returned ``expected``; disable all graphs if that fails or a replay returns anything else."""
+        """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns anything else."""
         if not self._asked:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.now(model).foreign
             if self.refused:
@@ -158,12 +158,12 @@ class StepGraphs:
         try:
             _check_model(model, step.ids.device)
             if not isinstance(expected, ModelOutput):
-                raise _Refusal("the model returns no ModelOutput")
+                raise _GraphRefused("the model returns no ModelOutput")
             # The step once more: its tokens are where they were.
             live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
-                raise _Refusal("a captured step gives different results, so it depends on more than token ids and positions")
+                raise _GraphRefused("a captured step gives different results, so it depends on more than token ids and positions")
         except BaseException as error:
             live.adjust_length(tokens - live.seen(self._number))
             restore_tail()
@@ -183,12 +183,12 @@ class StepGraphs:
             _NOT_CAPTURED.add(model)
 
 
-class _Refusal(Exception):
-    """The reason why there is no graph."""
+class _GraphRefused(Exception):
+    """The exception that gives the reason why a step cannot be captured."""
 
 
 class _Step(NamedTuple):
-    """A decode step: steps of one ``kind`` differ in these tensors only."""
+    """A decode step. Steps of the same ``kind`` differ only in these tensors."""
 
     kind: Hashable
     ids: torch.Tensor
@@ -197,7 +197,7 @@ class _Step(NamedTuple):
 
 
 class _Graph:
-    """A captured step over ``cache``, for lengths of at least ``least``."""
+    """A captured step over ``cache``, valid for cache lengths of at least ``least``."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Graph:
 
     @property
     def model_is_unchanged(self) -> bool:
-        """True if the model has not changed since the capture, except for values in place."""
+        """True if the model has not changed since the capture, except for weights that changed in place."""
         snapshot = self._snapshot()
         return snapshot is not None and snapshot.unchanged()
 
@@ -256,7 +256,7 @@ class _Graph:
 
 
 class _CachedSnapshot:
-    """The snapshot of one model, computed once and cached with the model until it changes."""
+    """A model's snapshot, which is computed once and reused until the model changes."""
 
     def __init__(self) -> None:
         self._kept: ModelSnapshot | None = None
@@ -269,15 +269,15 @@ class _CachedSnapshot:
 
 
 class ForwardSwitch:
-    """Replaces the ``forward`` of one model for passes over caches with graphs.
+    """A replacement of one model's ``forward`` for passes over caches with graphs.
 
-    The original is restored with the last reference to this object.
+    The original is restored when the last reference to this object is gone.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         before = vars(model).get("forward")
-        model.forward = _Forward(model, before)
+        model.forward = _SwitchedForward(model, before)
         weakref.finalize(self, _restore, self._model, before)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -293,8 +293,8 @@ class ForwardSwitch:
         return switch
 
 
-class _Forward:
-    """A ``forward`` of ``model`` that replaces ``before`` or, if that is None, the class's; a copy of the model gets its own."""
+class _SwitchedForward:
+    """A ``forward`` method of ``model`` that replaces ``before`` or, if that is None, the class's. Copies of the model get their own."""
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
         self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
@@ -304,12 +304,12 @@ class _Forward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """True if the forward is the one of the model's class."""
+        """True if it replaces the ``forward`` of the model's class, and not one that the instance already had."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._model()))
-        return self if copied is None or self._before is not None else _Forward(copied, None)
+        return self if copied is None or self._before is not None else _SwitchedForward(copied, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
@@ -324,7 +324,7 @@ class _Forward:
 def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
     alive = model()
     # Whoever has wrapped it meanwhile goes on, through what a cache without graphs goes through.
-    if alive is None or not isinstance(vars(alive).get("forward"), _Forward):
+    if alive is None or not isinstance(vars(alive).get("forward"), _SwitchedForward):
         return
     if before is None:
         del vars(alive)["forward"]
@@ -333,7 +333,7 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 
 
 def may_replay(model: torch.nn.Module) -> bool:
-    """Return True if steps of ``model`` may be replayed by default; its code is read before the first capture."""
+    """Return True if decode steps of ``model`` may be replayed by default. Its code is inspected later, before the first capture."""
     forward, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
     return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
 
@@ -344,7 +344,10 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Return a function that replays ``call``, and the call's result, whose tensors each replay overwrites. Raises PyTorch's errors."""
+    """Capture ``call``, and return a function that replays it, and its result, whose tensors each replay overwrites.
+
+    Raises PyTorch's errors.
+    """
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -377,9 +380,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def _recover(device: torch.device, pool: Any) -> None:
-    """Let PyTorch's allocator and random number generator leave a failed capture, on its stream.
+    """End a failed capture for PyTorch's allocator and random number generator.
 
-    Before 2.12 both remain in it, and then raise in ``empty_cache`` (PyTorch's #180395) and whenever a number is drawn.
+    Before PyTorch 2.12 both stay in capture mode, and later raise in ``empty_cache`` (PyTorch #180395) and when a number is drawn.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
@@ -395,7 +398,7 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @cache
 def _stream_of(device: torch.device) -> Any:
-    """Return the stream for captures; libraries keep a workspace for each stream."""
+    """Return the device's stream for captures. There is only one, because libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -406,7 +409,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 def _is_watched() -> bool:
     """Return True if a PyTorch mode intercepts operations, which replays would bypass.
 
-    A mode that only places new tensors does not count.
+    A mode that only sets the device of new tensors does not count.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     functions = (mode for mode in modes if not isinstance(mode, DeviceContext))
@@ -414,14 +417,14 @@ def _is_watched() -> bool:
 
 
 def _check_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise _Refusal for a model whose calls have effects that a replay would omit."""
+    """Raise _GraphRefused if calls of ``model`` have effects that a replay would omit."""
     if any(parameter.device != device for parameter in model.parameters()):
-        raise _Refusal(f"its weights are not all on {device}")
+        raise _GraphRefused(f"its weights are not all on {device}")
     hooked = next((name for name, module in model.named_modules() if has_other_hooks(module)), None)
     if global_hooks():
         hooked = "every module"
     if hooked is not None:
-        raise _Refusal(f"{hooked or 'the model'} has forward hooks, which a replay would leave out")
+        raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would leave out")
 
 
 def _same(one: Any, other: Any) -> bool:

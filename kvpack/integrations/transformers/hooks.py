@@ -1,4 +1,4 @@
-"""Hooks on a model that report forward passes to its caches, and record passes over plain caches."""
+"""Hooks on a model that report forward passes to its KvpackCaches, and record passes over transformers' own caches."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from .compiled import CompiledCalls
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""The hooks of each model, by its id; they live as long as something references them."""
+"""The hooks of each model, by the model's id, as long as something references them."""
 
 
 class Hooks:
-    """The hooks of one model: they reference no cache, and are removed with the last reference to this object."""
+    """The hooks of one model. They reference no cache, and are removed when the last reference to this object is gone."""
 
     def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
         self.recordings: list[Recording] = []
         self.inside = [weakref.ref(module) for module in inside]
         self.encoder_calls = EncoderCalls()
-        state = _Unpickled(self)
+        state = _HooksReference(self)
         # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
         handles: list[Any] = []
         for number, module in enumerate(inside):
@@ -74,8 +74,8 @@ class Hooks:
         return hooks
 
 
-class _Unpickled:
-    """A weak reference to a model's hooks, whose pickling error explains why the model cannot be pickled."""
+class _HooksReference:
+    """A weak reference to a model's hooks. Pickling it raises an error that explains why the model cannot be pickled."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -98,20 +98,20 @@ class _Unpickled:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return what an encoder was given for a decoder's call; None for another call."""
+        """Return the digests of an encoder's input for a decoder's call; None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
 
 def refuse_pickled_model() -> NoReturn:
-    """Raise InvalidParameter: a KvpackCache has hooks on the model."""
+    """Raise InvalidParameter, because the model has hooks of a KvpackCache or of ``recording``."""
     raise InvalidParameter(
         "the model is watched by a KvpackCache or recording(), which pickle cannot hold: call release() on the cache first, or end its "
         "with block, then save the model; torch.save(model.state_dict(), path) works at any time"
     )
 
 
-def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(mine: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = arguments_of(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
@@ -123,24 +123,26 @@ def _before(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[
     _check_source(mine, past, arguments)
 
 
-def _check_source(mine: _Unpickled, past: Any, arguments: dict[str, Any]) -> None:
-    """Record and compare what an encoder was given for a call over a cache of two parts."""
+def _check_source(mine: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
+    """Record the encoder's input for a call over an encoder-decoder cache, and compare it with the cache's."""
     if isinstance(past, EncoderDecoderCache) and (sources := mine.sources(arguments)) is not None:
         for passes in [*passes_over(past), *mine.recordings()]:
             passes.encoded(sources)
         check_sources(passes_over(past), sources)
 
 
-def _before_decoder(mine: _Unpickled, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_decoder(mine: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = arguments_of(module, args, kwargs)
     _check_source(mine, cache_in(arguments), arguments)
 
 
-def _after_encoder(mine: _Unpickled, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after_encoder(mine: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     mine.encoder_ended(arguments_of(module, args, kwargs), output)
 
 
-def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _after_call(
+    mine: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     arguments = arguments_of(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
@@ -152,7 +154,7 @@ def _after_call(mine: _Unpickled, number: int, module: torch.nn.Module, args: tu
 
 
 class Passes:
-    """The forward passes over one cache: the outermost call of each, with the positions given to calls inside it."""
+    """The nested calls of forward passes over one cache: the outermost call of each pass, and the positions passed to calls inside it."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -295,7 +297,7 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
 
 
 def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the transformers models among the modules of ``model``, outermost first; PEFT's wrappers are not included."""
+    """Return the transformers models among the modules of ``model``, outermost first, without PEFT's wrappers."""
     return list(_models_in(model))
 
 
@@ -321,7 +323,7 @@ def _parts(past: Any) -> list[TransformersCache]:
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """Return the calls of the single KvpackCache of a pass in compiled code; None if the pass breaks the compiled graph."""
+    """Return the ``CompiledCalls`` of a pass's only KvpackCache; None if the pass is not supported in compiled code."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
@@ -332,10 +334,10 @@ def _tokens(past: Any) -> int:
 
 
 def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
-    """Update a record to the current state of its cache of ``tokens`` tokens.
+    """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
-    Newest tokens may be gone, rows selected, or tokens added by passes outside the recording. If values are no longer those of the passes,
-    as after dropping tokens in between, the record forgets their inputs.
+    Meanwhile, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If values have
+    changed otherwise, the record drops their inputs.
     """
     kept = min(tokens, record.tokens)
     rows = computed.rows(cache, kept) if kept else []
@@ -356,7 +358,7 @@ def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens
 
 
 def _watch_generate(model: PreTrainedModel) -> bool:
-    """Show caches the token ids given to ``generate``: forward passes see only those after the cache."""
+    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``. Forward passes get only those after the cache."""
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
     for method in _WATCHED:
@@ -365,8 +367,8 @@ def _watch_generate(model: PreTrainedModel) -> bool:
     return True
 
 
-class _Watched:
-    """A method ``name`` of ``model`` whose calls are reported to its KvpackCaches; a copy of the model gets its own."""
+class _WatchedMethod:
+    """A wrapper of the method ``name`` of ``model`` that reports calls to its KvpackCaches. Copies of the model get their own."""
 
     name: str
 
@@ -391,8 +393,8 @@ class _Watched:
         return alive
 
 
-class _Prepare(_Watched):
-    """``prepare_inputs_for_generation``, preceded by a check of the ids; the cache then gets as many sequences as there are rows of ids.
+class _WatchedPrepareInputs(_WatchedMethod):
+    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
 
     If a model leaves the cache out to compute all tokens again, because its RoPE has other frequencies from this token on, they are
     computed into the cache.
@@ -416,8 +418,8 @@ class _Prepare(_Watched):
         return prepared
 
 
-class _Prefill(_Watched):
-    """``_prefill``, which may prepare a prompt chunk by chunk: all ids are checked before the first chunk."""
+class _WatchedPrefill(_WatchedMethod):
+    """A wrapper of ``_prefill`` that checks all token ids first, because ``_prefill`` may pass a prompt on chunk by chunk."""
 
     name = "_prefill"
 
@@ -432,10 +434,10 @@ class _Prefill(_Watched):
             return type(alive)._prefill(alive, *args, **kwargs)
 
 
-class _Segments(_Watched):
-    """``generate_with_fallback``, by which Whisper computes one segment of a recording after another with the given cache.
+class _WhisperSegments(_WatchedMethod):
+    """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording with the same cache.
 
-    Each segment begins with an empty cache, as without a given cache, because it does not depend on the segment before.
+    It empties the cache before each segment, because segments do not depend on each other.
     """
 
     name = "generate_with_fallback"
@@ -455,8 +457,8 @@ class _Segments(_Watched):
         return type(alive).generate_with_fallback(alive, *args, **kwargs)
 
 
-class _PreparePositions(_Watched):
-    """``_prepare_position_ids_for_generation``, which would continue from the model's previous prompt, whatever the cache."""
+class _WatchedPreparePositions(_WatchedMethod):
+    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache and not from the model's previous prompt."""
 
     name = "_prepare_position_ids_for_generation"
 
@@ -467,8 +469,8 @@ class _PreparePositions(_Watched):
         return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
 
 
-class _PrepareCache(_Watched):
-    """A ``_prepare_cache_for_generation`` that restores the given cache.
+class _WatchedPrepareCache(_WatchedMethod):
+    """A wrapper of ``_prepare_cache_for_generation`` that restores the caller's cache.
 
     Some models replace an encoder-decoder cache with their own.
     """
@@ -488,7 +490,7 @@ class _PrepareCache(_Watched):
             past.is_updated = updated
 
 
-_WATCHED = (_Prepare, _PreparePositions, _PrepareCache, _Prefill, _Segments)
+_WATCHED = (_WatchedPrepareInputs, _WatchedPreparePositions, _WatchedPrepareCache, _WatchedPrefill, _WhisperSegments)
 
 
 def _kvpack_caches(past: Any) -> list[Any]:

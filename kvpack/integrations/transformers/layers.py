@@ -1,4 +1,4 @@
-"""One packed layer as a layer of a transformers cache."""
+"""Packed layers in the form of transformers' cache layers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Decoding:
         self.told = told
 
     def tell(self, name: str) -> None:
-        """Issue a KvpackWarning about the model ``name``, unless one was issued."""
+        """Issue a KvpackWarning about the model ``name``, unless one has already been issued."""
         self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
 
     def warn_masked(self) -> None:
-        """Issue a KvpackWarning about masks, unless one was issued."""
+        """Issue a KvpackWarning about masks, unless one has already been issued."""
         self._warn(
             "the attention mask hides tokens other than padding on the left, and packed attention is causal, within a window or not: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
     def warn_read(self, number: int, name: str) -> None:
-        """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one was issued."""
+        """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one has already been issued."""
         self._warn(
             f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
             "attention that reads tensors, use KvpackCache(..., dense=True)"
@@ -49,7 +49,7 @@ class Decoding:
 
 
 class AbsentLayer(DummyLayer):  # type: ignore[misc]
-    """A layer without contents that uses the keys and values of another layer."""
+    """A cache layer without contents, whose model layer uses the keys and values of another layer."""
 
     packed = Layer(None, None)
     is_sliding = False
@@ -63,9 +63,9 @@ class AbsentLayer(DummyLayer):  # type: ignore[misc]
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Layer ``number`` of a live cache; a sliding-window layer may contain only the newest tokens that it has seen.
+    """A transformers cache layer over layer ``number`` of a live cache. With a sliding window, it may contain only its newest tokens.
 
-    ``window`` is the model's sliding window for it, or None if it has none or the model is not known. ``decoding`` is notified when
+    ``window`` is the model's sliding window for the layer; None if it has none or the model is unknown. ``decoding`` is notified when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
@@ -101,7 +101,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def skipped(self) -> int:
-        """Number of old tokens that are gone."""
+        """Number of old tokens that a sliding window has dropped."""
         return self.live.skipped(self.number)
 
     @property
@@ -109,10 +109,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.live.batch(self.number)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the layer takes its shapes from its first tokens."""
+        """Do nothing, because the layer takes its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append to the live cache, which computes attention."""
+        """Append keys and values to the live cache, and return the live cache in place of both."""
         self.live.update(self.number, key_states, value_states)
         return self.live, self.live
 
@@ -146,7 +146,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens until the next ``crop``, and until the one after that."""
+        """Keep all tokens until the next ``crop``, and then from each ``crop`` until the next."""
         self.live.keep_past(self.number)
         self.is_croppable = True
 
@@ -160,7 +160,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise OutOfBounds or InvalidParameter for a ``crop`` that cannot be done."""
+        """Raise OutOfBounds or InvalidParameter if ``crop`` with this argument is not possible."""
         held = self.live.held(self.number)
         if not -held <= tokens_to_remove <= 0:
             raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
@@ -172,7 +172,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.live.truncate(self.live.seen(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
-        """Raise InvalidParameter: transformers moves tensors, but this layer has pages."""
+        """Raise InvalidParameter, because packed layers cannot be moved as transformers moves tensors."""
         raise InvalidParameter(
             f"layers[{self.number}] is packed, and its pages stay on their device: leave offload out, or save the cache and load it again"
         )
@@ -243,7 +243,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """Return, for each layer, the next one that receives tokens in the same pass; for the last, itself."""
+    """Return, for each layer, the number of the next layer that receives tokens in a pass; for the last layer, its own number."""
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]
 

@@ -1,4 +1,4 @@
-"""transformers' mask function for attention "kvpack": no mask if packed attention needs none, otherwise the model's own."""
+"""The mask function of attention "kvpack" for transformers: no mask if packed attention needs none, otherwise the model's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUERIES_AT_A_TIME = 128
-"""The rows of a mask that are compared at once with the mask that attention applies by itself."""
+"""Number of rows in which a mask is compared at a time with the mask that attention applies by itself."""
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
 def _has_mask(
     name: str, kv_length: int, padded: bool, *, q_length: int, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
 ) -> bool:
-    """Return True if attention ``name`` receives a causal mask of these keys instead of using its module's ``is_causal``."""
+    """Return True if attention ``name`` would receive a causal mask for these keys instead of using its module's ``is_causal``."""
     if name != "sdpa":
         return not name.startswith("flash")
     within = local_size is None or kv_length < local_size
@@ -104,7 +104,7 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Return True if transformers' arguments alone show that the mask, apart from padding, is causal.
+    """Return True if transformers' arguments are enough to show that the mask, apart from padding, is causal.
 
     It may also limit tokens to the model's window.
     """
@@ -176,7 +176,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless a mask has a column for each token that a layer returns to a pass of ``queries`` tokens."""
+    """Raise InvalidParameter unless a mask has a column for each of the ``held`` tokens that a pass of ``queries`` tokens can see."""
     if columns != held:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {held} tokens for a pass of {queries}: "

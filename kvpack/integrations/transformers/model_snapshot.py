@@ -1,4 +1,4 @@
-"""Everything in a model that a replayed step depends on: modules, weights, hooks, attributes and code, and the code's origin."""
+"""Snapshots of everything in a model that a replayed step depends on: modules, weights, hooks, attributes, and code and its origin."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
-"""Packages whose code keeps no step counts on the host, and those that transformers' own classes use."""
+"""Packages whose code does not count steps on the host, including those that transformers' own classes use."""
 
 _READ = "transformers.models."
-"""Modules of transformers whose functions are read for their calls."""
+"""The modules of transformers whose functions are inspected for the functions that they call."""
 
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class ModelSnapshot:
-    """The parts of ``model``, except the values of its weights, which may change in place. It keeps modules and weights alive."""
+    """A snapshot of ``model``, except of the weights' values, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
@@ -52,7 +52,7 @@ class ModelSnapshot:
         self._found = self._now()
 
     def unchanged(self) -> bool:
-        """Return True if nothing has changed except values in place."""
+        """Return True if nothing has changed since, except values in place."""
         try:
             return self._now() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -92,7 +92,7 @@ _OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 
 
 class _Code:
-    """The functions that ``modules`` run, as far as classes, attributes, and names in transformers' model code lead to them."""
+    """The functions that ``modules`` run, found through their classes, attributes, and the names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.foreign: str | None = None

@@ -1,4 +1,4 @@
-"""What a transformers model expects of its caches, and checks that a packed cache belongs to it."""
+"""The properties that a transformers model requires of its caches, and checks that a packed cache belongs to the model."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     from kvpack.identity.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
-"""Settings of models that expand cached states before attention, or attend in chunks."""
+"""Settings of models that expand cached states before attention, or attend in chunks, and so cannot use packed layers."""
 
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
-_SAME = "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
-"""What to do about a cache of a model that only seems to be another one."""
+_SAME_MODEL_ADVICE = "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
+"""The advice for a cache whose model only seems to be another one."""
 _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
-"""Kinds of PEFT's adapters that are a cache."""
+"""The kinds of PEFT adapters that provide a cache of their own."""
 
 
-class Expected:
+class ExpectedLayers:
     """The layers that a model with the configuration ``config`` expects in its cache.
 
     Raises InvalidParameter for anything but the configuration of a transformers model.
@@ -76,8 +76,7 @@ class Expected:
         self._takes_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
-        """Return the sliding window of each of the first ``layers`` layers; an encoder-decoder has none, because its layers see all tokens.
-        """
+        """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none: its layers see all tokens."""
         if self.has_encoder:
             return [None] * layers
         known = [getattr(layer, "sliding_window", None) for layer in self._layers]
@@ -100,7 +99,7 @@ class Expected:
 
     @property
     def shared(self) -> list[int]:
-        """Layers whose keys and values other layers also attend to."""
+        """The numbers of the layers whose keys and values other layers also attend to."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
@@ -134,7 +133,7 @@ class Expected:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """Layers of the cache that transformers creates for the model, one per decoder layer."""
+        """The layers of the cache that transformers would create for the model, one per decoder layer."""
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -145,7 +144,7 @@ class Expected:
         return layers
 
 
-class Model(Expected):
+class Model(ExpectedLayers):
     """The properties of a transformers model, or of a wrapper of one, that its caches depend on. It references no weights.
 
     ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter for anything but a model.
@@ -205,7 +204,7 @@ class Model(Expected):
 
 
 def _check_takes_given_cache(model: Any) -> None:
-    """Raise InvalidParameter for a wrapper that gives the wrapped model its own cache."""
+    """Raise InvalidParameter if ``model`` is a wrapper that passes its own cache to the wrapped model."""
     settings = getattr(model, "active_peft_config", None)
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
     if kind in _WITH_OWN_CACHE:
@@ -215,7 +214,7 @@ def _check_takes_given_cache(model: Any) -> None:
         )
 
 
-class Named:
+class NamedModel:
     """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
     ``unnamed``.
 
@@ -226,7 +225,7 @@ class Named:
         self._identity, self._weights, self.unnamed = identity, weights, unnamed
 
     def hold(self) -> None:
-        """Wait until later changes cannot affect the digest of the weights."""
+        """Wait until later changes of the weights cannot affect their digest."""
         if self._weights is not None:
             self._weights.hold()
 
@@ -247,7 +246,7 @@ class Named:
         return self.fields.get("weights", "")
 
 
-def named(model: Any) -> Named:
+def named(model: Any) -> NamedModel:
     """Return the fields by which caches name ``model`` in its current state.
 
     They are empty in training mode, or with buffers that are not in memory.
@@ -257,9 +256,9 @@ def named(model: Any) -> Named:
         model_parts = _parts(model)
         with contextlib.suppress(InvalidParameter):
             weights = weights_of(model_parts)
-        return Named(Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
+        return NamedModel(Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
     except InvalidParameter as error:
-        return Named(unnamed=str(error))
+        return NamedModel(unnamed=str(error))
 
 
 def identity_of(model: Any) -> dict[str, str]:
@@ -268,14 +267,14 @@ def identity_of(model: Any) -> dict[str, str]:
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """Return ``identity_of(model)``, with the weights named as in the model of ``basis``."""
+    """Return ``identity_of(model)``, with the weights identified by the same kind of digest as in ``basis``."""
     identity = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**identity, "weights": sample_of(model)} if sampled and identity else identity
 
 
 def sample_of(model: Any) -> str:
-    """Return the sample of a model's weights that files of earlier versions contain; empty if they cannot be read."""
+    """Return the digest of a sample of a model's weights, which files of earlier versions contain; empty if they cannot be read."""
     try:
         return weights_sample(_parts(model))
     except InvalidParameter:
@@ -290,7 +289,7 @@ def weights_now(model: Any) -> str:
         return ""
 
 
-def check_identity(cache: Cache, model: Any) -> Named:
+def check_identity(cache: Cache, model: Any) -> NamedModel:
     """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model, or one that
     cannot be named.
 
@@ -299,12 +298,12 @@ def check_identity(cache: Cache, model: Any) -> Named:
     none.
     """
     if not cache.model.get("config"):
-        return Named()
+        return NamedModel()
     this = named(model)
     fields = dict(this.fields)
     if not fields:
         told = "the cache names the model that computed it, but this one cannot be compared with it"
-        raise InvalidParameter(f"{told}: {this.unnamed}; {_SAME}")
+        raise InvalidParameter(f"{told}: {this.unnamed}; {_SAME_MODEL_ADVICE}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:
@@ -323,7 +322,11 @@ def check_identity(cache: Cache, model: Any) -> Named:
             verb = "are" if field == "weights" else "is"
             # A file may record any text as the dtype.
             loads = field == "dtype" and isinstance(getattr(torch, recorded, None), torch.dtype)
-            remedy = f"load the model with from_pretrained(..., dtype=torch.{recorded}); or, {_SAME}" if loads else _SAME
+            remedy = (
+                f"load the model with from_pretrained(..., dtype=torch.{recorded}); or, {_SAME_MODEL_ADVICE}"
+                if loads
+                else _SAME_MODEL_ADVICE
+            )
             raise InvalidParameter(
                 f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}: {remedy}"
             )
@@ -346,7 +349,7 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _takes_cache(module: torch.nn.Module) -> bool:
-    """Return True if a call accepts a transformers cache. XLM has its own dict named ``cache``."""
+    """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict of its own."""
     given = inspect.signature(module.forward).parameters
     return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
 
@@ -360,7 +363,7 @@ def _own_cache(module: torch.nn.Module) -> str:
 
 
 def execution_device(model: torch.nn.Module) -> torch.device:
-    """Return the device on which ``model`` computes; weights that accelerate offloads until they are needed are on "meta"."""
+    """Return the device on which ``model`` computes. Weights that accelerate has offloaded are on "meta" and are ignored."""
     devices = {parameter.device for parameter in model.parameters()}
     for module in modules_of(model):
         if "_hf_hook" in vars(module) and (device := getattr(vars(module)["_hf_hook"], "execution_device", None)) is not None:
@@ -369,7 +372,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
-    """Return True if the model of an attention module visibly splits rotary positions into sections, as Qwen2-VL does."""
+    """Return True if an attention module's configuration shows rotary positions that are split into sections, as in Qwen2-VL."""
     return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
 
 
@@ -380,7 +383,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module with that name sets what ``Model`` looks for; a configuration need not list sections."""
+    """Return True if a class in the module ``name`` has rotary sections, which a configuration need not list."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -400,7 +403,7 @@ def decoder_layers(config: Any) -> int | None:
 
 
 def check_layers(layers: int, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter if the model of an attention module visibly has fewer than ``layers`` layers."""
+    """Raise InvalidParameter if an attention module's configuration shows that the model has fewer than ``layers`` layers."""
     config = getattr(module, "config", None)
     expected = decoder_layers(config) or getattr(config, "num_hidden_layers", None)
     if isinstance(expected, int) and not getattr(config, "is_encoder_decoder", False) and layers > expected:

@@ -1,4 +1,4 @@
-"""The calls that a model and its attention make to a KvpackCache in a forward pass."""
+"""The part of a KvpackCache that a model and its attention call in a forward pass."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _DENSE = "a KvpackCache whose layers are decoded for its model (dense=True) deco
 
 
 class PassCalls(TransformersCache):  # type: ignore[misc]
-    """A transformers cache over the layers of ``live``, as a model calls it; ``passes`` records the calls."""
+    """A transformers cache over the layers of ``live``, with the methods that a model calls. ``passes`` records the calls."""
 
     live: LiveCache
     passes: Tracking
     compiled: CompiledCalls
     graphs: StepGraphs | None
     masked: dict[bool, bool]
-    """For layers with and without a sliding window, True if the model's own attention had a causal mask in this pass."""
+    """Two flags, for layers with and without a sliding window: True if the model's own attention had a causal mask in this pass."""
     _dense: bool
     _careful: bool
     _following: list[int]
@@ -67,7 +67,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Run ``take``, and return the layer's dense keys and values; add nothing if they are not available."""
+        """Call ``take``, and return the layer's dense keys and values. Adds nothing if they are not available."""
         before = self.live.seen(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -81,7 +81,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Add tokens to one layer, like ``update`` without its result."""
+        """Add tokens to one layer as ``update`` does, without returning anything."""
         # Most steps need no more: what they give is of the shape of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
@@ -108,7 +108,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
-        """Return True if a call of ``model`` is the current pass over the cache and nothing else records it."""
+        """Return True if a call of ``model`` is the current pass over the cache, and no other recording covers it."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
@@ -140,7 +140,10 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return int(super().get_seq_length(layer_idx))
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
-        """Return the number of keys for a mask, marked if attention "kvpack" needs no mask, and the first of them."""
+        """Return the number of keys for a mask and the position of the first key.
+
+        The number is a ``PackedLength`` or ``CompiledLength`` if attention "kvpack" needs no mask.
+        """
         if not torch.compiler.is_dynamo_compiling():
             return self.mask_sizes(query_length, layer_idx)
         if self._dense:
@@ -179,7 +182,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """List with True for each layer that has states but no keys and values."""
+        """A list that has True for each layer with states but no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def check_attention(self, module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, as far as its arguments determine them."""
+"""The inputs of one forward pass, as far as they can be determined from its arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ WITHOUT_EFFECT = {
     "return_dict",
     "use_cache",
 }
-"""The arguments of forward passes that change no key and no value: a closed list."""
+"""The only arguments of forward passes that are known not to affect keys and values."""
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
-"""Beginning of the clause about tokens whose sequence length decided the RoPE frequencies."""
+"""The beginning of the clause about tokens whose RoPE frequencies depended on the length of the sequence."""
 
 _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
-"""The arguments that a Pass reads."""
+"""The arguments that ``Pass`` reads."""
 
 
 def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +116,12 @@ class Pass:
 
     @property
     def hides(self) -> bool:
-        """True if ``visible`` lacks a token."""
+        """True if the mask of the pass hides a token."""
         return self._all_visible is not None and not bool(self._all_visible)
 
     @property
     def counts_visible(self) -> bool:
-        """True if the given positions count the visible tokens, as ``generate`` counts them."""
+        """True if the positions passed to the model count only visible tokens, as ``generate`` does."""
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The attention for plain tensors: the model's attention without kvpack."""
+"""Choose the attention for plain tensors: the one that the model would use without kvpack."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     import torch
 
 NAMES = ("kvpack", "kvpack|eager")
-"""Names of the attention: with the second, plain tensors go to eager attention whatever else the model has."""
+"""The names of kvpack's attention. With the second, plain tensors always go to eager attention."""
 
 _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 _CHOSEN_KEYS = ("indices", "block_indices")
-"""Options with which models with an indexer select the attended tokens, if their attention is neither "sdpa" nor "eager"."""
+"""Options by which models with an indexer select the tokens to attend to, unless their attention is "sdpa" or "eager"."""
 
-_before: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""A configuration that a ``Switch`` changed, and the attention that was set before "kvpack", by the configuration's id."""
+_previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
+"""Each configuration that a ``Switch`` has changed, with the attention that was set before, by the configuration's id."""
 
 
 def remember_attention(config: Any, name: str) -> None:
     """Send plain tensors of models with ``config`` to attention ``name`` until ``forget_attention``."""
     number = id(config)
     # A model may go before its switch: its configuration takes the entry along, whose id is then another's.
-    _before[number] = (weakref.ref(config, lambda _: _before.pop(number, None)), name)
+    _previous_attention[number] = (weakref.ref(config, lambda _: _previous_attention.pop(number, None)), name)
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Send plain tensors of copies, found in the ``memo`` of ``copy.deepcopy``, to the same attention as the originals."""
-    for number, (config, name) in list(_before.items()):
+    """Send plain tensors of copied models to the same attention as the originals'. ``memo`` is that of ``copy.deepcopy``."""
+    for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)
 
 
 def forget_attention(config: Any) -> None:
     """Send plain tensors of models with ``config`` to transformers' own default."""
-    _before.pop(id(config), None)
+    _previous_attention.pop(id(config), None)
 
 
 def plain_name(config: Any) -> str:
@@ -53,7 +53,7 @@ def plain_name(config: Any) -> str:
 
     If "kvpack" was not set by a ``KvpackCache``, the attention before is unknown, and the result is transformers' own default.
     """
-    if (before := _before.get(id(config))) is not None:
+    if (before := _previous_attention.get(id(config))) is not None:
         return before[1]
     models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is type(config)]
     supported = bool(models) and all(model._supports_sdpa for model in models)

@@ -1,4 +1,4 @@
-"""Rotary positions of several dimensions: models compute them from images and store where the text continues."""
+"""Multi-dimensional rotary positions, which models compute from images, and after which the text continues at another position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .models import Model
 
 _DELTAS = "rope_deltas"
-"""Attribute in which models store where the text continues, until the next prompt."""
+"""The attribute in which models store the offset of text positions after a prompt's images."""
 
 
 class RotaryPositions:
@@ -74,7 +74,7 @@ class RotaryPositions:
         return cls(deltas, tokens, model)
 
     def offsets(self, rows: int, tokens: int) -> tuple[int, ...] | None:
-        """Return the delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is not known."""
+        """Return the delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is unknown."""
         if not tokens or self._cut is not None:
             return None
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
@@ -147,7 +147,7 @@ class RotaryPositions:
             self._deltas = self._largest[:, -1:] + 1 - tokens
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch."""
+        """Keep the sequences ``indices`` of the batch."""
         if len(self._deltas) > 1:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
             self._largest = None if self._largest is None else self._largest[indices.cpu()]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .cache import KvpackCache
 
 EVERY = 4096
-"""Maximum number of tokens per pass; after each pass, the states of a model with states are kept for a store."""
+"""Default number of tokens per pass. After each pass, the states of a model that has states are kept for a store."""
 
 
 def prefill(
@@ -107,6 +107,6 @@ def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
 
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
-    """Return arguments with which passes into ``cache`` compute no more than it needs."""
+    """Return the arguments with which passes compute no more than ``cache`` needs, such as no logits."""
     given: dict[str, Any] = {**over(model, cache), "use_cache": True}
     return {**given, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else given

@@ -1,4 +1,4 @@
-"""The part of a cache that a prompt can reuse: the tokens whose ids begin both."""
+"""Find the part of a cache that a prompt can reuse: their common prefix of token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
-    """Return the number of tokens with which ``cache`` and every row of ``prompt`` ``[batch, token]`` begin.
+    """Return the length of the common prefix of ``cache`` and ``prompt`` ``[batch, token]``, in tokens, over all rows.
 
     At least one token is left to compute. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token ids for each
     sequence of the cache, and InvalidParameter for a cache whose ids are not known, or whose first token depends on anything else.
@@ -77,16 +77,16 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changed_since(cache: Cache) -> str:
-    """Return a clause about a cache whose values differ from those that passes computed, so that no prompt begins with it.
+    """Return a clause that explains that a cache's values have changed since passes computed them; empty if they have not.
 
-    The clause is empty if none differ.
+    No prompt can reuse such a cache.
     """
     texts = cache.inputs.undetermined if cache.inputs is not None else ()
     return next((text for text in texts if text.endswith(CHANGED)), "")
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
-    """Return a reason why equal token ids may have other keys in ``cache`` than in ``prompt``, or an empty string.
+    """Return a reason why the same token ids may have different keys in ``cache`` and in ``prompt``, or an empty string.
 
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """

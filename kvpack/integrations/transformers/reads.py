@@ -1,4 +1,4 @@
-"""Detect whether a model's code needs dense keys and values.
+"""Determine from a model's code if it needs dense keys and values.
 
 Packed ones can only be passed to attention, with options that it supports.
 """
@@ -49,36 +49,36 @@ def omits_window(model: torch.nn.Module) -> bool:
     return any(read.no_window for read in _readings(model))
 
 
-class _Reading(NamedTuple):
-    """True if a function reads ``states``, and whether it passes ``no_window`` to attention."""
+class _StateUse(NamedTuple):
+    """The result for one function: ``states`` is True if it reads the states, ``no_window`` if it calls attention without a window."""
 
     states: bool
     no_window: bool
 
 
-def _readings(model: torch.nn.Module) -> Iterator[_Reading]:
+def _readings(model: torch.nn.Module) -> Iterator[_StateUse]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
     return (_reading(function) for kind in classes for function in _functions(kind))
 
 
 def _functions(kind: type) -> Iterable[FunctionType]:
-    """Return the methods of a class that are not PyTorch's own."""
+    """Return the methods of a class that are not defined by PyTorch."""
     parents = [parent for parent in kind.__mro__ if not parent.__module__.startswith("torch.")]
     names = {name: value for parent in reversed(parents) for name, value in vars(parent).items()}
     return (inspect.unwrap(value) for value in names.values() if isinstance(value, FunctionType))
 
 
 @lru_cache(maxsize=4096)
-def _reading(function: Any) -> _Reading:
+def _reading(function: Any) -> _StateUse:
     if "update" not in function.__code__.co_names:
-        return _Reading(False, False)
+        return _StateUse(False, False)
     # inspect.getsource looks through all modules first.
     lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
     try:
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (SyntaxError, IndexError):
         # Without its source a function counts as transformers' own usually are.
-        return _Reading(False, False)
+        return _StateUse(False, False)
     updates = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _is_update(node)]
     names = {name.id for update in updates for name in ast.walk(update.targets[0]) if isinstance(name, ast.Name)}
     first = min((update.lineno for update in updates), default=0)
@@ -93,7 +93,7 @@ def _reading(function: Any) -> _Reading:
         for node in ast.walk(tree)
     )
     biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
-    return _Reading(bool(updates) and (biased or any(read)), any("sliding_window" not in options for options in given))
+    return _StateUse(bool(updates) and (biased or any(read)), any("sliding_window" not in options for options in given))
 
 
 def _is_update(node: ast.Assign) -> bool:
@@ -108,7 +108,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _only_passes(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Return True if a name within these nodes, innermost first, is passed to attention or kept, but not read."""
+    """Return True if a name inside the nodes ``above``, innermost first, is only passed to attention or stored."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

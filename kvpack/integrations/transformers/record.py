@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .passes import Pass
 
 _PENDING = 64
-"""The number of passes collected before they are read: reading waits for the device."""
+"""Number of passes that are collected before they are read, because reading waits for the device."""
 
 _PENDING_BYTES = 1 << 24
-"""Maximum number of bytes of masks that such passes keep."""
+"""Maximum total size of the masks of collected passes."""
 
 _SHOWN = 4
-"""Maximum number of stretches of hidden tokens that a message lists."""
+"""Maximum number of ranges of hidden tokens that a message lists."""
 
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
@@ -32,8 +32,8 @@ NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCach
 
 
 @dataclass
-class _Finding:
-    """A clause about tokens ``[start, stop)``."""
+class _InputNote:
+    """A note about an input of the tokens ``[start:stop]`` that their ids do not determine."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class Record:
             if not (text.endswith(ROWS_DIFFER) and inputs.rows) and not (text.endswith(PADDED) and inputs.hidden) and text not in named
         ]
         padded = ((text, start) for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if text.endswith(PADDED))
-        self._findings = [_Finding(start, tokens, PADDED) for text, start in padded if inputs.hidden]
+        self._findings = [_InputNote(start, tokens, PADDED) for text, start in padded if inputs.hidden]
         masked = (pair for pair in self._older if pair[0].endswith((MASKED, PADDED)))
         self._unknown_mask = None if inputs.hidden else next(masked, None)
         self._pending: list[tuple[int, int, Pass | None]] = []
@@ -81,7 +81,7 @@ class Record:
         return other
 
     def add(self, tokens: int, seen: Pass | None) -> None:
-        """Add ``tokens`` tokens made by one forward pass; None for a pass that was not recorded."""
+        """Add ``tokens`` tokens of one forward pass. ``seen`` is None if the pass was not recorded."""
         # If the source of the first tokens is not known, that of all is not.
         given = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
         if given is not None and all(differing(sources, given) is not None for sources in self.sources):
@@ -93,13 +93,13 @@ class Record:
             self._settle()
 
     def note(self, start: int, what: str) -> None:
-        """Record ``what`` about all tokens from ``start`` on, if there are any."""
+        """Add the note ``what`` about all tokens from ``start`` on, if there are any."""
         self._settle()
         if start < self.tokens:
-            self._findings.append(_Finding(start, self.tokens, what))
+            self._findings.append(_InputNote(start, self.tokens, what))
 
     def select(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch."""
+        """Keep the sequences ``indices`` of the batch."""
         self._settle()
         self.sources = [selected(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
@@ -109,7 +109,7 @@ class Record:
             self._forget_visible()
 
     def crop(self, tokens: int) -> None:
-        """Keep the first ``tokens``."""
+        """Keep the first ``tokens`` tokens."""
         self._settle()
         self.tokens = tokens
         self.sources = self.sources if tokens else []
@@ -122,15 +122,15 @@ class Record:
             self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
         self._findings = [
-            _Finding(finding.start, min(finding.stop, tokens), finding.what) for finding in self._findings if finding.start < tokens
+            _InputNote(finding.start, min(finding.stop, tokens), finding.what) for finding in self._findings if finding.start < tokens
         ]
 
     def forget(self, tokens: int) -> None:
-        """Forget everything about a cache that now has ``tokens`` tokens with values that no pass computed."""
+        """Drop the record of a cache that now has ``tokens`` tokens with values that no pass computed."""
         masked = self.hides
         self.crop(0)
         self.tokens, self._known = tokens, True
-        self._findings = [_Finding(0, tokens, what) for what in (CHANGED, *([MASKED] if masked else []))] if tokens else []
+        self._findings = [_InputNote(0, tokens, what) for what in (CHANGED, *([MASKED] if masked else []))] if tokens else []
 
     @property
     def hides(self) -> bool:
@@ -140,7 +140,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return the first token whose id in ``[batch, token]`` differs from the known one, its row, the known id and the given one."""
+        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs; None if none does."""
         self._settle()
         known = self._ids[:, : ids.shape[1]]
         if not known.shape[1] or ids.shape[0] % known.shape[0]:
@@ -162,7 +162,7 @@ class Record:
 
     @property
     def inputs(self) -> Inputs | None:
-        """The known inputs; None if nothing is known about the first tokens and no tokens were added."""
+        """The recorded inputs; None if nothing is known about the first tokens and no tokens have been added."""
         self._settle()
         if not self._known:
             return None
@@ -218,7 +218,7 @@ class Record:
         )
 
     def _hidden(self) -> list[Hidden]:
-        """Return the stretches of hidden tokens, by rows."""
+        """Return the ranges of hidden tokens of each row."""
         if self._visible is None:
             return []
         edges = torch.nn.functional.pad(~self._visible, (1, 1)).to(torch.int8).diff(dim=1)
@@ -229,13 +229,13 @@ class Record:
         ]
 
     def _forget_visible(self) -> None:
-        """Treat a mask that hid padding as no mask once no token is hidden."""
+        """Drop the record of visible tokens once no token is hidden anymore."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.what != PADDED]
 
     def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
-        """Record which of the tokens ``[start, stop)`` the mask of their pass hid, and return the clauses about them."""
+        """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return the notes about them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]
@@ -254,7 +254,7 @@ class Record:
         return [PADDED if seen.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
     def _settle(self) -> None:
-        """Read the pending passes."""
+        """Read the collected passes from the device."""
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
@@ -270,7 +270,7 @@ class Record:
                 if last is not None:
                     last.stop = stop
                 else:
-                    self._findings.append(_Finding(start, stop, what))
+                    self._findings.append(_InputNote(start, stop, what))
             if seen is None or seen.ids is None or seen.ids.shape[1] != stop - start or self._ids.shape[1] != start:
                 continue
             ids = seen.ids.cpu().to(torch.int64)

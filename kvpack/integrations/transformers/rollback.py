@@ -1,4 +1,4 @@
-"""Return a KvpackCache to earlier tokens; in layers with states, only to tokens after which their states were kept."""
+"""Roll a KvpackCache back to earlier tokens. Layers with states can only return to tokens after which their states were kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """The states of ``layers`` after earlier tokens, by number of tokens, starting with those of ``cache``, and the way back to them."""
+    """The kept states of ``layers`` by number of tokens, starting with those of ``cache``, and methods to return to them."""
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
@@ -48,7 +48,7 @@ class Rollback:
             )
 
     def nearest(self, tokens: int) -> int:
-        """Return the greatest number of tokens, at most ``tokens``, to which the cache can go back."""
+        """Return the largest number of tokens, at most ``tokens``, to which the cache can return."""
         if not self._passes.states or tokens == self._passes.record.tokens:
             return tokens
         return max((position for position in self._states if position <= tokens), default=0)
@@ -98,7 +98,7 @@ class Rollback:
         self._states = {}
 
     def select(self, indices: Any) -> None:
-        """Keep the rows ``indices`` of the batch of every state."""
+        """Keep the sequences ``indices`` of every state."""
         if self._states:
             rows = row_numbers(indices)
             self._states = {position: kept.select(rows) for position, kept in self._states.items()}

@@ -1,4 +1,4 @@
-"""What the encoder of an encoder-decoder model was given: its digests, and their comparison with those of caches."""
+"""Record the input of an encoder-decoder model's encoder (its source) as digests, and compare them with those of caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .record import Record
 
     class Tracker(Protocol):
-        """Follows the passes over one cache of a pair, which may have tokens (``continues``)."""
+        """The interface of objects that follow the passes over one cache of a pair. ``continues`` is True if the cache has tokens."""
 
         told_source: bool
 
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
         @property
         def record(self) -> Record: ...
 
-_MOST_KNOWN = 4096
-"""Maximum number of sequences whose encoder's input is kept."""
-_MOST_READ = 8
-"""Maximum number of tensors whose digests are kept."""
+
+_MAX_SOURCES = 4096
+"""Maximum number of sequences whose source is remembered."""
+_MAX_DIGESTS = 8
+"""Maximum number of tensors whose digests are remembered."""
 
 _EMPTY = "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
 
 
 class EncoderCalls:
-    """The calls of one model's encoders: digests of their inputs, by those of their outputs.
+    """A record of one model's encoder calls: digests of their inputs, by the digests of their outputs.
 
     ``generate`` passes a decoder only the encoder's output, and repeats its sequences for beams.
     """
@@ -58,7 +59,7 @@ class EncoderCalls:
         for result, given in zip(outputs, _inputs(arguments, len(outputs)), strict=True):
             self._inputs.pop(result, None)
             self._inputs[result] = given
-        while len(self._inputs) > _MOST_KNOWN:
+        while len(self._inputs) > _MAX_SOURCES:
             self._inputs.pop(next(iter(self._inputs)), None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -68,7 +69,7 @@ class EncoderCalls:
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
     def _outputs(self, hidden: Any) -> tuple[str, ...]:
-        """Return the digest of each sequence; each step of ``generate`` gets the same tensor."""
+        """Return the digest of each sequence. Digests are cached, because each step of ``generate`` passes the same tensor."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
         version = 0 if hidden.is_inference() else hidden._version
@@ -77,13 +78,13 @@ class EncoderCalls:
             digests = tuple(_digest([("output", row)]) for row in hidden.detach().cpu())
             self._read.pop(id(hidden), None)
             self._read[id(hidden)] = weakref.ref(hidden), version, digests
-            while len(self._read) > _MOST_READ:
+            while len(self._read) > _MAX_DIGESTS:
                 self._read.pop(next(iter(self._read)), None)
         return digests
 
 
 def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
-    """Return what ``get_encoder`` or ``get_decoder``, the method ``name``, returns of those models that have both."""
+    """Return the results of the method ``name``, "get_encoder" or "get_decoder", of those models that have both methods."""
     owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
     return [part for part in parts.values() if isinstance(part, torch.nn.Module)]
@@ -135,7 +136,7 @@ def _named(sources: Sources, row: int) -> str:
 
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """Return the digest of each sequence's input; empty ones if arguments of another type may matter."""
+    """Return the digest of each sequence's input; empty digests if arguments that cannot be digested may matter."""
     given = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not given or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in given.values()):
         return ("",) * batch
@@ -150,7 +151,7 @@ def _hides_nothing(name: str, value: torch.Tensor) -> bool:
 
 
 def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named tensors; integers of any type count by their values."""
+    """Return the digest of named tensors. The dtype of integers does not matter, only their values."""
     total = hashlib.sha256()
     for name, values in tensors:
         plain = values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)

@@ -1,4 +1,4 @@
-"""Layers with recurrent or convolution states, as layers of a transformers cache; the model writes its states in place, unpacked."""
+"""Cache layers for transformers with recurrent or convolution states, which the model writes in place and kvpack does not pack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Layer ``number`` of a model, which keeps states but no keys and values; ``count`` is the number of states of each kind."""
+    """A cache layer with states but no keys and values. ``count`` is the number of states of each kind."""
 
     is_sliding = False
     is_croppable = False
@@ -36,7 +36,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
-        """Copies of the states, by the names that a file uses; empty before the first token."""
+        """Copies of the states, by their names in a file; empty before the first token."""
         return states_of(self, f"layers[{self.state_number}]")
 
     def keep(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[index] = True
 
     def select_states(self, indices: Any) -> None:
-        """Keep these rows of the batch of every state."""
+        """Keep the sequences ``indices`` of every state."""
         rows = torch.tensor(row_numbers(indices), dtype=torch.int64, device="cpu")
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
@@ -64,18 +64,18 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
                     states[index] = state[rows.to(state.device)]
 
     def activate_past_recording(self) -> None:
-        """Raise InvalidParameter: recurrent states cannot go back."""
+        """Raise InvalidParameter, because recurrent states cannot be rolled back."""
         raise InvalidParameter(
             f"layers[{self.state_number}] keeps recurrent states, which cannot be rolled back: use a model without them for assisted "
             "decoding"
         )
 
     def reset(self) -> None:
-        """Drop the states; the next ones may have another batch."""
+        """Drop the states. The next ones may have another batch size."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def check_window(self, crop: int = 0) -> None:
-        """Do nothing: this layer attends to no tokens."""
+        """Do nothing, because this layer attends to no tokens."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Do nothing: the cache checks whether it has the states of an earlier token."""
@@ -91,7 +91,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class PackedStateLayer(StateLayer, PackedLayer):
-    """A layer that keeps states in addition to its packed keys and values."""
+    """A cache layer with states in addition to its packed keys and values."""
 
     # generate would compile the model, as for caches of a fixed size.
     is_compileable = False
@@ -132,7 +132,7 @@ def kept_states(layers: Sequence[Any]) -> States:
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
-    """Continue cache layers from copies of ``states``; those without any begin again."""
+    """Continue cache layers from copies of ``states``. Layers without states are reset."""
     for layer, kept in zip(layers, states, strict=True):
         if isinstance(layer, StateLayer):
             device = layer.device

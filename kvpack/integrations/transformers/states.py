@@ -1,4 +1,4 @@
-"""The objects that a KvpackCache passes to a model instead of keys and values."""
+"""The objects that a KvpackCache passes to a model in place of keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CapturedStep(NamedTuple):
-    """The inputs of a decode step captured by a CUDA graph.
+    """The inputs of a decode step that a CUDA graph captures.
 
     They are the first token that each sequence sees, int32 ``[batch]``, None if it sees all, and a number of tokens that no replay may
     depend on.
@@ -26,7 +26,7 @@ class CapturedStep(NamedTuple):
 
 
 class PackedLength(int):
-    """The number of keys for a mask when the keys are packed: kvpack attention then needs no mask.
+    """The number of keys for a mask if the keys are packed and kvpack's attention needs no mask.
 
     ``first_visible`` returns the first token that a layer with this mask attends to; layers may contain more tokens than the one queried.
     ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``
@@ -100,7 +100,7 @@ class CompiledLength:
 
 
 def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate functions that compilers leave to eager code.
+    """Return a decorator for functions that compilers must leave to eager code.
 
     From PyTorch 2.7 on, ``reason`` appears in the error of ``fullgraph=True``.
     """
@@ -109,9 +109,9 @@ def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 class PackedStates:
-    """Layer ``number`` of a KvpackCache as passed to attention "kvpack", after a pass that appended the keys ``k`` and the values ``v``.
+    """A placeholder for layer ``number`` of a KvpackCache that a model passes to attention "kvpack", after ``k`` and ``v`` were appended.
 
-    Any other use raises InvalidParameter, which says what to do.
+    Any other use raises InvalidParameter with advice.
     """
 
     def __init__(self, cache: Any, number: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class PackedStates:
         self._computed = (k, v) if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) else ()
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``KvpackCache.attend`` over this layer; in compiled code one operator."""
+        """Call ``KvpackCache.attend`` for this layer, through an operator in compiled code."""
         out: torch.Tensor
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)

@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from .cache_lock import CacheLock
 from .changes import ModelState, checkpointed
 from .hooks import Passes, models_in, outermost
-from .models import Named, named, weights_now
+from .models import NamedModel, named, weights_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ class Tracking:
         model: Model | None,
         packed: bool,
         watched: torch.nn.Module | None,
-        first: Named | None,
+        first: NamedModel | None,
     ) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
         self._watched = None if watched is None else weakref.ref(watched)

@@ -19,11 +19,11 @@ from contextlib import suppress
 VERSIONS = ("0.32", "0.33")
 """The versions of vLLM that kvpack was run in."""
 PLACEMENTS = ("primary", "store")
-"""Places for rows: vLLM's own host memory, or a kvpack store below it."""
+"""The places where rows may be: in vLLM's own host memory, or in a kvpack store below it."""
 STORE_OPTIONS = (
     "location", "max_bytes", "encryption_key_file", "recipe", "basis", "layout", "threads", "revision", "adapter", "tenant", "any_version",
 )  # fmt: skip
-"""Options of the tier of a store, besides the model's ``heads`` and ``head_dim``."""
+"""The options of a store's tier, in addition to the model's ``heads`` and ``head_dim``."""
 
 
 def register() -> None:

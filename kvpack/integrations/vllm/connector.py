@@ -38,14 +38,14 @@ TIER = "kvpack_tier"
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
-    """The connector for ``"kv_connector": "KvpackConnector"``.
+    """The vLLM connector for ``"kv_connector": "KvpackConnector"``.
 
     ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options of ``KvpackSpec``, and with the placement "store" those of
     ``KvpackTier``, with the model's ``heads`` and ``head_dim``. Raises InvalidParameter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options, self._is_packed = _placed(vllm_config)
+        options, self._is_packed = _place_options(vllm_config)
         check_version(vllm.__version__, bool(options.get("any_version", False)))
         groups = groups_of(vllm_config, kv_cache_config)
         options[GROUPS], options[SETTINGS] = groups, settings_of(vllm_config)
@@ -60,7 +60,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the numbers of the blocks that failed to load."""
+        """Return the ids of the blocks that failed to load."""
         if not self._is_packed:
             blocks: set[int] = super().get_block_ids_with_load_errors()
             return blocks
@@ -81,12 +81,12 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
-        _placed(vllm_config)
+        _place_options(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
 
 
 def _heads(groups: Sequence[Group]) -> dict[str, int]:
-    """Return the heads and head dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
+    """Return the number of heads and the head dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
     if [group.kind for group in groups] != ["attention"]:
         kinds = ", ".join(group.kind for group in groups) or "none"
         raise InvalidParameter(
@@ -96,7 +96,7 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
     return {"heads": groups[0].heads, "head_dim": groups[0].dim}
 
 
-def _placed(vllm_config: Any) -> tuple[Any, bool]:
+def _place_options(vllm_config: Any) -> tuple[Any, bool]:
     """Return the options, which name the spec and the tier of the placement, and whether the primary tier holds rows.
 
     Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.

@@ -1,4 +1,4 @@
-"""vLLM's pages on the CPU: compare a named layout with the output of vLLM's own writer on this processor."""
+"""Check on the CPU that vLLM's own writer produces pages with a named layout on this processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
     """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks in the layout of ``rows``.
 
-    With AMX it stores pairs of channels together, as no named layout does.
+    On processors with AMX, it stores pairs of channels together, which no named layout does.
     """
     current_platform.import_kernels()
     dtype = DTYPES[rows.geometry.dtype]

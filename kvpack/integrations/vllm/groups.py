@@ -1,4 +1,4 @@
-"""The groups of vLLM's cache layers as pages: plain attention and MLA are packed, and everything else is kept byte for byte."""
+"""Describe the groups of vLLM's cache layers as pages: attention and MLA are packed, and everything else is kept byte for byte."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
-"""kvpack's names of the dtypes that are packed; those of 8 bits depend on scales outside of the pages."""
+"""kvpack's names of the dtypes that are packed. 8-bit dtypes are not, because they depend on scales outside the pages."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """``layers`` layers whose blocks have ``page_bytes`` bytes each, without padding.
+    """A group of ``layers`` cache layers whose blocks have ``page_bytes`` bytes each, without padding.
 
     ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary`` of rotary
     values) or "bytes", which are kept unchanged.
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def geometry(self) -> PageGeometry:
-        """Geometry of a page, which is one block of every layer."""
+        """The geometry of a page, which consists of one block of every layer."""
         if self.kind == "attention":
             return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
         if self.kind == "latents":
@@ -47,7 +47,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, given: str) -> str:
-        """Return the recipe for the group's pages, given the recipe ``given``; rotary values stay unchanged."""
+        """Return the recipe for the group's pages, based on the recipe ``given``. Rotary values are kept unchanged."""
         return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:

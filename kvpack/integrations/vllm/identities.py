@@ -1,4 +1,4 @@
-"""Everything that vLLM's pages depend on besides their tokens, LoRA names and images, which vLLM's key covers."""
+"""Determine everything that vLLM's pages depend on, except tokens, LoRA names and images, which vLLM's keys cover."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 
-_NO_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
-"""Keys of a model's configuration on which no value of a page depends, or whose effect ``settings_of`` names otherwise."""
+_IGNORED_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
+"""The keys of a model's configuration that do not affect pages, or that ``settings_of`` covers in another way."""
 SETTINGS = "kvpack_settings"
-"""Key under which kvpack's connectors put ``settings_of`` in the configuration of the spec."""
+"""The key under which kvpack's connectors put the result of ``settings_of`` into the spec's configuration."""
 _MODEL = ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides")
 _CACHE = (
     "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm",
@@ -36,7 +36,7 @@ _MEDIA = (
     "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
 _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
-"""Fields of the parts of vLLM's configuration on which keys, values and states depend."""
+"""The fields of vLLM's configuration, by part, that affect keys, values and states."""
 
 
 def settings_of(vllm_config: Any) -> str:
@@ -46,7 +46,7 @@ def settings_of(vllm_config: Any) -> str:
     images become values, and the draft model, whose layers may be in the cache. Raises InvalidParameter if this vLLM lacks such a field.
     """
     model = vllm_config.model_config
-    settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_SETTINGS}
+    settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}
     # Some rotary embeddings choose their factors by the longest text that is served.
     longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
     parts = {
@@ -71,7 +71,7 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _plain(value: Any) -> Any:
-    """Convert a configuration value that is not a JSON value."""
+    """Convert a configuration value to a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 

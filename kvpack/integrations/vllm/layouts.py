@@ -1,4 +1,4 @@
-"""Page layouts of vLLM's attention backends, and rows of the primary tier as a PageBuffer.
+"""The page layouts of vLLM's attention backends, and rows of the primary tier as a PageBuffer.
 
 A row contains the blocks of a chunk, worker by worker and layer by layer. A layer of a kvpack page is one block of one layer of one worker:
 so every layout here has strides, and nothing is copied.
@@ -16,7 +16,7 @@ from kvpack.pages.geometry import PageGeometry
 from kvpack.pages.layout import PageLayout
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-"""kvpack's names of vLLM's cache dtypes; those of 8 bits depend on scales outside of the pages, and are kept as bytes."""
+"""kvpack's names of vLLM's cache dtypes. 8-bit dtypes depend on scales outside the pages, and are kept as bytes."""
 
 
 class Arrangement(NamedTuple):
@@ -45,7 +45,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 class Rows:
-    """Rows of chunks of ``blocks`` blocks, each with ``tokens`` tokens of ``heads`` heads of ``dim`` in the layout ``name``."""
+    """The layout of rows with chunks of ``blocks`` blocks, each of ``tokens`` tokens, ``heads`` heads and ``dim`` in the layout ``name``."""
 
     def __init__(self, name: str, blocks: int, heads: int, tokens: int, dim: int, dtype: str) -> None:
         self.name, self._blocks = name, blocks
@@ -55,7 +55,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row without padding."""
+        """The size of a row in bytes, without padding."""
         return self._blocks * self._elements * self.geometry.torch_dtype.itemsize
 
     def buffer(self, memory: torch.Tensor) -> PageBuffer:
@@ -73,7 +73,7 @@ class Rows:
                 )
 
     def _blocks_of(self, values: torch.Tensor, first: int, strides: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Return one side of every block, ``[row, head, token, channel]``."""
+        """Return views of the keys or the values of every block, each ``[row, head, token, channel]``."""
         shape = (values.shape[0], self.geometry.heads, self.geometry.tokens, self.geometry.dim_k)
         begins = range(values.storage_offset() + first, values.storage_offset() + first + values.shape[1], self._elements)
         return [values.as_strided(shape, (values.stride(0), *strides), begin) for begin in begins]

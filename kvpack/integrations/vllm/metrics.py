@@ -1,4 +1,4 @@
-"""kvpack's metrics at vLLM's /metrics, next to the bytes, seconds and hits that vLLM counts for every tier."""
+"""Export kvpack's metrics at vLLM's /metrics, in addition to the bytes, seconds and hits that vLLM counts for every tier."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ BLOCKS = {
     "damaged": "Blocks that were not unpacked, by reason: vLLM computes them again, or fails their requests.",
 }
 SIZES_EVERY = 30.0
-"""Seconds between two looks at the size of a store, which may ask a server."""
+"""Seconds between reads of a store's size, which may cost a request to a server."""
 
 
 def tier_definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of a tier's metrics: the counters of a store, its sizes, and the times of its loads and saves."""
+    """Return the definitions of a tier's metrics for vLLM: a store's counters, its size, and the durations of its loads and saves."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingHistogramMetadata
 
     result: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def tier_definitions() -> dict[str, Any]:
 
 
 def packed_definitions() -> dict[str, Any]:
-    """Return vLLM's definitions of the metrics of workers that pack, and of the scheduler's for rows loaded from tiers."""
+    """Return the definitions, for vLLM, of the metrics of workers that pack, and of the scheduler's metrics of loaded rows."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     result: dict[str, Any] = {
@@ -73,7 +73,7 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """The increments of a tier's store counters since vLLM last read them."""
+    """The metrics of a tier's store, as increments since vLLM last read them."""
 
     def __init__(self, store: PageStore, tier: str) -> None:
         self._store, self._tier, self._changes = store, tier, Changes(store)
@@ -85,7 +85,7 @@ class TierMetrics:
         self._sizing.shutdown()
 
     def take(self) -> Any:
-        """Return vLLM's stats, or None if nothing happened."""
+        """Return the increments as vLLM's stats, or None if nothing has happened."""
         stats = _empty_stats()
         for labels, added in self._changes.take().items():
             stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from .groups import Group
 
 GROUPS = "kvpack_groups"
-"""Key under which the connector puts the model's cache groups in the configuration of the spec."""
+"""The key under which the connector puts the model's cache groups into the spec's configuration."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """The options of ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
-    ``adapter``, ``tenant`` and ``any_version``, as for the tier.
+    """The offloading spec with which vLLM's workers pack pages into its primary tier.
 
-    Raises InvalidParameter for an impossible configuration before vLLM serves.
+    The options in ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``, ``adapter``,
+    ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration before vLLM serves.
     """
 
     def __init__(self, config: Any) -> None:
@@ -106,7 +106,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **packed_definitions()}
 
     def get_manager(self) -> Any:
-        """Return vLLM's manager; its secondary tiers load only checked rows."""
+        """Return vLLM's manager, with secondary tiers whose loaded rows are checked."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:
@@ -124,7 +124,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """Codecs by the group numbers in keys, for all groups, some of which vLLM may not offload."""
+        """The codecs by the group numbers in vLLM's keys, which count all groups, including those that vLLM does not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:
@@ -172,7 +172,7 @@ def _text(options: Any, name: str) -> str:
 
 
 def _check(config: Any, groups: list[Group], layout: str) -> None:
-    """Raise InvalidParameter for configurations that the spec does not support."""
+    """Raise InvalidParameter if the spec does not support the configuration."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
         raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, but the connector found {len(groups)}")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
+    """A secondary tier that stores chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
     vLLM passes bytes without their shape, so ``heads`` (KV heads of one worker) and ``head_dim`` come from the connector, and are compared
     with the bytes of a block, as is ``layout``, a name of ``layouts.arrangement``. ``revision`` names the weights if vLLM's model is not a
@@ -104,7 +104,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return True if a chunk is stored, or RETRY until the querying thread has an answer."""
+        """Return True if a chunk is stored, False if not, and RETRY until the lookup thread knows."""
         result = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if result is None else LookupResult.HIT if result else LookupResult.MISS
 
@@ -115,7 +115,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start encoding and storing chunks; existing ones are kept, and the store evicts on its own."""
+        """Start encoding and storing chunks. Existing chunks are kept, and the store evicts on its own."""
         # vLLM's keys are a set, and those of one request begin with the chunks of its earlier jobs: a prefix is evicted from its end on.
         positions = getattr(job_metadata.req_context, "_offload_key_positions", {})
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
@@ -126,7 +126,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(ordered, partial(self.store.submit_put, ancestors=[bytes(key) for key in before]))
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Start loading chunks into rows of the primary tier; a damaged one is a miss and does not affect others."""
+        """Start loading chunks into rows of the primary tier. A damaged chunk is a miss and does not affect others."""
         self._begin(job_metadata, self.store.submit_get)
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -144,7 +144,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return result
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Do nothing: loading a chunk records its use, and a request to a server here would block the scheduler."""
+        """Do nothing, because loading a chunk records its use, and a request to a server here would block the scheduler."""
 
     def has_pending_work(self) -> bool:
         return bool(self._running)
@@ -172,7 +172,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own lookup thread, over the tier's store."""
+    """A thread that looks up chunks in the tier's store, based on vLLM's own lookup thread."""
 
     def __init__(self, tier: KvpackTier) -> None:
         self._store = tier.store
@@ -183,7 +183,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _results(job: Job) -> list[bool]:
-    """Return, for each chunk, True if it was stored or loaded; all False if the job failed."""
+    """Return True for each chunk that was stored or loaded, or False for all if the job failed."""
     try:
         return job.results or [False] * len(job.keys)
     except Exception:
@@ -191,7 +191,7 @@ def _results(job: Job) -> list[bool]:
 
 
 def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
-    """Return the rows of the primary tier. Raises InvalidParameter."""
+    """Return the layout of the primary tier's rows. Raises InvalidParameter if the configuration does not match."""
     if len(config.groups) != 1:
         raise InvalidParameter(
             f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, but a store supports one: "

@@ -8,7 +8,7 @@ from . import VERSIONS
 
 
 def check_version(version: str, any_version: bool) -> dict[str, str]:
-    """Return the part of ``version`` that identities name, so that incompatible versions share no entries.
+    """Return the part of ``version`` that identities contain, so that incompatible versions share no entries.
 
     That is its first two numbers, or all of it for a version that kvpack was not tested with. Raises InvalidParameter for such a version
     unless ``any_version`` is set.

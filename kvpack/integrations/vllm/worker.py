@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class GroupPart(NamedTuple):
-    """Blocks of one group, and the named row of each in host memory, uint8 ``[byte]``.
+    """The part of a transfer with blocks of one group, and the named row of each block in host memory, uint8 ``[byte]``.
 
-    ``absent`` are the other rows of the same chunks.
+    ``absent`` are rows of the same chunks that have no block.
     """
 
     group: int
@@ -37,7 +37,7 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """Jobs of one transfer with their rows on the device; ``land`` is called once the device has finished them."""
+    """A transfer: its page jobs, with rows on the device. ``land`` is called once the device has finished them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _Transfer:
         self._event: Any = None
 
     def done(self, wait: bool = False) -> bool:
-        """Return True if the transfer has finished; with ``wait``, wait for it."""
+        """Return True if the transfer has finished. With ``wait``, wait for it first."""
         if not self._landed:
             if not wait and not all(job.done for _, _, job in self._parts):
                 return False
@@ -128,7 +128,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return result
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait for transfers; vLLM requests their results by ``get_finished``."""
+        """Wait for transfers. vLLM requests their results with ``get_finished``."""
         for transfer in self._running:
             if transfer.number in job_ids:
                 transfer.done(wait=True)
@@ -164,7 +164,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return torch.cuda.stream(self._stream)
 
     def _stored(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
-        """Copy rows to host memory; a refused page leaves no valid row, and a later load of it fails."""
+        """Copy rows to host memory. A page that could not be encoded leaves no valid row, so that loading it fails later."""
         for place in part.absent:
             # What an earlier chunk has left there must not go on to other tiers.
             place[: len(ABSENT)] = self._absent
@@ -184,7 +184,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
             self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
 
     def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
-        """Return the blocks of each group with their rows; a transfer may start in the middle of a chunk and end within one."""
+        """Return the blocks of each group with their rows. A transfer may start and end in the middle of a chunk."""
         chunks = numpy.asarray(on_host.chunk_ids if hasattr(on_host, "chunk_ids") else on_host.block_ids).tolist()
         blocks = on_device.block_ids.tolist()
         result, chunk, block = [], 0, 0

@@ -493,7 +493,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     backend.close()
     with pytest.raises(MissingBasis, match="set basis to the path"):
         opened(storage, pool("page_first"), tmp_path / "store", recipe="kv=klt:bits=4")
-    with pytest.raises(InvalidParameter, match="whose name is 'elsewhere/other', but the cache's is 'a/model'"):
+    with pytest.raises(InvalidParameter, match="whose name is 'elsewhere/other', but the cache's name is 'a/model'"):
         opened(storage, pool("page_first"), tmp_path / "store", **{**given, "basis": str(tmp_path / "other")})
 
 

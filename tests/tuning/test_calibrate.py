@@ -176,7 +176,7 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
         found.check_model({"name": "another", "weights": "sample-sha256:0"})
     with pytest.raises(InvalidParameter, match="is the basis of a model whose weights are"):
         found.check_model({"weights": "sha256:0"})
-    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']}, but the cache's is complex64: load the model in "):
+    with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']}, but the cache's is complex64; load the model in "):
         found.check_model({"weights": "sha256:0", "dtype": "complex64"})
 
 
@@ -278,7 +278,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     same, other = dict(found.model), {**found.model, "rope": '{"rope_theta":7}'}
     found.check_model(same)
-    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', but the cache's is '\{"rope_theta":7\}'"""):
+    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', but the cache's rope is '\{"rope_theta":7\}'"""):
         found.check_model(other)
     found.check_model({**other, "weights": "sample-sha256:0"})
 

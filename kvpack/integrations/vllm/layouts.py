@@ -45,7 +45,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 class Rows:
-    """The layout of rows with chunks of ``blocks`` blocks, each of ``tokens`` tokens, ``heads`` heads and ``dim`` in the layout ``name``."""
+    """The layout of rows: chunks of ``blocks`` blocks, each of ``tokens`` tokens, ``heads`` heads and ``dim`` in the layout ``name``."""
 
     def __init__(self, name: str, blocks: int, heads: int, tokens: int, dim: int, dtype: str) -> None:
         self.name, self._blocks = name, blocks

@@ -1,1 +1,1 @@
-"""Generate the conformance vectors."""
+"""Generators of the conformance vectors."""

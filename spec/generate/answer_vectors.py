@@ -1,4 +1,4 @@
-"""Vectors for questions that readers asked: bases of sides without packed tokens, batches that differ, positions of texts, zeros."""
+"""Vectors for questions raised by readers' authors: bases without packed tokens, differing batches, positions of texts, and zeros."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_all() -> None:
 
 
 def of_raw_tokens(codec: Codec) -> bytes:
-    """Return a file whose side has two raw tokens and no packed ones."""
+    """Return a file whose keys are two raw tokens without packed tokens."""
     return one_side(codec, runs=(), tail=2)
 
 

@@ -1,4 +1,4 @@
-"""Conformance vectors of balanced keys: bases with frames for them, files that refer to these, and malformed ones."""
+"""Conformance vectors of balanced keys: bases with balanced frames, files that use them, and malformed bases."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ ROWS = "valid/basis-two-layers.kvpack"
 """A basis without balanced frames."""
 
 STATE = struct.Struct("<HBB8Q28s")
-"""The record of a state: container.md, Layer states."""
+"""Layout of the record of a state: container.md, Layer states."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
 BYTES = (1, 2, 2, 2, 4)
 
 
 def alone() -> bytes:
-    """Return a basis with balanced frames of two of three layers, for two heads, and without rows."""
+    """Return a basis with balanced frames for two of three layers with two heads each, and without rows."""
     return balanced_basis({0: (2, 6), 2: (2, 5)}, 3, "fp32")
 
 
 def with_rows() -> bytes:
-    """Return a basis with balanced frames in binary16 beside rows for the same keys and for values."""
+    """Return a basis with balanced frames in binary16, and with rows for the same keys and for values."""
     return balanced_basis({0: (2, 4)}, 1, "fp16", {(0, "k"): (2, 4), (0, "v"): (1, 4)})
 
 
 def keys(codec_id: str, dim: int, *, layer: int = 0, frame: str = "balanced", of: Callable[[], bytes] = alone, **words: str) -> Codec:
-    """Return the codec of keys in the frames that a basis has for a layer."""
+    """Return a codec for keys that uses a basis's frames of one layer."""
     codec = create(codec_id, dim, "k", frame="balanced", **words)
     return with_side_car(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
 
@@ -195,7 +195,7 @@ def add_refused_bases() -> None:
 
 
 def state(kind: str, *, name: str | None = None, dtype: str | None = None, shape: tuple[int, ...] | None = None) -> Callable[[Parts], None]:
-    """Return a change that gives the state ``kind`` of layer 0 another name, dtype or shape, and the number of bytes that they need."""
+    """Return a change of the state ``kind`` of layer 0: another name, dtype or shape, with matching data."""
 
     def apply(parts: Parts) -> None:
         records = parts.header["ignorable"]["layer-state"]

@@ -1,4 +1,4 @@
-"""Conformance vectors with an invalid front, frame, limit or version, and vectors of later versions with parts that readers skip."""
+"""Conformance vectors with an invalid front, frame, limit or version, and files of later versions with parts that readers skip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = one_side(RAW, runs=(4,), heads=1)
 
 
 def in_text(old: str, new: str) -> bytes:
-    """Return ``PLAIN`` with ``old`` replaced in its JSON header, whose trailing spaces keep its length."""
+    """Return ``PLAIN`` with ``old`` replaced by ``new`` in its JSON header. Trailing spaces keep the header's length."""
     length = int.from_bytes(PLAIN[:8], "little")
     text = PLAIN[8 : 8 + length].decode()
     assert old in text
@@ -29,7 +29,7 @@ def in_text(old: str, new: str) -> bytes:
 
 
 def with_length(spaces: int) -> bytes:
-    """Return ``PLAIN`` with more spaces at the end of its JSON header."""
+    """Return ``PLAIN`` with ``spaces`` more spaces at the end of its JSON header."""
     length = int.from_bytes(PLAIN[:8], "little")
     return (length + spaces).to_bytes(8, "little") + PLAIN[8 : 8 + length] + b" " * spaces + PLAIN[8 + length :]
 
@@ -266,7 +266,7 @@ def add_limits() -> None:
 
 
 def without_tokens(name: str) -> bytes:
-    """Return a file with a side of 65537 sequences or heads and no tokens."""
+    """Return a file whose keys have no tokens, but 65537 sequences or heads."""
     parts = Parts.of(one_side(RAW, runs=(), tail=0))
     parts.header["layers"][0]["k"][name] = 65537
     parts.header["tensors"][0][2][("batch", "heads").index(name)] = 65537
@@ -274,8 +274,10 @@ def without_tokens(name: str) -> bytes:
 
 
 def too_large() -> bytes:
-    """Return a file with a side of 2^16 sequences and heads and 2^28 tokens of one F16 channel, whose tensor is listed at full size but
-    stores nothing."""
+    """Return a file whose keys have 2^16 sequences and heads and 2^28 tokens with one F16 channel.
+
+    Their tensor is listed with its full size, but no bytes of it are stored.
+    """
     parts = Parts.of(overflowing())
     parts.header["layers"][0]["k"]["runs"] = [2**28]
     parts.header["tensors"][0][2:5] = [[2**16, 2**16, 2**28, 1], "none", 2**61]
@@ -283,7 +285,7 @@ def too_large() -> bytes:
 
 
 def overflowing() -> bytes:
-    """Return a file with a side of 2^16 sequences and heads and 2^32 tokens of one F16 channel, whose tensor is empty."""
+    """Return a file whose keys have 2^16 sequences and heads and 2^32 tokens with one F16 channel. Their tensor is empty."""
     parts = Parts.of(one_side(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
     parts.header["layers"][0]["k"].update(batch=2**16, heads=2**16, runs=[2**32])
     parts.header["tensors"][0][2] = [2**16, 2**16, 2**32, 1]
@@ -345,7 +347,7 @@ def add_unsupported() -> None:
 
 
 def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], None]) -> None:
-    """Add headers with new features that current rules call damaged: the unsupported feature must be reported first."""
+    """Add headers with new features that current rules call damaged. The unsupported feature must be reported first."""
     recipe = b"\xa4test"
     damage: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
         "an-integer-key": ("a key of the header that is an integer", lambda packed: b"\x8a\x01\x02" + packed[1:]),
@@ -384,7 +386,7 @@ def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], No
 
 
 def with_header(apply: Callable[[bytes], bytes], *changes: Callable[[Parts], object]) -> bytes:
-    """Return a file of one side whose header, after ``changes``, is packed and then changed by ``apply``."""
+    """Return a file whose header is changed by ``changes``, then packed, then changed as bytes by ``apply``."""
     parts = Parts.of(one_side(GROUP))
     for change in changes:
         change(parts)

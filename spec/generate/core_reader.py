@@ -1,5 +1,4 @@
-"""A reader of the core profile that supports no required feature: returns the class by which it refuses a file (spec/README.md, Profiles).
-"""
+"""Reader of the core profile, which supports no required feature (spec/README.md, Profiles)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CODECS = ("raw", "group")
-"""The codecs of the profile."""
+"""Codecs of the core profile."""
 
 
 def refusal(data: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""Valid vectors of arithmetic steps that no other vector covers: zeros, whose tolerance is only its smallest term, and sizes at limits."""
+"""Valid vectors for arithmetic that no other vector covers: zeros, whose tolerance is only its smallest term, and sizes at limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALID = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "valid"
 
 
 def zeros(*names: str, size: int | None = None) -> Callable[[Parts], None]:
-    """Return a change that sets the first ``size`` bytes of tensors to zero (default: all bytes)."""
+    """Return a change that sets the first ``size`` bytes of tensors to zero, or all bytes if ``size`` is None."""
 
     def apply(parts: Parts) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""Compute a valid vector's manifest entry: its values, the tolerance of each, and its metadata (spec/vectors.md)."""
+"""Computation of a valid vector's manifest entry: its values, their tolerances, and its metadata (spec/vectors.md)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 MANIFEST_FORMAT = 2
 LEAST_NORMAL = 2.0**-126
-"""The least positive binary32 that is not subnormal."""
+"""Smallest positive normal binary32."""
 ID_FEATURES = ("inputs", "token-ids.", "row-ids.")
 OF_OPERATIONS = ("group", "minifloat")
-"""Codecs that decode exactly, and whose values are results of operations."""
+"""Codecs that decode exactly and whose values are results of arithmetic."""
 
 
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of a manifest, of files or of rows."""
+    """Return the lines of a manifest of files or of rows."""
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content["format"] == MANIFEST_FORMAT
     lines: dict[str, dict[str, Any]] = content["vectors"]
@@ -38,12 +38,12 @@ def digest(data: bytes) -> str:
 
 
 def sides_of(file: Any) -> list[Any]:
-    """Return the sides of a file or a page that the second decoder read, layer by layer, K before V."""
+    """Return the keys and values of each layer in a file or page read by the second decoder, in stored order."""
     return [side for layer in file.layers for side in layer.values() if side]
 
 
 def values_of(file: Any) -> list[float]:
-    """Return all values of a file or a page that the second decoder read."""
+    """Return all values of a file or page read by the second decoder."""
     return [value for side in sides_of(file) for value in side.values]
 
 
@@ -60,7 +60,7 @@ def ids_path(file: str) -> str:
 
 
 def written_values(folder: Path, file: str, read: Any) -> dict[str, Any]:
-    """Write the values of ``file`` and, unless all are exact, their tolerances; return the keys about them."""
+    """Write the values of ``file``, and their tolerances unless all values are exact. Returns the manifest keys that describe them."""
     values = values_of(read)
     packed = struct.pack(f"<{len(values)}f", *values)
     (folder / values_path(file)).write_bytes(packed)
@@ -79,7 +79,7 @@ def written_tolerances(folder: Path, file: str, read: Any) -> dict[str, Any]:
 
 
 def rounded_down(x: float) -> float:
-    """Return the greatest binary32 number not above ``x``, which is 0 or at least ``LEAST_NORMAL``."""
+    """Return the largest binary32 that is at most ``x``. ``x`` is 0 or at least ``LEAST_NORMAL``."""
     (bits,) = struct.unpack("<I", struct.pack("<f", x))
     nearest, before = struct.unpack("<2f", struct.pack("<2I", bits, max(bits, 1) - 1))
     return float(nearest if nearest <= x else before)
@@ -94,7 +94,7 @@ def has_subnormal_results(side: Any) -> bool:
 
 
 def written_ids(folder: Path, file: str, read: Any) -> dict[str, Any]:
-    """Write the known token ids of ``file``, if it has one of their features; return the keys about them."""
+    """Write the known token ids of ``file`` if it has a feature with ids. Returns the manifest keys that describe them."""
     keys: dict[str, Any] = {}
     if any(name.startswith(ID_FEATURES) for name in read.ignorable):
         ids = read.token_ids
@@ -107,7 +107,7 @@ def written_ids(folder: Path, file: str, read: Any) -> dict[str, Any]:
 
 
 def typed(metadata: Mapping[str, str | int | float]) -> list[list[str]]:
-    """Return the name, type and value of every metadata entry, all as strings, which no JSON parser rounds."""
+    """Return the name, type and value of every metadata entry as strings, so that no JSON parser rounds them."""
     types = {str: "text", int: "integer", float: "number"}
     return [
         [name, types[type(value)], struct.pack(">d", value).hex() if isinstance(value, float) else str(value)]

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from support.file_parts import Parts
 
 BLOCKS_REFUSED: set[str] = set()
-"""Files whose frames are wrong in their compressed data or checksum: only a decompressor can tell."""
+"""Files with errors in the compressed data or checksum of a frame, which only a decompressor can detect."""
 
 EITHER = {
     "block-offset-0", "block-reserved-modes", "block-bit-missing",
     "literals-bit-left", "literals-bit-missing", "literals-no-end-mark", "tree-of-depth-12",
     "four-streams-of-four-literals",
 }  # fmt: skip
-"""Breaches of RFC 8878 that some versions of libzstd accept: those of blocks before 1.5.7, those of literals and trees up to it."""
+"""Breaches of RFC 8878 that some versions of libzstd accept: in blocks before version 1.5.7, in literals and trees up to it."""
 
 REPEATED, REPEAT = 0x54, 0xFC
 """The modes of a sequences section whose three tables have one code each, and of one that reuses the previous block's tables."""
@@ -41,7 +41,7 @@ def add_all() -> None:
 
 
 def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Callable[[Parts], None]) -> bytes:
-    """Return a file of one side of raw binary32 values, stored as the frame ``stored``, after ``changes``."""
+    """Return a file with raw binary32 keys that are stored as the frame ``stored``, after ``changes``."""
     codec = create("raw", channels, dtype="fp32")
     tokens, rest = divmod(content_size, 4 * channels)
     assert rest == 0
@@ -49,13 +49,13 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Cal
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
-    """Return random bytes in which the first of ``symbols`` are the most frequent."""
+    """Return random bytes of ``symbols`` kinds; the first kinds are the most frequent."""
     source = random.Random(seed)
     return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
 
 
 def phrases(size: int, seed: int) -> bytes:
-    """Return repeating words with letters between some of them."""
+    """Return repeated words with random letters between some of them."""
     source = random.Random(seed)
     words = [letters(source.randrange(3, 20), source.randrange(2**32)) for _ in range(40)]
     text = b""
@@ -65,7 +65,7 @@ def phrases(size: int, seed: int) -> bytes:
 
 
 def add_compressed() -> None:
-    """Add frames as the Zstandard library writes them, with strategies from ``fast`` (1) to ``btultra2`` (9)."""
+    """Add frames written by the Zstandard library, with strategies from ``fast`` (1) to ``btultra2`` (9)."""
     noise = random.Random(9).randbytes(4200)
     runs = b"".join(bytes([65 + number % 3]) * 40 + bytes([number, 7]) for number in range(100))
     for name, shows, content, window_log, strategy, checksum in (
@@ -112,7 +112,7 @@ def compressed(literals: bytes, sequences: bytes) -> tuple[int, int, bytes]:
 
 
 def joined(content_size: int, *blocks: tuple[int, int, bytes], window: int | None = None) -> bytes:
-    """Return a frame of these blocks, with a content size of 4 bytes, and a window only if its descriptor is given."""
+    """Return a frame of these blocks with a content size of 4 bytes, and with a window if ``window`` is its descriptor."""
     head = bytes([0xA0]) if window is None else bytes([0x80, window])
     parts = [bytes.fromhex("28b52ffd") + head + content_size.to_bytes(4, "little")]
     for number, (kind, size, stored) in enumerate(blocks):
@@ -125,8 +125,7 @@ def raw_literals(content: bytes) -> bytes:
 
 
 def one_code(count: int, literals: int, offset: int, match: int, extra: str, modes: int = REPEATED) -> bytes:
-    """Return a sequences section whose tables have one code each; ``extra`` are the bits of all sequences, in the order in which they are
-    read."""
+    """Return a sequences section whose tables have one code each. ``extra`` contains the bits of all sequences in reading order."""
     if count < 128:
         number = bytes([count])
     else:
@@ -137,7 +136,7 @@ def one_code(count: int, literals: int, offset: int, match: int, extra: str, mod
 
 
 def add_by_hand() -> None:
-    """Add frames that the Zstandard library does not write, or only for large contents."""
+    """Add frames that the Zstandard library does not write, or writes only for large contents."""
     blocks = [
         raw(bytes(range(64))),
         # Sequences of 4 literals and 5 bytes from 1, 4 and 3 bytes before.

@@ -1,4 +1,4 @@
-"""Conformance vectors of token ids and of inputs that they do not determine (spec/container.md, Token ids)."""
+"""Conformance vectors of token ids, and of inputs that token ids do not determine (spec/container.md, Token ids)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from spec.generate.valid_vectors import add
 from support.file_parts import Parts, one_side
 
 THREE = one_side(RAW, runs=(3,), tail=0, heads=1)
-"""Three tokens of one sequence."""
+"""File with three tokens of one sequence."""
 
 
 def with_features(data: bytes = THREE, **features: bytes) -> bytes:
-    """Return ``data`` with additional ignorable features; a double underscore in a name stands for a period, a single one for a hyphen."""
+    """Return ``data`` with additional ignorable features. In their names, a double underscore stands for a period, a single one for a
+    hyphen.
+    """
     parts = Parts.of(data)
     added = {name.replace("__", ".").replace("_", "-"): content for name, content in features.items()}
     parts.header["ignorable"] = dict(sorted((parts.header["ignorable"] | added).items()))

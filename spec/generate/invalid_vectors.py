@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invalid:
-    """A refused vector: its fault, the rule that it breaks, the class of error, and its bytes.
+    """A refused vector: its fault, the rule that it breaks, the error class, and its bytes.
 
-    ``either``: a reader may decode it, to any values.
+    ``either`` is True if a reader may decode it instead, to any values.
     """
 
     shows: str
@@ -28,7 +28,7 @@ class Invalid:
     make: Callable[[], bytes]
     either: bool = False
     basis: str = ""
-    """The file of the basis that a reader is given."""
+    """Name of the file with the basis that a reader receives."""
 
 
 INVALID: dict[str, Invalid] = {}
@@ -68,10 +68,10 @@ def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes],
 
 
 def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows: str, error: str = "InvalidHeader") -> None:
-    """Add a vector: a file of one side whose header has another value at ``path``."""
+    """Add a file whose header has another value at ``path``."""
     add(name, rule, error, shows, lambda: one_side(codec, edit(path, value)))
 
 
 def add_payload(name: str, rule: str, codec: Codec, tensor: str, at: int, value: str, shows: str) -> None:
-    """Add a vector: a file of one side whose tensor has other bytes from ``at`` on, with a correct digest."""
+    """Add a file whose tensor has other bytes from ``at`` on, with a correct digest."""
     add(name, rule, "InvalidPayload", shows, lambda: one_side(codec, bits(f"0.k.{tensor}", at, value)))

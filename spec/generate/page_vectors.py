@@ -1,4 +1,4 @@
-"""The conformance vectors of rows in spec/row-vectors: ``python -m spec.generate.page_vectors`` writes those that are missing."""
+"""Conformance vectors of rows in spec/row-vectors. ``python -m spec.generate.page_vectors`` writes those that are missing."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SMALL = PageGeometry(layers=2, heads=1, tokens=3, dim_k=8, dim_v=4)
 
 @dataclass(frozen=True)
 class Vector:
-    """One row vector. ``shows`` describes its purpose, and ``rule`` is the one that it breaks, or None if readers decode it."""
+    """A row vector. ``shows`` describes its purpose. ``rule`` is the rule that it breaks, or None if readers decode it."""
 
     shows: str
     rule: str | None
     make: Callable[[], bytes]
     basis: str = ""
-    """The file of the basis that a reader is given, from the folder of rows."""
+    """Name of the file with the basis that a reader receives, in the folder of rows."""
 
 
 def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
@@ -63,13 +63,13 @@ def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
 
 
 def sealed(row: bytes) -> bytes:
-    """Return the row with the correct checksum."""
+    """Return the row with a correct checksum."""
     zeroed = row[:24] + bytes(8) + row[32:]
     return row[:24] + checksum(zeroed).to_bytes(8, "little") + row[32:]
 
 
 def changed(at: int, value: bytes) -> Callable[[], bytes]:
-    """Return a function that makes a small row with other bytes and a matching checksum."""
+    """Return a function that creates a small row with other bytes and a matching checksum."""
 
     def make() -> bytes:
         row = row_of("raw", SMALL)
@@ -79,7 +79,8 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
 
 
 def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
-    """Return a function that makes a small row with a changed description and streams of matching length, so that nothing else is wrong."""
+    """Return a function that creates a small row with a changed description. Its streams have a matching length, so nothing else is wrong.
+    """
 
     def make() -> bytes:
         row = row_of(recipe, geometry)
@@ -110,7 +111,7 @@ def damaged() -> bytes:
 
 
 def vectors() -> dict[str, Vector]:
-    """Return every vector by its name."""
+    """Return all vectors by name."""
     geometry = PageGeometry
     found = {
         "raw": Vector("two layers of keys and values, as they are", None, lambda: row_of("raw", SMALL)),
@@ -204,7 +205,7 @@ def by_basis() -> bytes:
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
-    """Return a function that makes a row of bytes whose codec has other parameters."""
+    """Return a function that creates a row of bytes whose codec has other parameters."""
     return described(lambda header: header["codecs"][0].update(parameters), geometry=PageGeometry(1, 1, 2, 8, None, "u8"))
 
 
@@ -213,7 +214,7 @@ def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def outliers(header: dict[str, Any]) -> None:
-    """Give every codec the side-car outliers, which no side uses."""
+    """Give every codec the side-car outliers, although neither keys nor values use it."""
     for codec in header["codecs"]:
         codec["outliers"] = {"fields": 1}
     both(entries={"outliers": 0})(header)
@@ -225,14 +226,14 @@ def unaligned() -> bytes:
 
 
 def resized(by: int) -> bytes:
-    """Return a row with ``by`` bytes more or fewer at its end, and a matching length."""
+    """Return a row with ``by`` more bytes at its end (fewer if negative) and a matching length."""
     row = row_of("raw", SMALL)
     row = row + bytes(by) if by > 0 else row[:by]
     return sealed(row[:16] + struct.pack("<Q", len(row)) + row[24:])
 
 
 def ended(last: bytes) -> bytes:
-    """Return a row that ends in other padding."""
+    """Return a row with other padding at its end."""
     return sealed(row_of("raw", SMALL)[: -len(last)] + last)
 
 
@@ -244,12 +245,12 @@ def padded() -> bytes:
 
 
 def bases(line: dict[str, Any]) -> list[bytes]:
-    """Return the files of the bases that a reader of a vector is given, from its line of the manifest."""
+    """Return the basis files that a reader of the vector receives, from its line of the manifest."""
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """Return the line of every vector, by its file."""
+    """Return the manifest line of every vector, by file."""
     return read_manifest(MANIFEST)
 
 
@@ -263,7 +264,7 @@ def refusal(data: bytes) -> str:
 
 
 def written(file: str, vector: Vector) -> dict[str, Any]:
-    """Write a vector and return its line of the manifest."""
+    """Write a vector. Returns its manifest line."""
     data = vector.make()
     (FOLDER / file).write_bytes(data)
     line: dict[str, Any] = {"shows": vector.shows}

@@ -1,4 +1,4 @@
-"""Conformance vectors of streams with rows for several sequences, heads and runs, and of side-cars that interact."""
+"""Conformance vectors with rows for several sequences, heads and runs, and with side-cars that interact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = {
     "sinks": "1",
     "raw_tokens": "fp16",
 }
-"""The words for all side-cars except the rotation of blocks."""
+"""Options that request all side-cars except block rotation."""
 
 
 def add_all() -> None:
@@ -42,7 +42,7 @@ def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...]
 
 
 def add_rows() -> None:
-    """Add streams with one row per sequence, head or run, where it matters which row a token uses."""
+    """Add streams with one row per sequence, head or run, in which a wrong row gives wrong values."""
     for axis in ("token", "channel"):
         for scale in TOKEN_SCALE_DTYPES:
             codec = create("group", 6, b="3", g="4", axis=axis, token_scale=scale)
@@ -98,7 +98,7 @@ def add_side_cars() -> None:
 
 
 def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
-    """Return a change that sets all of ``flags`` to 0 and leaves ``stream`` without entries."""
+    """Return a change that sets all ``flags`` to 0 and removes the entries of ``stream``."""
 
     def apply(parts: Parts) -> None:
         number, entries = parts.tensor(f"0.k.{flags}"), parts.tensor(f"0.k.{stream}")
@@ -110,7 +110,7 @@ def without_entries(flags: str, stream: str) -> Callable[[Parts], None]:
 
 
 def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], None]:
-    """Return a change that fills tensors with subnormal numbers of either sign, except channel scales."""
+    """Return a change that fills tensors, except channel scales, with subnormal numbers of either sign."""
 
     size, top = (2, 1 << 10) if dtype == "F16" else (4, 1 << 23)
 
@@ -125,7 +125,7 @@ def subnormal(names: tuple[str, ...], dtype: str = "F16") -> Callable[[Parts], N
 
 
 def large_scales(parts: Parts) -> None:
-    """Give groups scales and centers near the largest binary16, so that their products with subnormal binary32 numbers are normal."""
+    """Set scales and centers of groups near the largest binary16, so that their products with subnormal binary32 numbers are normal."""
     source, number = random.Random(1), parts.tensor("0.k.scales")
     count = len(parts.tensors[number]) // 2
     parts.tensors[number] = b"".join((source.randrange(29, 31) << 10 | source.randrange(1024)).to_bytes(2, "little") for _ in range(count))
@@ -149,7 +149,7 @@ def add_subnormal() -> None:
 
 
 def add_runs() -> None:
-    """Add files with two runs of a codec that encodes tokens one by one and so must have one run."""
+    """Add files with two runs of a codec that allows only one, because it encodes tokens one by one."""
     shows = "two runs of minifloat with scales per block, which encodes tokens one by one"
     add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
     for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):
@@ -184,7 +184,7 @@ def add_flags() -> None:
 
 
 def one_entry(parts: Parts) -> None:
-    """Give a side without raw tokens one entry."""
+    """Add one entry to keys without raw tokens."""
     number = parts.tensor("0.k.raw_tokens")
     shape = parts.header["tensors"][number][2]
     parts.header["layers"][0]["k"]["entries"]["raw_tokens"] = shape[2] = 1

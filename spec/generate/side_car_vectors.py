@@ -258,7 +258,7 @@ def unused(parts: Parts) -> None:
 def with_positions(
     parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000", used: int | None = None
 ) -> None:
-    """Give the keys these positions; used values are 1, unused values 0, and the last value is ``last``."""
+    """Give the keys these raw positions. Used values are 1, unused values 0, and the last value is ``last``."""
     count = len(words) if values is None else values
     side = parts.header["layers"][0]["k"]
     for name, rows in (("raw_positions", len(words)), ("raw_values", count)):

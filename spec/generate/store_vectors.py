@@ -1,4 +1,4 @@
-"""The vectors of store entries in spec/store-vectors: ``python -m spec.generate.store_vectors`` writes those that are missing."""
+"""Vectors of store entries in spec/store-vectors. ``python -m spec.generate.store_vectors`` writes those that are missing."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ ENCRYPTION_KEYS = {f"k{size}": bytes(range(size)) for size in (16, 24, 32)}
 
 @dataclass(frozen=True)
 class Vector:
-    """An entry, the key under which it is requested, the reader's encryption keys, and the expected result.
+    """An entry vector: the entry, its requested key, the reader's encryption keys, and the expected result.
 
-    ``read`` is the number of the chunk that is read, None if the entry counts as absent; ``damaged`` is None where this is not said.
+    ``read`` is the number of the chunk that is read, or None if the entry counts as absent. ``damaged`` is None if that is left open.
     """
 
     shows: str
@@ -52,7 +52,7 @@ class Vector:
 
 @cache
 def chunks() -> list[bytes]:
-    """Return the entries of two chunks, as kvpack writes them."""
+    """Return the entries of two chunks as kvpack writes them."""
     made = kvpack.pack(random_pairs(1, len(IDS), dims=(8, 8), seed=0), IDENTITY["recipe"])
     with tempfile.TemporaryDirectory() as folder:
         store = kvpack.Store(folder, kvpack.Identity(**IDENTITY), chunk=CHUNK)
@@ -88,7 +88,7 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 def vectors() -> dict[str, Vector]:
-    """Return every vector by its name."""
+    """Return all vectors by name."""
     clear, absent = (), ("store-5",)
     k32 = encrypted("k32")
     return {
@@ -131,7 +131,7 @@ def described(vector: Vector) -> dict[str, Any]:
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """Return the line of every vector, by its file."""
+    """Return the manifest line of every vector, by file."""
     return read_manifest(MANIFEST) if MANIFEST.exists() else {}
 
 

@@ -14,7 +14,7 @@ from support.strategies import create
 
 TRELLIS = create("trellis", 8, b="2", states="256", rotation="none")
 STEPS = struct.pack("<256e", *((37 * window % 256 - 128) / 256 for window in range(256)))
-"""The table of the page's example."""
+"""Table of the example in the specification."""
 
 
 def add_all() -> None:

@@ -1,4 +1,4 @@
-"""Conformance vectors that every reader of their profile decodes: parameters at their limits, odd shapes, special values."""
+"""Conformance vectors that every reader of their profile decodes: parameters at their limits, odd shapes and special values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Valid:
-    """A valid vector: what it shows, the rules that a correct decode follows, and its bytes."""
+    """A valid vector: its purpose, the rules that a correct decoder follows, and its bytes."""
 
     shows: str
     rules: tuple[str, ...]
     make: Callable[[], bytes]
     basis: str = ""
-    """The file of the basis that a reader is given."""
+    """Name of the file with the basis that a reader receives."""
 
 
 VALID: dict[str, Valid] = {}
@@ -51,7 +51,7 @@ def add_all() -> None:
 
 
 def with_fields(codec: Codec, *fields: int) -> Codec:
-    """Return ``codec`` with these numbers of fields, one per code stream."""
+    """Return ``codec`` with these numbers of fields per column, one per code stream."""
     return dataclasses.replace(codec, fields=tuple((name, count) for name, count in zip(codec.packings(), fields, strict=True)))  # type: ignore[call-arg]
 
 
@@ -274,7 +274,7 @@ def add_minifloat() -> None:
 
 
 def add_usual_head_dims() -> None:
-    """Add every codec at common head dims, with a recipe's settings."""
+    """Add every codec at common head dims, with the settings of a recipe."""
     words: dict[str, dict[str, str]] = {
         "group": {"b": "2", "g": "32", "axis": "channel", "rotation": "hadamard"},
         "octahedral": {"b": "3"},

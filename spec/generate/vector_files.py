@@ -1,7 +1,7 @@
-"""The conformance vectors in spec/vectors: their manifest (spec/vectors.md), and the code that writes new ones.
+"""Conformance vectors in spec/vectors: their manifest (spec/vectors.md), and the code that writes new ones.
 
-``python -m spec.generate.vector_files`` writes the vectors that are missing, with their lines of the manifest, and touches no other.
-Vectors never change, so the code that wrote those of finished parts is gone; what is here serves new vectors, and as their pattern.
+``python -m spec.generate.vector_files`` writes missing vectors and their manifest lines, and changes no others. Vectors never change, so
+the code that wrote older ones has been removed. What is left writes new vectors, and serves as their model.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ DEFINED: dict[str, Valid | Invalid] = {
     for folder, vectors in (("valid", VALID), ("unsupported", UNSUPPORTED), ("invalid", INVALID))
     for name, vector in vectors.items()
 }
-"""Every vector that can be written anew, by its file."""
+"""All vectors that can be generated, by file."""
 
 
 def manifest() -> dict[str, dict[str, Any]]:
-    """Return the line of every vector, by its file."""
+    """Return the manifest line of every vector, by file."""
     return read_manifest(MANIFEST)
 
 
@@ -74,18 +74,18 @@ def described(vector: Valid | Invalid) -> dict[str, Any]:
 
 
 def bases(line: dict[str, Any]) -> list[bytes]:
-    """Return the files of the bases that a reader of a vector is given, from its line of the manifest."""
+    """Return the basis files that a reader of the vector receives, from its line of the manifest."""
     return [(FOLDER / line["basis"]).read_bytes()] if "basis" in line else []
 
 
 def profile_of(file: Any) -> str:
-    """Return the smallest profile whose readers decode a file that the second decoder read."""
+    """Return the smallest profile whose readers decode a file read by the second decoder."""
     plain = all(codec.id in core_reader.CODECS and not getattr(codec, "side_cars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 
 
 def written(file: str, vector: Valid | Invalid) -> dict[str, Any]:
-    """Write a vector and return its line of the manifest."""
+    """Write a vector. Returns its manifest line."""
     data = vector.make()
     (FOLDER / file).write_bytes(data)
     line = described(vector) | {"sha256": digest(data)}

@@ -33,7 +33,7 @@ _HEADER_NAMES = {"model": "name"}
 
 @dataclass(frozen=True, init=False)
 class Identity:
-    """Everything besides the tokens that the keys and values of a prefix depend on, as text.
+    """The identity of a prefix: everything that its keys and values depend on, except the tokens, as text.
 
     Stores with different identities share no entries. ``Identity.of`` finds the identity of a transformers model, ``Identity.of_engine``
     that of a serving engine's pages.

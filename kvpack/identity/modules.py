@@ -31,7 +31,7 @@ _WRAPPER = "of torch"
 _BASE_ATTRIBUTES = ("base_layer", "original_module")
 """Attributes of PEFT layers that have the replaced module."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Adapter libraries that keep state outside their modules, each with a name by which it is told from a user's own file."""
+"""Adapter libraries that keep state outside their modules, each with a name that distinguishes it from a user's own file."""
 
 
 class ModelPart(NamedTuple):

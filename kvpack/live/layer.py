@@ -365,7 +365,7 @@ class LiveLayer:
                 raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue tensors of shape {expected}")
             if x.device != side.tail.device:
                 raise InvalidParameter(
-                    f"{where}: the values are on {x.device}, but the cache is on {side.tail.device}: give x.to({str(side.tail.device)!r})"
+                    f"{where}: the values are on {x.device}, but the cache is on {side.tail.device}: pass x.to({str(side.tail.device)!r})"
                 )
             given[name] = x
         if len({x.shape[2] for x in given.values()}) > 1:

@@ -16,10 +16,11 @@ from .overlap import Strided, first_shared
 
 
 class PageBuffer:
-    """Slots of pages in an engine's memory: for each layer and side a tensor ``[slot, head, token, channel]`` of any strides.
+    """An engine's memory of pages, as slots: for the keys and the values of each layer, a tensor ``[slot, head, token, channel]``.
 
     ``k`` and ``v`` are a list of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]``; ``v`` is None
-    for pages of one side. Nothing is copied. Raises InvalidParameter or InvalidType where they do not fit ``geometry``.
+    for pages without values. Tensors may have any strides; nothing is copied. Raises InvalidParameter or InvalidType for tensors that do
+    not fit ``geometry``.
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PageCodec:
-    """Encodes an engine's pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes each, and decodes them (spec/row.md).
+    """A codec that encodes pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes, and decodes them (spec/row.md).
 
     ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
     state and default dtype stay as they are. Buffers are read and written in place: in host memory by C, which takes no memory for pages,

@@ -1,4 +1,4 @@
-"""Lanes: one side of consecutive layers with the same codec, copied between slots of an engine's memory and rows, in C if supported."""
+"""Lanes: the keys or the values (one *side*) of consecutive layers with the same codec, copied between an engine's memory and rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Side ``side`` of ``count`` layers from ``first`` on, all of ``codec``. ``places`` are those of the first layer's streams in a row."""
+    """The keys or the values (``side``) of ``count`` layers from ``first`` on, all with ``codec``.
+
+    ``places`` are the positions of the first layer's streams in a row.
+    """
 
     geometry: PageGeometry
     codec: Codec
@@ -54,7 +57,7 @@ class Lane:
     count: int
     places: Mapping[str, tuple[int, int]]
     stride: int
-    """The bytes from one layer's streams to the next one's, in a row."""
+    """Bytes from one layer's streams to the next layer's in a row."""
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -66,12 +69,12 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """Rule that chooses the raw tokens of a page, if there are any."""
+        """The rule that chooses a page's raw tokens; None if it has none."""
         return self.codec.side_car(RawPositions)
 
     @cached_property
     def watched(self) -> RawPositions | None:
-        """Rule that finds raw tokens, and tokens that cost others precision although the page has no room for them."""
+        """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
         # One of high norm moves the mean of its page.
         has_means = isinstance(self.plain, WithSideCars) and self.plain.page_vectors
         if self.raw is not None or not (self.plain.shared_scales or has_means):
@@ -80,7 +83,7 @@ class Lane:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Kinds of shared scales.
+        """The kinds of scales that several tokens or heads share.
 
         Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
         """
@@ -88,29 +91,29 @@ class Lane:
 
     @cached_property
     def measured(self) -> bool:
-        """True if tokens may lose precision because of maps, means and scales of their own, or because of a scale of their page."""
+        """True if tokens may lose precision because maps, means or scales do not fit them."""
         summary = self.plain.summary
         return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0
 
     @cached_property
     def slots(self) -> int:
-        """Number of raw tokens for which a page has room."""
+        """The number of raw tokens for which a page has room."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property
     def plain(self) -> Codec:
-        """Codec of the tokens that are not raw."""
+        """The codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
 
     def of(self, pages: PageBuffer) -> _BoundLane:
-        """Return the lane with everything about ``pages`` that does not depend on a slot."""
+        """Bind the lane to the memory ``pages``, computing everything that does not depend on a slot."""
         tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(self.codec, Opaque | Raw) or self.geometry.dtype not in RAW_DTYPES:
             return _BoundLane(self, tensors, keys)
         return _BoundLane(self, tensors, keys, *self._c_functions(), self._choosers(keys))
 
     def _c_functions(self) -> tuple[Any, Any]:
-        """Return the C encoder and decoder for one layer, and for all of them together; None if C does not support the codec."""
+        """Return the C encoder and decoder for one layer, and those for all layers together; None if C does not support the codec."""
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain
@@ -150,14 +153,14 @@ _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _EncodedLayer(NamedTuple):
-    """Streams of one layer, and the norms of what they encode, ``[1, kv_head, token]``, if its codec changes norms."""
+    """The encoded streams of one layer, and the norms of the encoded vectors, ``[1, kv_head, token]``, if its codec changes norms."""
 
     streams: Mapping[str, torch.Tensor]
     coded: torch.Tensor | None
 
 
 class _Layers(Mapping[str, torch.Tensor]):
-    """Streams of layers, which are joined as sequences of a batch where they are asked for."""
+    """The streams of several layers, which are joined as sequences of a batch when one is read."""
 
     def __init__(self, made: Sequence[_EncodedLayer]) -> None:
         self._made = made
@@ -173,7 +176,7 @@ class _Layers(Mapping[str, torch.Tensor]):
 
 
 class _RowStreams(Mapping[str, torch.Tensor]):
-    """Streams of a lane's layers in a row, which are joined as sequences of a batch where they are asked for."""
+    """The streams of a lane's layers in a row, which are joined as sequences of a batch when one is read."""
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
         self._lane, self._row = lane, row
@@ -194,7 +197,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
 
 class _BoundLane:
-    """A lane over the memory of one engine."""
+    """A lane bound to the memory of one engine, with everything that does not depend on a slot."""
 
     def __init__(
         self,
@@ -215,7 +218,7 @@ class _BoundLane:
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``, and count raw tokens left out, int64 ``[2]``, as in ``choose_slot_tokens``."""
+        """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``choose_slot_tokens``."""
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -257,7 +260,7 @@ class _BoundLane:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
     def _misfits(self, slot: int, row: memoryview, made: Sequence[_EncodedLayer], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return what tokens beside the ``used`` ones lose, or cost others by a scale of the page; None if all fit.
+        """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
 
         The result is that of ``excesses``, ``[2, layer, token]``.
         """
@@ -287,7 +290,7 @@ class _BoundLane:
         return excesses(EncodedRun(lane.plain, x, streams, cache(partial(dispatch.norms, x)), coded, kept))
 
     def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
-        """Return ``used`` tokens of layers and the worst of the ``misfits`` for which there are slots, and counts of others, ``[2]``."""
+        """Add the worst ``misfits`` for which there is room to the ``used`` tokens; return them, and the counts of the others, ``[2]``."""
         result, left_out, (misfits, warned) = dict(used), numpy.zeros(2, numpy.int64), misfits
         for number in (misfits > 1).any(1).nonzero()[:, 0].tolist():
             own = used.get(number, torch.empty(0, dtype=torch.int64, device=misfits.device))
@@ -299,7 +302,7 @@ class _BoundLane:
         return result, left_out
 
     def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the page of layer ``number`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
+        """Return layer ``number`` of the page in ``slot`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
@@ -375,7 +378,7 @@ class _BoundLane:
         self._put_raw(slot, row)
 
     def _put_raw(self, slot: int, row: memoryview) -> None:
-        """Write raw tokens over the decoded values in their places."""
+        """Overwrite the decoded values of raw tokens with their exact values."""
         raw = self._lane.raw
         if raw is None:
             return
@@ -393,7 +396,7 @@ class _BoundLane:
                 tensor[slot][:, token[inside]] = values.to(tensor.dtype)
 
     def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
-        """Return the streams of the lane's layer ``number`` as views of a row."""
+        """Return views of the streams of layer ``number`` of the lane in a row."""
         result = {}
         for name, layout in self._lane.layouts.items():
             begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
@@ -415,7 +418,7 @@ class _BoundLane:
 
 
 def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if channels are contiguous."""
+    """Return True if the channels of all tensors are contiguous."""
     return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
 
 
@@ -439,7 +442,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
-    """Return the lanes of a page: consecutive layers are combined if both sides have the same codecs."""
+    """Return the lanes of a page. Consecutive layers are combined if their codecs are the same."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []
     for codecs, run in groupby(range(len(pairs)), key=lambda number: pairs[number]):
@@ -454,7 +457,7 @@ def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> l
 
 
 def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: str) -> None:
-    """Check the rules of the codecs of a row. Raises InvalidPayload."""
+    """Check that the streams of a row follow the rules of their codecs. Raises InvalidPayload."""
     for number, layer in enumerate(contents.layers):
         for name, side in layer.sides():
             codec, prefix = contents.codecs[side.codec], f"{number}.{name}"

@@ -31,7 +31,7 @@ def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> 
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, given its ``pieces`` as this process wrote them; None if it cannot be told from them.
+    """Return the text that describes an entry, given its ``pieces`` as this process wrote them; None if they do not show it.
 
     An encrypted entry, for example, has no text.
     """

@@ -30,7 +30,7 @@ def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"",
 
 
 class OtherChunks:
-    """After lookups without a hit, searches for entries of the same tokens with another chunk size, until it finds some."""
+    """A search for entries of the same tokens with another chunk size, which runs after lookups without a hit until it finds some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk

@@ -43,7 +43,7 @@ class UsageCount(NamedTuple):
 
     ``total`` is the number of bytes in use, and ``reserved`` the sum of all bytes ever reserved. ``generation`` changes with every count of
     the folder. ``limit`` is the largest budget of the current writers, in effect until ``until``, in seconds since 1970. ``boots`` are
-    the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which tells a folder from its copy; 0 on a
+    the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which a copy does not share; 0 on a
     network file system.
     """
 

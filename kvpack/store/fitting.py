@@ -64,7 +64,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` match the ids that the cache knows, or, for a cache without ids, have one per token."""
+    """Raise InvalidParameter unless ``ids`` match the ids in the cache or, for a cache without ids, have one per token."""
     count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(known))
     if known[:shared_bytes] != ids[:shared_bytes]:
@@ -101,7 +101,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache longer than ``longest``, where the rotary frequencies change."""
+    """Raise InvalidParameter for a cache of more than ``longest`` tokens, for which the model uses other rotary frequencies."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(

@@ -211,7 +211,7 @@ class Loader:
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
     """Count a bad entry as a miss; return True if it is damaged.
 
-    Only damaged entries are removed. Other stores may be able to read the others.
+    Only damaged entries are removed, because other stores may be able to read entries that this one cannot.
     """
     counters.fault("load", error)
     if isinstance(error, Undecryptable):

@@ -357,9 +357,9 @@ class ObjectStore(OneTier):
         return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 
     def _expired_keys(self, *, now: bool = False) -> set[bytes]:
-        """Return the keys of expired entries, as of a short time ago, or ``now``.
+        """Return the keys of expired entries. The result may be slightly out of date, unless ``now`` is True.
 
-        For a store without ``ttl``, returns none unless ``now``.
+        For a store without ``ttl``, the result is empty unless ``now`` is True.
         """
         with self._expiry_lock:
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)

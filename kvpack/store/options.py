@@ -21,7 +21,7 @@ _BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """Options of one location; None means not given. Each kind of location supports some of them (locations.py)."""
+    """The options of one location; None means not given. Each kind of location supports some of them (locations.py)."""
 
     max_bytes: int | None = None
     """The budget for all writers' entries at the location, in bytes."""
@@ -50,7 +50,7 @@ class LocationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(LocationOptions):
-    """Options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
+    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
 
     write_back: bool | None = None
     """True if all tiers except the first are written in the background."""

@@ -267,7 +267,7 @@ class PageStore:
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
-        """Return the submitted jobs that have been done since the last call, without waiting."""
+        """Return the submitted jobs that have finished since the last call, without waiting."""
         with self._lock:
             done = [job for job in self._running.values() if job.done]
             for job in done:

@@ -64,7 +64,7 @@ _SPARE_BYTES = 2**20
 
 
 class Redis(OneTier):
-    """Entries on the server at ``url`` (redis://, rediss:// or unix://).
+    """A backend that keeps entries on the server at ``url`` (redis://, rediss:// or unix://).
 
     ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, and ``timeout`` the maximum
     seconds per request, plus one for each MiB of the answer. Raises InvalidParameter for an invalid URL and for a server with another

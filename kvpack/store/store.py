@@ -75,13 +75,13 @@ class Store:
         durable: Force entries to the disk of a folder before ``save`` returns.
         trusted_group: Number or name of a group whose members may write to the folder, and are trusted with its contents. Otherwise a
             folder that others may write to is refused, and a folder of another user is only read, as copies (spec/store.md, Trust).
-        timeout: Most seconds per request; default: 1 for Redis, 5 for object stores.
+        timeout: Maximum number of seconds per request; default: 1 for Redis, 5 for object stores.
         storage_options: Settings of obstore by name, such as endpoint; the environment has the others.
         write_back: Write every tier but the first in the background; ``close`` waits for them.
         encryption: AES keys of 16, 24 or 32 bytes by id. Entries are encrypted with the first and read with any. An unencrypted entry
             counts as damaged; an entry with an unknown key stays, and does not count as stored.
         check_values: Check the rules of the codecs, not only digests, on every load; default: if other users may write unencrypted entries.
-        max_entry_bytes: Most bytes of an entry, and of the values of one of its layers at 16 bits each. Larger entries are neither
+        max_entry_bytes: Maximum size of an entry, and of the values of one of its layers at 16 bits each. Larger entries are neither
             saved nor read.
 
     Raises:
@@ -206,7 +206,7 @@ class Store:
 
         ``cache`` is a packed cache, or an object that contains one as ``packed``, from the first token on; tokens of a raw tail are not
         stored. ``token_ids`` has one id per token of the cache: cut the longer of the two, as ``token_ids[:-1]`` if the newest
-        token has no key yet. A cache that knows all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
+        token has no key yet. A cache that contains all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
 
         Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
         recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks

@@ -24,7 +24,7 @@ _KINDS = ("pages", "states", "bases")
 
 @dataclass
 class Summary:
-    """Counts of entries, bytes and tokens by model and recipe, of other entries by kind, and of unreadable entries."""
+    """The totals of a location: entries, bytes and tokens by model and recipe, other entries by kind, and unreadable entries."""
 
     chunks: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = field(default_factory=dict)
     kinds: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in _KINDS})

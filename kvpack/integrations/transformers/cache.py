@@ -53,7 +53,7 @@ class KvpackCache(PassCalls):
     """A transformers cache whose keys and values are packed as they arrive, and never unpacked.
 
     ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and ``KvpackCache.load(path,
-    model)`` a file. Give the model the token ids that follow the cache, or give ``generate`` all token ids.
+    model)`` a file. Pass the model the token ids that follow the cache, or pass ``generate`` all token ids.
     ``KvpackCache(config=model.config, recipe=...)`` is empty and has no model: set attention "kvpack" with
     ``model.set_attn_implementation``; nothing is recorded, and no other model's pass is refused.
 
@@ -66,16 +66,16 @@ class KvpackCache(PassCalls):
     records; for a cache that does not record it, pass the model's ``rope_deltas`` after the prompt, or 0 for text. The model's own
     ``rope_deltas`` is then set before each pass.
 
-    With ``prompt``, the token ids that ``generate`` will be given, the cache keeps the tokens that both begin with, and the model computes
-    the others: ``get_seq_length()`` tells how many are kept. Where a sliding-window layer has dropped tokens that the next one attends to,
-    or the model's RoPE turns keys of either by the frequencies of long sequences (dynamic, longrope), none are, and a KvpackWarning says
-    so. The cache must hold its token ids, those of each row of a batch, and depend on nothing else but padding.
+    With ``prompt``, the token ids that will be passed to ``generate``, the cache keeps only the common prefix of both, and the model
+    computes the rest: ``get_seq_length()`` returns the number of tokens kept. No tokens are kept, with a KvpackWarning, if a sliding-window
+    layer has dropped tokens that the next one attends to, or if the model's RoPE uses other frequencies for long sequences (dynamic,
+    longrope). The cache must contain its token ids, for each row of a batch, and depend on nothing else except padding.
 
     Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused with
     a message that says which mask to pass. ``packed.inputs.hidden`` lists them.
 
     With ``keep_all``, layers with a sliding window keep the tokens that no later one attends to, so that a ``Store`` takes the whole prompt
-    and ``crop`` goes back to any token. A pass takes no longer, and the cache and its file are larger.
+    and ``crop`` can return to any token. Passes are as fast, but the cache and its file are larger.
 
     With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
     token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every

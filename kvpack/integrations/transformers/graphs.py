@@ -61,7 +61,7 @@ class StepGraphs:
     result as the step without a graph, bit for bit: so a model whose step depends on values on the host gets no graph, and a KvpackWarning
     says so. Any other pass ends the series, and the graph with it.
 
-    If graphs were not ``asked`` for, only models whose code is all from PyTorch and transformers get them, and there are no warnings.
+    Unless the user requested graphs (``asked``), only models whose code is all from PyTorch and transformers get them, without warnings.
     """
 
     def __init__(self, cache: Any, number: int, asked: bool) -> None:

@@ -22,7 +22,7 @@ _DELTAS = "rope_deltas"
 
 
 class RotaryPositions:
-    """Positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one for each row.
+    """The positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one for each row.
 
     The first pass over an empty cache may have any positions, depending on images and padding; they determine the deltas.
     """

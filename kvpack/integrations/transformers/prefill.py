@@ -49,7 +49,7 @@ def prefill(
         model: A transformers model, which gets no arguments other than token ids.
         token_ids: Token ids ``[batch, token]``.
         contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it; only the other tokens are computed.
-        every: Most tokens per pass.
+        every: Maximum number of tokens per pass.
         chunk: Tokens per chunk of the store.
         **options: As for KvpackCache.
 

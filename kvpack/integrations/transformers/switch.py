@@ -17,7 +17,7 @@ _told: list[str] = []
 
 
 class Switch:
-    """Attention "kvpack" of one model; the previous attention is restored with the last reference to this object."""
+    """A switch of one model to attention "kvpack". The previous attention is restored when the last reference to this object is gone."""
 
     def __init__(self, model: Any) -> None:
         outer = outermost(model)

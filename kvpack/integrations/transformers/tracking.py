@@ -43,7 +43,7 @@ _SHARED = (
 
 
 class Tracking:
-    """Checks passes as they begin, and adds to ``record`` what each appended. With ``packed``, the model's attention must be "kvpack".
+    """A tracker that checks passes as they begin, and records their inputs in ``record``. With ``packed``, attention must be "kvpack".
 
     ``assisted`` is True if the next passes belong to assisted decoding, whose first pass is given all token ids. ``states`` is True if the
     cache keeps states, which are useless once a pass has failed. ``first`` is the name of ``watched`` if the cache was compared with it, or

@@ -97,7 +97,7 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def _place_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options, which name the spec and the tier of the placement, and whether the primary tier holds rows.
+    """Return the options, which name the spec and the tier of the placement, and True if the primary tier contains rows.
 
     Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.
     """

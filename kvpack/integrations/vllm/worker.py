@@ -73,7 +73,7 @@ class _Transfer:
 
 
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
-    """Encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them; a chunk has a row for each of its blocks.
+    """A worker that encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has a row per block.
 
     ``codecs`` and ``pages`` have one entry per group. On a CUDA device it uses its own stream, after the work already on the current one.
     ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows name. A block whose row cannot be

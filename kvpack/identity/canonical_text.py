@@ -165,8 +165,7 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
-    """Return ``plain(name, value, max_values)`` for each of ``named``. Tensors are read in batches, because each read waits for the device.
-    """
+    """Return ``plain(name, value, max_values)`` for each of ``named``. Tensors are read in batches, since each read waits for a device."""
     import torch
 
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}

@@ -204,9 +204,7 @@ class Objects:
     def _check_process(self) -> None:
         # obstore's threads do not survive a fork, and a request would wait for them forever.
         if os.getpid() != self._pid:
-            raise Forked(
-                "the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork"
-            )
+            raise Forked("the process was forked after the store was opened, which obstore does not survive: use spawn instead of fork")
 
 
 def _code_of(error: BaseException) -> str:

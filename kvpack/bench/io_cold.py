@@ -15,7 +15,7 @@ import torch
 
 import kvpack
 from kvpack.cache.device_copy import HostBus
-from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, Copy, staged
+from kvpack.cache.staged_reads import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
 from kvpack.file.container import open_file
 from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter
@@ -119,7 +119,7 @@ def _read_by_ring(path: str) -> None:
         span = file.span(places)
         assert span is not None
         ends = range(0, sum(place.nbytes for place in places), COPY_BYTES)
-        copies = [Copy(0, begin, min(begin + COPY_BYTES, span.end - span.begin), span, places[0]) for begin in ends]
+        copies = [StagedCopy(0, begin, min(begin + COPY_BYTES, span.end - span.begin), span, places[0]) for begin in ends]
         for _ in staged(copies, file, HostBus(), STAGING_BYTES, {*()}, {*()}):
             continue
 

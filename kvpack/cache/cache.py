@@ -1,7 +1,7 @@
-"""Cache: the keys and values of a model, one Layer per model layer; and concat, which joins caches of consecutive tokens.
+"""Packed caches (``Cache``), with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
 
-A cache and its layers, sides and pages are immutable: slice, append and concat return new objects that share the packed bytes,
-and a copy is the same object. Equality is identity.
+Caches, layers, sides and packed runs are immutable. Slicing, appending and joining return new objects that share the packed bytes; copying
+returns the same object. Equality is identity.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvpack.formats.arguments import as_integer, check_callback, checked_device
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
 from .contents import contents_of
-from .conversion import converted
-from .layer import Layer, sliced
-from .packed_objects import explained, refuse_pickle
+from .conversion import convert_layers
+from .layer import Layer, slice_layer
+from .packed_objects import explain_errors, refuse_pickle
 from .rows import row_numbers
-from .states import selected, states_of, with_states
+from .states import select_states, states_of, with_states
 
 if TYPE_CHECKING:
     import os
@@ -45,25 +45,26 @@ if TYPE_CHECKING:
     from .states import States, StatesAt
 
 
-@explained
+@explain_errors
 @dataclass(frozen=True, eq=False, repr=False)
 class Cache:
-    """A packed KV cache: one Layer per model layer, and what the values were computed from.
+    """A packed KV cache: one Layer per model layer, with a record of the inputs that the values were computed from.
 
-    ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer; packed bytes are shared. A cache is immutable:
-    every method returns a new one. The cache covers positions ``start`` to ``stop``; layer i has positions ``start + layer.skipped`` to
-    ``start + layer.seen``.
+    ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer. A cache is immutable: every method returns a
+    new one that shares the packed bytes. The cache covers positions ``[start, stop)``, and layer i positions
+    ``[start + layer.skipped, start + layer.seen)``.
 
     Args:
         layers: The layers in order.
         recipe: Canonical text of the recipe.
-        model: Fields that name the model.
+        model: Fields that identify the model.
         start: Position of the first token.
-        inputs: The inputs that the tokens were computed from; None if they are not known.
-        metadata: Texts and numbers of the caller by name. Slices and conversions keep them; ``concat`` keeps those of the first cache.
+        inputs: The inputs from which the values were computed; None if unknown.
+        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them; ``concat`` keeps those of the
+            first cache.
 
     Raises:
-        InvalidParameter: The inputs begin at another position than the cache.
+        InvalidParameter: The inputs are for other positions or another number of sequences than the cache.
 
     >>> cache = kvpack.pack(past, "octopus-3")
     >>> cache.tokens, len(cache), cache[:, :32].tokens
@@ -80,14 +81,14 @@ class Cache:
     inputs: Inputs | None = None
     metadata: Mapping[str, Value] = field(default_factory=partial(MappingProxyType, {}))
     computed: int = 0
-    """Number of tokens of the longest cache that this one was sliced from, if ``inputs`` is None. Files do not record it."""
+    """Number of tokens of the longest cache from which this one was sliced, if ``inputs`` is None. Files do not record it."""
     position_offsets: tuple[int, ...] | None = None
-    """For each sequence, the difference between the rotary position and the token index after the last token; None if not known.
+    """Difference between the rotary position and the token index after the last token, for each sequence; None if unknown.
 
-    Models with multidimensional positions give an image fewer positions than it has tokens.
+    It is not 0 with multidimensional positions, where an image takes fewer positions than it has tokens.
     """
     states_at: StatesAt = field(default_factory=partial(MappingProxyType, {}))
-    """States of all layers at earlier positions, by position. A slice may end at these positions, and a store saves the states.
+    """States of all layers at earlier positions, by position. A slice may end at these positions, and stores save these states.
 
     Files contain only the states after the last token.
     """
@@ -102,8 +103,8 @@ class Cache:
         batch = self._batch()
         if rows and batch and len(rows) != batch:
             raise InvalidParameter(
-                f"the cache has {batch} sequences, but its inputs have the ids of {len(rows)}: pass inputs= with a row for each, in order, "
-                "or inputs=None"
+                f"the cache has {batch} sequences, but its inputs have token ids for {len(rows)}: pass inputs= with token ids for every "
+                "sequence, in order, or inputs=None"
             )
 
     def __copy__(self) -> Cache:
@@ -116,9 +117,9 @@ class Cache:
         refuse_pickle(self)
 
     def __repr__(self) -> str:
-        held = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}
-        others = "".join(f", some layers {first} to {last}" for first, last in sorted(held))
-        return f"Cache({self.recipe!r}, {len(self)} layers, tokens {self.start} to {self.stop}{others}, model {dict(self.model)})"
+        ranges = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}
+        others = "".join(f", some layers [{first}:{last}]" for first, last in sorted(ranges))
+        return f"Cache({self.recipe!r}, {len(self)} layers, tokens [{self.start}:{self.stop}]{others}, model {dict(self.model)})"
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -149,86 +150,88 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the cache covers: the largest number that any layer has seen."""
+        """Number of tokens that the cache covers, including any that sliding windows have dropped."""
         return max((layer.seen for layer in self.layers), default=0)
 
     @property
     def token_ids(self) -> torch.Tensor:
         """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; ``[batch, 0]`` if none are known.
 
-        If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 without sides and states.
+        If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 for a cache without keys, values and states.
         """
         known = self.inputs.known if self.inputs is not None else (b"",)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
     def _batch(self) -> int:
-        """Return the number of sequences: of the side or state with the fewest (spec/container.md, Token ids), or 0 without any."""
+        """Return the smallest number of sequences in any layer (spec/container.md, Token ids), or 0 for an empty cache."""
         sides = (side.batch for layer in self.layers for side in layer.sides.values())
         states = (state.shape[0] for layer in self.layers for state in layer.states.values())
         return min((*sides, *states), default=0)
 
     @property
     def stop(self) -> int:
-        """Position after the last token."""
+        """Position of the next token, after the last one."""
         return self.start + self.tokens
 
     def positions(self, number: int) -> tuple[int, int]:
-        """Return the first position that layer ``number`` contains, and the position after its last."""
+        """Return the first position in layer ``number``, and the position after its last token."""
         layer = self[as_integer(number, "number")]
         return self.start + layer.skipped, self.start + layer.seen
 
     def check_ends(self) -> None:
-        """Raise NotConsecutive, naming the layer, if a layer ends before ``stop``, because no token could follow."""
+        """Raise NotConsecutive if a layer ends before ``stop``, because no token can follow such a cache."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen != tokens:
                 raise NotConsecutive(
-                    f"layers[{number}] ends at position {self.start + layer.seen}, but the cache at {self.stop}: "
-                    "new tokens cannot follow both, so the cache cannot be continued"
+                    f"layers[{number}] ends before position {self.start + layer.seen}, but the cache before {self.stop}: use a cache "
+                    "whose layers all end at the same token"
                 )
 
     @property
     def values(self) -> int:
-        """Number of key and value elements in all layers, plus the elements of states."""
+        """Number of key, value and state elements in all layers."""
         sides = sum(side.batch * side.heads * side.tokens * side.dim for layer in self.layers for side in layer.sides.values())
         return sides + sum(state.numel() for layer in self.layers for state in layer.states.values())
 
     @property
     def contents(self) -> Contents:
-        """Header contents for a file of this cache."""
+        """Contents of the header of a file with this cache."""
         return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
     def nbytes(self) -> int:
-        """Number of bytes that ``save`` writes without compression: codes, scales, tables, header and padding."""
+        """Size in bytes of the file that ``save`` writes without compression, including header and padding."""
         return container.file_size(self.contents)
 
     @property
     def bits_per_value(self) -> float:
-        """Bits per value in the file, counting every byte; 0 for an empty cache."""
+        """File size (``nbytes``) in bits per value; 0 for an empty cache."""
         return 8 * self.nbytes / self.values if self.values else 0.0
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value as the source papers count them, averaged over all layers and sides."""
+        """Average bits per value as counted in the codecs' papers, which leave out file overhead."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)
         return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
 
     def _slice(self, start: int, stop: int) -> Cache:
-        """Return tokens ``[start, stop)`` of every layer, counted from the first token of the cache; packed bytes are shared.
+        """Return tokens ``[start, stop)`` of every layer, counted from the cache's first token; packed bytes are shared.
 
-        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` is inside a group of tokens that a codec encoded together, or
-        if layers have states and none are known at ``stop`` (``states_at``). The whole range can always be sliced.
+        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` is inside a group of tokens encoded together, or if layers have
+        states that are unknown at ``stop`` (see ``states_at``). The whole range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {self.tokens} tokens")
-        held, states = self.layers, None
+            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {self.tokens} tokens")
+        source, states = self.layers, None
         if stop != self.tokens and (states := self.states_at.get(self.start + stop)) is not None:
-            held = without_states(self).layers
-        layers: Sequence[Layer] = [sliced(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(held)]
+            source = without_states(self).layers
+        layers: Sequence[Layer] = [
+            slice_layer(layer, number, (start, stop), self.start, self.tokens) for number, layer in enumerate(source)
+        ]
         if states is not None:
             layers = with_states(layers, states)
         states_at = {position: layer_states for position, layer_states in self.states_at.items() if start < position - self.start < stop}
@@ -246,10 +249,10 @@ class Cache:
         )
 
     def select(self, indices: Rows) -> Cache:
-        """Return the sequences ``indices`` of the batch in that order; an index may repeat. Codes are copied, never decoded.
+        """Return the sequences ``indices`` of the batch, in that order; an index may repeat. Codes are copied, not decoded.
 
-        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds, naming the layer, for a row that the batch
-        does not have, and InvalidParameter for anything else.
+        ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds for a sequence that a layer does not have, and
+        InvalidParameter if ``indices`` is anything else.
         """
         rows = row_numbers(indices)
         layers = []
@@ -260,17 +263,16 @@ class Cache:
                 raise OutOfBounds(f"layers[{number}]: {error}") from None
         inputs = None if self.inputs is None else self.inputs.select(rows, self.start)
         offsets = None if self.position_offsets is None else tuple(self.position_offsets[row] for row in rows)
-        states_at = MappingProxyType({position: selected(states, rows) for position, states in self.states_at.items()})
+        states_at = MappingProxyType({position: select_states(states, rows) for position, states in self.states_at.items()})
         return replace(self, layers=tuple(layers), inputs=inputs, position_offsets=offsets, states_at=states_at)
 
     def append(self, pairs: Sequence[Pair]) -> Cache:
-        """Add new tokens, one (k, v) per layer; packed tokens stay as they are.
+        """Return the cache with new tokens, one (k, v) per layer. Packed tokens are not encoded again.
 
-        Raises InvalidParameter, InvalidType or OutOfRange, and NotConsecutive when a layer ends before the cache; the cache
-        itself never changes.
+        Raises InvalidParameter, InvalidType or OutOfRange if the values do not fit, and NotConsecutive if a layer ends before the cache.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise InvalidParameter("append takes a list of (k, v), one pair for each layer, such as [(k, v)] for a cache of one layer")
+            raise InvalidParameter("append requires a list with one (k, v) per layer, such as [(k, v)] for a cache of one layer")
         if len(pairs) != len(self):
             raise InvalidParameter(f"append got {len(pairs)} layers, but the cache has {len(self)}: pass one (k, v) per layer")
         self.check_ends()
@@ -291,43 +293,43 @@ class Cache:
         *,
         progress: Progress | None = None,
     ) -> Cache:
-        """Return the cache encoded with another recipe, given as for ``pack``. Sides that already have the codec and window are shared.
+        """Return the cache encoded with another recipe, which is given as for ``pack``.
 
-        Raises InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a
-        recipe file that does not exist, and MissingBasis.
+        Keys and values that already have the right codec and window are shared. Raises InvalidParameter if a codec does not support a
+        layer's head dim or the basis belongs to another model, MissingFile for a recipe file that does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)
         with collected_misfits() as misfits:
-            layers, text = converted(self.layers, parsed, self.start, progress)
+            layers, text = convert_layers(self.layers, parsed, self.start, progress)
         warn_of_misfits(misfits)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
-        """Decode to one dense (k, v) pair ``[batch, kv_head, token, dim]`` of ``dtype`` per layer."""
+        """Decode the cache to one dense (k, v) pair ``[batch, kv_head, token, dim]`` of ``dtype`` per layer."""
         return [layer.unpack(dtype) for layer in self.layers]
 
     def to(self, device: torch.device | str) -> Cache:
-        """Return the cache with every buffer on ``device``. Raises InvalidParameter for a device that PyTorch cannot use."""
+        """Return the cache with all buffers on ``device``. Raises InvalidParameter if PyTorch cannot use the device."""
         device = checked_device(device)
         return replace(self, layers=tuple(layer.to(device) for layer in self.layers))
 
 
 def without_states(cache: Cache) -> Cache:
-    """Return ``cache`` without any states."""
+    """Return ``cache`` without states."""
     return replace(cache, layers=with_states(cache.layers, ({},) * len(cache)), states_at=MappingProxyType({}))
 
 
 def all_states(cache: Cache) -> dict[int, States]:
-    """Return the states of ``cache`` by position, including those after its last token."""
+    """Return the states of ``cache`` by position, including the ones after its last token."""
     last = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
     return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **last}
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
-    """Join caches of consecutive tokens. Packed bytes are shared; nothing is encoded again.
+    """Join caches of consecutive tokens. The result shares the packed bytes; nothing is encoded again.
 
     Args:
         caches: At least one cache, in order of position.
@@ -336,8 +338,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
         One cache of all tokens.
 
     Raises:
-        InvalidParameter: The caches differ in model, layers, codec or shape, leave a gap in a layer, or one is a slice of a cache that has
-            other token ids before it.
+        InvalidParameter: The caches differ in model, layers, codec or shape, a layer lacks tokens between them, or one is a slice of a
+            cache with other token ids before the slice.
         InvalidType: An element is not a packed cache.
 
     >>> cache = kvpack.pack(past, "octopus-3")
@@ -346,13 +348,13 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     given: Any = caches
     if not isinstance(given, list | tuple):
-        raise InvalidType(f"concat takes a list of packed caches, got a {type(given).__name__}")
+        raise InvalidType(f"concat requires a list of packed caches, but got a {type(given).__name__}")
     for number, cache in enumerate(given):
         if not isinstance(cache, Cache):
-            made = "kvpack.pack makes one, and kvpack.load reads one"
-            raise InvalidType(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {made}")
+            remedy = "make one with kvpack.pack, or read one with kvpack.load"
+            raise InvalidType(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {remedy}")
     if not caches:
-        raise NotConsecutive("concat got no caches, expected at least one")
+        raise NotConsecutive("concat got no caches: pass at least one")
     first, tokens = caches[0], [cache.tokens for cache in caches]
     stop, model = first.start + tokens[0], dict(first.model)
     if len(caches) > 1:
@@ -360,24 +362,23 @@ def concat(caches: Sequence[Cache]) -> Cache:
     for other, count in zip(caches[1:], tokens[1:], strict=True):
         if stop != other.start:
             raise NotConsecutive(
-                f"tokens {first.start} to {stop} are followed by tokens {other.start} to {other.start + count}: pass consecutive ranges "
-                "in order"
+                f"tokens [{first.start}:{stop}] are followed by tokens [{other.start}:{other.start + count}]: pass caches of consecutive "
+                "tokens, in order"
             )
         if model != dict(other.model) or len(first) != len(other):
             raise NotConsecutive(
-                f"a cache of {len(first)} layers of {model} is followed by {len(other)} layers of {dict(other.model)}: join caches of one "
-                "model"
+                f"a cache of {len(first)} layers of the model {model} is followed by one of {len(other)} layers of {dict(other.model)}: "
+                "join only caches of the same model"
             )
         other.check_ends()
         for number, layer in enumerate(other):
             if layer.skipped:
                 raise NotConsecutive(
-                    f"layers[{number}] of the cache from token {other.start} holds {layer.tokens} of its {count} tokens, "
-                    f"positions {other.start + layer.skipped} to {other.stop}: the tokens before them are missing, so the cache cannot be "
-                    "joined"
+                    f"layers[{number}] of the cache that starts at position {other.start} has only {layer.tokens} of its {count} tokens: "
+                    "join only caches whose layers have all tokens"
                 )
         stop += count
-    layers = tuple(_joined_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
+    layers = tuple(_join_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
     inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)], first.start)
     computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
     states_at = {
@@ -387,16 +388,18 @@ def concat(caches: Sequence[Cache]) -> Cache:
     return replace(first, layers=layers, inputs=inputs, computed=computed, position_offsets=offsets, states_at=states)
 
 
-def _joined_layers(number: int, layers: Sequence[Layer]) -> Layer:
-    """Return layer ``number`` of consecutive caches. Raises NotConsecutive."""
+def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
+    """Return layer ``number`` of the joined cache. Raises NotConsecutive."""
     for first, second in pairwise(layers):
         if (first.k is None, first.v is None) != (second.k is None, second.v is None):
             raise NotConsecutive(
-                f"layers[{number}] has the sides {list(first.sides)}, then {list(second.sides)}: join caches with the same sides"
+                f"layers[{number}] has {list(first.sides)} in one cache, but {list(second.sides)} in the next: join caches that both have "
+                "keys and values"
             )
         if first.states.keys() != second.states.keys():
             raise NotConsecutive(
-                f"layers[{number}] has the states {list(first.states)}, then {list(second.states)}: join caches with the same states"
+                f"layers[{number}] has the states {list(first.states)} in one cache, but {list(second.states)} in the next: join caches "
+                "with the same states"
             )
     try:
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]

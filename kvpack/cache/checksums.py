@@ -1,4 +1,4 @@
-"""Checksums of keys and values by token, which show whether inputs were recorded for them."""
+"""Compute checksums of each token's keys and values, to detect whether recorded inputs belong to them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, TypeGuard
 import torch
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-"""The integers of as many bytes as a number: equal numbers have equal bits, NaN too."""
+"""Integer dtype by element size in bytes. Bit patterns are compared, so that NaN equals itself."""
 
 _WORD_BYTES = 8
-"""Bytes of the integers that are summed, modulo 2^64; each combines several numbers if a head has whole integers."""
+"""Size in bytes of the integers that are summed modulo 2^64. Each combines several elements if the size of a head is a multiple."""
 
 _WORDS_AT_ONCE = 1 << 20
-"""Number of integers that are summed at once."""
+"""Maximum number of integers that are summed at once."""
 
 _FACTOR = 0x9E3779B1
-"""An odd number, whose products with the odd numbers of heads and words are the weights of these."""
+"""Odd number that is multiplied by odd indices to get the weights of heads and integers."""
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
@@ -25,7 +25,10 @@ def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
 
 
 def checksums(x: torch.Tensor) -> torch.Tensor:
-    """Return sums of the bits of ``x`` ``[batch, kv_head, token, dim]``, weighted by head and channel: int64 ``[batch, token]``."""
+    """Return a weighted sum of each token's bit patterns, int64 ``[batch, token]``.
+
+    ``x`` is ``[batch, kv_head, token, dim]``; the weights depend on head and channel.
+    """
     batch, heads, tokens, dim = x.shape
     whole = dim * x.element_size() % _WORD_BYTES == 0
     integers = torch.int64 if whole else _INTEGERS[x.element_size()]

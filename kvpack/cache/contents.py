@@ -1,4 +1,4 @@
-"""The header contents that describe a cache's layers."""
+"""Describe a cache's layers as the contents of a file's header."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def contents_of(
     metadata: Mapping[str, Value],
     offsets: Sequence[int] | None,
 ) -> Contents:
-    """Build the header contents for a file of ``layers``, whose range begins at position ``start``."""
+    """Return the header contents for a file of ``layers`` that starts at position ``start``."""
     codecs: dict[Codec, int] = {}
-    listed = []
+    layer_entries = []
     for layer in layers:
         entries = {name: _entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
-        listed.append(LayerEntry(entries.get("k"), entries.get("v")))
+        layer_entries.append(LayerEntry(entries.get("k"), entries.get("v")))
     required, ignorable = layer_positions.features_of(start, [start + layer.skipped for layer in layers])
     states = [
         StateEntry(number, name, STATE_DTYPES[state.dtype], tuple(state.shape))
         for number, layer in enumerate(layers)
         for name, state in layer.states.items()
     ]
-    of_states, listed_states = layer_states.features_of(states)
-    of_offsets, listed_offsets = position_offsets.features_of(offsets)
-    required = (*required, *of_states, *of_offsets, *features_of(codecs))
-    ignorable = ignorable | listed_states | listed_offsets
+    state_features, state_data = layer_states.features_of(states)
+    offset_features, offset_data = position_offsets.features_of(offsets)
+    required = (*required, *state_features, *offset_features, *features_of(codecs))
+    ignorable = ignorable | state_data | offset_data
     if inputs is not None:
-        of_inputs, listed_inputs = inputs.to_features(start)
-        required, ignorable = (*required, *of_inputs), ignorable | listed_inputs
+        input_features, input_data = inputs.to_features(start)
+        required, ignorable = (*required, *input_features), ignorable | input_data
     if metadata:
         ignorable[FEATURE] = to_bytes(metadata)
     return Contents(
         codecs=tuple(codecs),
-        layers=tuple(listed),
+        layers=tuple(layer_entries),
         model=dict(model),
         recipe=recipe,
         start=start,

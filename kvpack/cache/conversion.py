@@ -1,4 +1,4 @@
-"""Conversion of a cache's layers to another recipe."""
+"""Convert a cache's layers to another recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
 from .packed_runs import PackedRun
-from .side import Side, packed_side
+from .side import Side, pack_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,43 +30,43 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 VALUES_AT_ONCE = 1 << 24
-"""Values of a side that are in memory decoded at once, if they need not be all."""
+"""Maximum number of values that are decoded at once, unless encoding needs all values of a layer."""
 
 
-def converted(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
+def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
     """Encode ``layers``, whose first token is at position ``start``, with another recipe; return them and the recipe's text.
 
-    A side with the same codec is kept, or repacked if only its packing differs.
+    Keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
     """
     recipe.check_length()
     recipe.check_layers(len(layers))
     result = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
-        first, norms = start + layer.skipped, _norms_of_keys(layer)
+        first, norms = start + layer.skipped, _cached_key_norms(layer)
         for name, side in (("k", layer.k), ("v", layer.v)):
             if side is None:
                 sides.append(None)
                 continue
             codec = recipe.codec(number, len(layers), name, side.dim, _exact_dtype(side))
             if codec == side.codec:
-                # The recipe's codec has what no file holds: options of its encoder, and its basis.
+                # Use the recipe's codec, because it also has encoder options and the basis, which files do not store.
                 sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first, norms))
             elif codec.same_codes(side.codec):
                 with float32_no_grad(side.device):
-                    repacked = side.repacked(codec)
+                    repacked = side.repack(codec)
                 sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first, norms))
             else:
-                packed = _encoded(side, codec, recipe.window, f"layers[{number}].{name}", first, norms(codec))
-                sides.append(replace(packed, tail=_narrowed(packed.tail, side.tail.dtype)))
+                packed = _reencode(side, codec, recipe.window, f"layers[{number}].{name}", first, norms(codec))
+                sides.append(replace(packed, tail=_narrow_exactly(packed.tail, side.tail.dtype)))
         result.append(replace(layer, k=sides[0], v=sides[1]))
         if progress:
             progress(number + 1, len(layers))
     return tuple(result), recipe.canonical
 
 
-def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes the norms of a layer's keys once, for codecs that choose raw tokens by them."""
+def _cached_key_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
+    """Return a function that computes the norms of a layer's keys once, for codecs that select raw tokens by norm."""
     get_norms = cache(lambda: None if layer.k is None else layer.k.norms())
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -75,52 +75,54 @@ def _norms_of_keys(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     return norms
 
 
-def _encoded(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
-    """Encode the values of ``side``, which begins at position ``first``, with ``codec``; in parts unless a stream depends on all of them.
+def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
+    """Encode the values of ``side``, which begins at position ``first``, with ``codec``.
+
+    Encodes block by block if no stream depends on more than one block.
     """
-    # Another dtype would not keep what NaN holds.
+    # Another dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
     raw = codec.side_car(RawPositions)
-    named = {} if raw is None else raw.layout(1, 1, 0)
-    per_token = all(entry.per == "token" or name in named for name, entry in codec.layout(side.batch, side.heads, tokens).items())
+    raw_layout = {} if raw is None else raw.layout(1, 1, 0)
+    per_token = all(entry.per == "token" or name in raw_layout for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens
     aligned = all(boundary % multiple == 0 for boundary in side.boundaries if boundary < packed) and packed % side.codec.token_group == 0
-    # Values of raw sides may be refused, and are then named by their places in the whole.
+    # Values of a raw side may be rejected, and the message needs their positions in the whole side.
     lossy = codec.exact_dtype is None and side.codec.exact_dtype is None
     if not (lossy and per_token and aligned and packed > step):
-        return packed_side(side.unpack(dtype), codec, window, where, first, norms)
+        return pack_side(side.unpack(dtype), codec, window, where, first, norms)
     parts = []
     with float32_no_grad(side.device):
         try:
-            # The last part holds a page of raw_positions, whose median is that of all tokens' last page.
+            # The last block has at least a page of tokens, because RawPositions compares norms with the median of the last page.
             starts = [start for start in range(0, packed, step) if not start or packed - start >= PAGE_TOKENS]
             for start, stop in pairwise([*starts, packed]):
-                part, of_part = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, :, start:stop]
-                parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=of_part)))
+                part, part_norms = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, :, start:stop]
+                parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=part_norms)))
         except OutOfRange:
-            return packed_side(side.unpack(dtype), codec, window, where, first, norms)
+            return pack_side(side.unpack(dtype), codec, window, where, first, norms)
         tail = side.slice(packed, tokens).unpack(dtype)
     return Side(codec, (PackedRun.joined(parts),), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:
-    """Return the narrowest raw dtype that holds every decoded value of a side exactly."""
+    """Return the narrowest raw dtype that represents all decoded values of ``side`` exactly."""
     dtypes = {RAW_NAMES[side.tail.dtype]} if side.tail.shape[2] or not side.runs else set()
     if side.runs:
         dtypes.add(side.codec.exact_dtype or "fp32")
     return next(name for name in EXACT_DTYPES if dtypes <= set(EXACT_DTYPES[name]))
 
 
-def _narrowed(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tail in ``dtype``, or unchanged if ``dtype`` would round it."""
+def _narrow_exactly(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``tail`` in ``dtype``, or unchanged if ``dtype`` would round a value."""
     narrow = tail.to(dtype)
     return tail if is_rounded(tail, narrow) else narrow
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """Return the side with another window; tokens that no longer fit its tail are encoded as by ``pack``."""
+    """Return ``side`` with another window, and encode tail tokens that exceed it, as ``pack`` does."""
     if window == side.window:
         return side
     tokens = side.tail.shape[2]
@@ -129,7 +131,7 @@ def _with_window(side: Side, window: int, where: str, first: int, norms: Callabl
         return replace(side, window=window)
     with float32_no_grad(side.device):
         before = side.runs[-1].streams if side.runs else None
-        packed, of_keys = side.packed_tokens, norms(side.codec)
-        of_tail = None if of_keys is None else of_keys[:, :, packed : packed + ready]
-        page = PackedRun(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, of_tail))
-        return replace(side.followed_by(page, side.tail[:, :, ready:].clone()), window=window)
+        packed, key_norms = side.packed_tokens, norms(side.codec)
+        tail_norms = None if key_norms is None else key_norms[:, :, packed : packed + ready]
+        run = PackedRun(side.codec, ready, encode(side.codec, side.tail[:, :, :ready], where, before, first + packed, tail_norms))
+        return replace(side.with_run(run, side.tail[:, :, ready:].clone()), window=window)

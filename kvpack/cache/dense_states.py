@@ -1,7 +1,7 @@
-"""The keys and values of a model's own cache, their positions, and states; a cache that contains anything else is refused by name.
+"""Extract keys, values, token counts and states from a model's own cache, and reject caches that contain anything else.
 
-Only the transformers classes listed here are accepted; for any other class every attribute is examined.
-transformers is not imported: its caches are recognized by class name.
+Known transformers classes are accepted by name, so that transformers need not be imported. For any other class, every attribute is
+examined.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _LINEAR = {
 }
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
 _STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
-"""The attributes of layers with states: maps from a state's number to its tensor, or None."""
-_LAYER_COUNTS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
-"""The tensors of known layers: keys and values, token counts, and the window."""
+"""Attributes of layers with states. Each maps a state's number to its tensor, or None."""
+_LAYER_TENSORS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
+"""Tensor attributes of known layers: keys, values, token counts and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
 _CONFIGURATIONS = {"PreTrainedConfig", "PretrainedConfig"}
 
 
 class DenseLayer(NamedTuple):
-    """Keys and values ``[batch, kv_head, token, dim]`` of one layer, and the number of earlier tokens that it has dropped.
+    """The unpacked contents of one layer of a cache.
 
+    ``k`` and ``v`` are ``[batch, kv_head, token, dim]``, ``skipped`` is the number of earlier tokens that the layer has dropped, and
     ``states`` are tensors ``[batch, ...]`` by name.
     """
 
@@ -56,11 +57,11 @@ class DenseLayer(NamedTuple):
     states: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
-def layers_of_cache(past: Any) -> list[DenseLayer]:
-    """Return the layers of a transformers cache, or of an object that resembles one. Raises the errors of ``packing.dense_states``."""
+def extract_layers(past: Any) -> list[DenseLayer]:
+    """Return the layers of a transformers cache or a similar object. Raises the errors of ``packing.dense_states``."""
     if "EncoderDecoderCache" in _classes(past):
         raise InvalidParameter(
-            f"the {type(past).__name__} holds two caches, one for the decoder's tokens and one for the "
+            f"the {type(past).__name__} contains two caches, one for the decoder's tokens and one for the "
             "encoder's: pack its self_attention_cache and its cross_attention_cache separately"
         )
     if isinstance(getattr(past, "layers", None), Sequence):
@@ -72,26 +73,26 @@ def layers_of_cache(past: Any) -> list[DenseLayer]:
         )
     if isinstance(getattr(past, "key_cache", None), list):
         raise InvalidType(
-            f"the {type(past).__name__} is from transformers before 4.56: pass its (k, v) as list(zip(cache.key_cache, cache.value_cache))"
+            f"the {type(past).__name__} is from a transformers version before 4.56: pass list(zip(cache.key_cache, cache.value_cache))"
         )
     raise InvalidType(f"a {type(past).__name__} is not a KV cache: pass a transformers Cache, a list of (k, v), or one (k, v)")
 
 
 def _layers_of(past: Any) -> list[DenseLayer]:
-    _refuse_more(past, "", _CACHES, _CACHE_SETTINGS)
+    _refuse_other_contents(past, "", _CACHES, _CACHE_SETTINGS)
     layers = [_layer(layer, f"layers[{number}]") for number, layer in enumerate(past.layers)]
     held = ((number, layer, layer.v if layer.k is None else layer.k) for number, layer in enumerate(layers))
     seen = {layer.skipped + x.shape[2]: number for number, layer, x in held if x is not None and _is_dense(x)}
     if len(seen) > 1:
         counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(seen.items(), key=lambda item: item[1]))
         raise InvalidParameter(
-            f"the layers have seen different numbers of tokens ({counts}): pack layers that have seen the same tokens, as lists of (k, v)"
+            f"the layers have seen different numbers of tokens ({counts}): pack layers that have seen the same tokens, as a list of (k, v)"
         )
     for number, (layer, dense) in enumerate(zip(layers, past.layers, strict=True)):
         if _classes(dense) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
-                f"layers[{number}] is a {type(dense).__name__} without a state after the cache's tokens: the model keeps its states in its "
-                "modules, not in its cache"
+                f"layers[{number}] is a {type(dense).__name__} without a state, because the model keeps its states in its modules: such a "
+                "cache cannot be packed"
             )
     if all(layer.k is None and layer.v is None for layer in layers):
         raise InvalidParameter(f"a {type(past).__name__} has no keys and values yet: run a forward pass with it first")
@@ -99,21 +100,21 @@ def _layers_of(past: Any) -> list[DenseLayer]:
 
 
 def _layer(layer: Any, where: str) -> DenseLayer:
-    """Return the keys and values in a cache layer: the filled part of a static layer, or the newest tokens of a sliding one."""
+    """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding one."""
     linear = bool(_classes(layer) & _LINEAR)
-    _refuse_more(layer, where, _LAYERS, _LAYER_COUNTS | (set(_STATES.values()) if linear else set()))
+    _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
     return held._replace(states=states_of(layer, where)) if linear else held
 
 
 def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the states of a recurrent or convolution layer; empty before its first token."""
+    """Return the states of a recurrent or convolution layer by name; empty before its first token."""
     result = {}
     for name, attribute in _STATES.items():
         for number, state in getattr(layer, attribute).items():
             if state is None or not layer.has_previous_state[number]:
                 continue
-            # A layer that records its past keeps more columns than the next token needs.
+            # The layer may keep older columns, which the next token does not need.
             kept = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
             check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(kept.dtype), kept.shape)
             result[f"{name}.{number}"] = kept.clone()
@@ -121,22 +122,22 @@ def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
 
 
 def keys_and_values(layer: Any, where: str) -> DenseLayer:
-    """Return the keys and values in a layer of a transformers cache.
+    """Return the keys and values of a transformers cache layer, and the number of tokens that it has dropped.
 
-    Raises InvalidParameter if they are not all that it has seen.
+    Raises InvalidParameter if the layer lacks keys or values that it should have.
     """
     if not hasattr(layer, "keys"):
         return DenseLayer(None, None)
     k, v = layer.keys, layer.values
     if not _is_dense(k) or not _is_dense(v) or not hasattr(layer, "get_seq_length"):
-        # A layer without tokens yet, or one that shares another layer's tokens, has tensors without sizes or no tensors.
+        # A layer without tokens, or one that shares another layer's tokens, has empty tensors of rank 1, or none.
         k, v = (None if isinstance(x, torch.Tensor) and x.shape == (0,) else x for x in (k, v))
         return DenseLayer(k, v)
     seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
         raise InvalidParameter(
-            f"{where}: a {type(layer).__name__} that has seen {seen} tokens holds the keys of {held}; "
-            "pack a cache that holds all, as DynamicCache does"
+            f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held}: "
+            "pack a cache that keeps all of them, such as DynamicCache"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))
 
@@ -150,15 +151,15 @@ def _classes(value: Any) -> set[str]:
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
-def _refuse_more(value: Any, where: str, known: set[str], own: set[str]) -> None:
-    """Raise InvalidParameter for a transformers class that is not ``known``, and for state outside the attributes ``own``."""
-    states = [name for name, state in _attributes(value) if name not in own and not _is_plain(state)]
+def _refuse_other_contents(value: Any, where: str, known: set[str], expected: set[str]) -> None:
+    """Raise InvalidParameter for a transformers class that is not in ``known``, and for state in attributes other than ``expected``."""
+    states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
     if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]
     if states or _classes(value) - known:
         what = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
-        held = f"its {' and '.join(states)}" if states else "what it holds"
-        raise InvalidParameter(f"{what}: {held} cannot be packed, because kvpack packs only keys and values")
+        contents = f"its {' and '.join(states)}" if states else "a cache of this class"
+        raise InvalidParameter(f"{what}: {contents} cannot be packed, because kvpack packs only keys and values")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -171,7 +172,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if a value is a plain setting, with no tensor and no object that could contain one."""
+    """Return True if ``value`` is a plain setting: neither a tensor nor an object that could contain one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,8 +1,8 @@
-"""Copies between pinned host memory and a CUDA device, on their own stream (``StreamBus``); ``HostBus`` stands in for a device.
+"""Copy between pinned host memory and a CUDA device on a separate stream (``StreamBus``), or within host memory (``HostBus``).
 
-Copies run while the host reads, checks or writes other pieces. All loads and saves of a device share one copy stream. The caller's stream
-is the stream that is current when the bus is created. Device memory that is allocated outside ``work`` belongs to the caller's stream,
-which may still be using it: call ``follow`` before a copy to new memory, and ``order`` or ``close`` before memory is freed.
+Copies run while the host reads, checks or writes other data. All loads and saves of a device share one copy stream. The "caller's stream"
+is the one that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may still
+be using it: call ``follow`` before a copy to newly allocated memory, and ``order`` or ``close`` before memory is freed.
 """
 
 from __future__ import annotations
@@ -18,55 +18,57 @@ if TYPE_CHECKING:
 
 
 class Bus(Protocol):
-    """Copies that run in order. A mark is a point in that order."""
+    """A sequence of copies that run in order. A mark is a point in that sequence."""
 
     device: torch.device
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory, uint8 ``[nbytes]``, as source or target of copies. Its content is undefined."""
+        """Allocate uninitialized host memory, uint8 ``[nbytes]``, as source or target of copies."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Within ``work``, start to copy ``source`` to ``target``, of the same shape and dtype; one of the two is in staging memory."""
+        """Start to copy ``source`` to ``target``, which has the same shape and dtype; one of them must be staging memory.
+
+        Must be called within ``work``.
+        """
         ...
 
     def mark(self) -> Any:
-        """Return a mark at the end of the copies started so far."""
+        """Return a mark after all copies started so far."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Make the host wait for the copies before ``mark``. Any thread may call it."""
+        """Block until the copies before ``mark`` are done. Any thread may call it."""
         ...
 
     def follow(self) -> None:
-        """Make later copies wait for the work of the caller's stream so far."""
+        """Make later copies wait for all work queued so far on the caller's stream."""
         ...
 
     def order(self, mark: Any) -> None:
-        """Make later work of the caller's stream wait for the copies before ``mark``, without blocking the host."""
+        """Make later work on the caller's stream wait for the copies before ``mark``, without blocking the host."""
         ...
 
     def work(self) -> AbstractContextManager[Any]:
-        """Return a context in which device work runs in order with the copies."""
+        """Return a context in which device work is queued in order with the copies."""
         ...
 
     def close(self) -> None:
-        """Make the caller's stream wait for every copy, so that memory it frees is no longer written or read."""
+        """Make the caller's stream wait for all copies, so that it can reuse their memory."""
         ...
 
 
 class StreamBus:
-    """The bus of an existing CUDA device.
+    """A bus between pinned host memory and a CUDA device.
 
-    Staging memory comes from torch's caching allocator of pinned memory: the first call allocates it, later calls reuse it, and none is
-    reused before the copies from and to it have finished.
+    Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses memory only after copies from and to it are done.
     """
 
     def __init__(self, device: torch.device) -> None:
         number = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", number)
         self._caller = torch.cuda.current_stream(self.device)
-        self._stream: Any = _stream_of(number)
+        self._stream: Any = _copy_stream(number)
         self.follow()
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -96,13 +98,13 @@ class StreamBus:
 
 
 @cache
-def _stream_of(number: int) -> Any:
-    """Return the copy stream of a device. Memory freed on a stream is reused only on that stream."""
+def _copy_stream(number: int) -> Any:
+    """Return the copy stream of a device. It is always the same, because memory freed on a stream is reused only on that stream."""
     return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
 
 
 class HostBus:
-    """A bus without a device: it copies within host memory, synchronously."""
+    """A bus that copies synchronously within host memory, for tests and machines without a device."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

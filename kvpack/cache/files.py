@@ -1,4 +1,4 @@
-"""save and load: write a Cache to a kvpack file, and open one as views of the mapped file."""
+"""Write caches to kvpack files, and read them as views of the mapped file or on a device."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def save(
     metadata: Mapping[str, Value] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write a cache to a file, atomically.
+    """Write a cache to a file atomically.
 
-    The file appears complete or not at all; an older file at the path stays until then.
+    The file appears only when it is complete; until then, an existing file at the path stays.
 
     Args:
         cache: A packed cache.
-        path: Where to write it.
-        compress: Store tensors as zstd frames if that saves 3 % or more. Such a file is decoded when it is loaded, not mapped.
-        durable: Return only after the file and its folder have reached the disk.
-        metadata: Texts, integers and finite floats by name to store in the file; default: those of the cache.
-        progress: Called as ``progress(done, total)`` with bytes.
+        path: Path of the file.
+        compress: Compress tensors with zstd if that saves 3 % or more. Such a file is decompressed when it is loaded, not mapped.
+        durable: Return only when the file and its folder are on disk.
+        metadata: Texts, integers and finite floats to store in the file, by name; default: the cache's metadata.
+        progress: Called as ``progress(done, total)``, both in bytes.
 
     Returns:
         The number of bytes written.
@@ -92,7 +92,7 @@ def save(
     devices = {side.device for layer in cache.layers for side in layer.sides.values()}
     if not compress and {device.type for device in devices} == {"cuda"} and len(devices) == 1:
         return save_from(StreamBus(devices.pop()), cache, path_text(path), durable=durable, progress=progress)
-    contents, arrays = stored(cache)
+    contents, arrays = file_arguments(cache)
     return container.write(path_text(path), contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
@@ -110,22 +110,22 @@ def load(
 ) -> Cache:
     """Open a file as a Cache.
 
-    On the CPU, buffers are views of the mapped file. Every digest, spare bit, digit and scale is checked before a tensor is returned.
-    If another process may change or truncate the file later, pass ``copy=True``: a truncated mapping ends this process.
+    On the CPU, buffers are views of the mapped file. All digests, codes, scales and padding bits are checked before the cache is returned.
+    If another process may change or truncate the file later, pass ``copy=True``: reading a truncated mapping kills this process.
 
     Args:
         path: The file.
-        device: Device of the buffers. For a CUDA device, threads read the file once into pinned memory; the digests and rules of layers
-            that kernels support are checked on the device. The current stream waits for the last copies.
-        layers: A layer, a list of layers, or a slice. The other layers are there without sides, so that layers keep their numbers.
-        tokens: A number of tokens, or (start, stop), to load only ``cache[:, start:stop]``. A digest covers a whole tensor, so whole
-            tensors are read and checked.
-        memory_limit: Most bytes that the file, and the memory for it, may take.
+        device: Device of the buffers. For a CUDA device, threads read the file into pinned memory, and layers are checked on the device
+            if kernels support their codecs. The current stream waits for the last copies.
+        layers: A layer, a list of layers, or a slice. The other layers stay in the cache, but without keys and values.
+        tokens: A number of tokens, or (start, stop), to load only ``cache[:, start:stop]``. Whole tensors are read even so, because a
+            digest covers a whole tensor.
+        memory_limit: Maximum number of bytes for the file and for its contents in memory.
         copy: Read the file into memory before the checks instead of mapping it.
-        basis: Where to find the basis of the file by its digest: a Basis, its path, a folder of bases, or a list of these.
-        recipe: Convert the layers to this recipe, as ``Cache.convert`` does: for example a small ``transform`` file to one whose packed
-            bytes attention can read.
-        progress: Called as ``progress(done, total)`` with layers, or with pieces of the file for a CUDA device.
+        basis: Where to find the file's basis by its digest: a Basis, its path, a folder of bases, or a list of these.
+        recipe: Recipe to convert the layers to, as ``Cache.convert`` does: for example, a small ``transform`` file must be converted to
+            attend without unpacking.
+        progress: Called as ``progress(done, total)``, both in layers, or in blocks of the file for a CUDA device.
 
     Returns:
         The packed cache.
@@ -151,7 +151,7 @@ def load(
         memory_limit = as_integer(memory_limit, "memory_limit")
     if target.type == "cuda":
         loaded = read_to(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
-        return loaded if recipe is None else _in_recipe(loaded, recipe, basis)
+        return loaded if recipe is None else _convert(loaded, recipe, basis)
     file = container.open_file(path, memory_limit=memory_limit, copy=copy)
     part = None if layers is None and tokens is None else _part(file, layers, tokens)
     cache = read(file, None if part is None else part.numbers, basis=basis, progress=progress)
@@ -159,11 +159,11 @@ def load(
         with _located(file.where):
             cache = cache[:, part.start : part.stop]
     cache = cache if target.type == "cpu" else cache.to(target)
-    return cache if recipe is None else _in_recipe(cache, recipe, basis)
+    return cache if recipe is None else _convert(cache, recipe, basis)
 
 
-def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """Convert ``cache`` to ``recipe``, if given. Raises the errors of ``Cache.convert`` and ``find``."""
+def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
+    """Convert ``cache`` to ``recipe``. Raises the errors of ``Cache.convert`` and ``find``."""
     parsed: Recipe = parse_recipe(recipe)
     if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
@@ -173,9 +173,9 @@ def _in_recipe(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bas
 
 
 def _with_basis(file: container.File, basis: Bases | None) -> Header:
-    """Add the bases of its codecs to the header of an open cache file, and return the header."""
+    """Add the needed bases to the header of an open cache file, and return the header."""
     if file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a basis, not a cache: load it with kvpack.Basis.load")
+        raise InvalidParameter(f"{file.where}: is a basis, but a cache is needed: load a basis with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
         file.header = bind_bases(file.where, file.header, basis)
     return file.header
@@ -189,7 +189,10 @@ def read_to(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the cache, or part of it, from an open file to the device of ``bus``, and close the file. Raises the errors of ``load``."""
+    """Read a cache, or part of it, from an open file to the device of ``bus``, and close the file.
+
+    Raises the errors of ``load``.
+    """
     with float32_no_grad(bus.device), file:
         _with_basis(file, basis)
         part = _part(file, layers, tokens)
@@ -205,8 +208,8 @@ def read_to(
     return replace(cache, start=cache.start + part.start, inputs=inputs, computed=computed, position_offsets=offsets)
 
 
-def stored(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
-    """Return the arguments of ``container.write`` for a cache. Raises LimitExceeded."""
+def file_arguments(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
+    """Return the header contents and arrays that ``container.write`` needs for a cache. Raises LimitExceeded."""
     arrays = {}
     with float32_no_grad(torch.device("cpu")):
         for number, layer in enumerate(cache.layers):
@@ -225,16 +228,16 @@ def read(
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Return the cache of an open file as views of its bytes; every side is checked (``File.read_side``).
+    """Return the cache in an open file as views of the file's bytes, after checking them (``File.read_side``).
 
-    Only the layers ``numbers`` (default: all) have sides and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the errors
-    of ``load``.
+    Only the layers ``numbers`` (default: all) have keys, values and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the
+    errors of ``load``.
     """
     header = _with_basis(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)
-        # Of a file of one piece, nothing is left to be read meanwhile.
+        # A file of one piece is not worth reading ahead.
         ready = chosen if file.size <= PIECE_BYTES else file.in_memory(chosen)
         for done, number in enumerate(ready, 1):
             sides = {}
@@ -259,7 +262,7 @@ def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) ->
 
 @contextlib.contextmanager
 def _located(where: str) -> Iterator[None]:
-    """Add the file name to OutOfBounds raised in the block."""
+    """Prefix messages of OutOfBounds raised in this context with the file name."""
     try:
         yield
     except OutOfBounds as error:
@@ -273,6 +276,6 @@ def _bytes(tensor: torch.Tensor) -> numpy.ndarray:
 
 def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
     dtype = TORCH_DTYPES[layout.dtype]
-    # torch cannot make a tensor of an empty buffer.
+    # torch.frombuffer does not accept an empty buffer.
     flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(layout.shape)

@@ -1,4 +1,4 @@
-"""Layer: the keys and the values of one layer of a model, each a Side."""
+"""Layers of a cache: the packed keys and values of one model layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
-from .packed_objects import explained, refuse_pickle
+from .packed_objects import explain_errors, refuse_pickle
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
-@explained
+@explain_errors
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of a cache: its keys and values, each a Side; either may be absent.
+    """The packed keys and values of one model layer; either may be absent.
 
     ``layer[a:b]`` contains tokens ``[a, b)``.
 
     Args:
         k: Keys, or None.
         v: Values, or None.
-        skipped: Number of tokens at the beginning of the cache that a sliding window has dropped from the layer.
-        states: Tensors ``[batch, ...]`` by name that a recurrent or convolution layer has computed from all tokens; never encoded.
+        skipped: Number of tokens at the beginning of the cache that the layer lacks, because a sliding window has dropped them.
+        states: States of a recurrent or convolution layer after all tokens: tensors ``[batch, ...]`` by name, stored without encoding.
 
     Raises:
-        InvalidParameter: ``skipped`` is negative, or is not 0 in a layer without sides.
+        InvalidParameter: ``skipped`` is negative, or is not 0 in a layer without keys and values.
 
     >>> layer = kvpack.pack(past, "octopus-3")[0]
     >>> layer.tokens, layer.k.heads, layer.v.dim
@@ -53,7 +53,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if self.skipped and (self.skipped < 0 or not self.sides):
-            raise InvalidParameter(f"skipped is {self.skipped}, expected an integer of at least 0, and 0 for a layer without sides")
+            raise InvalidParameter(f"skipped is {self.skipped}, expected at least 0, and exactly 0 for a layer without keys and values")
 
     def __copy__(self) -> Layer:
         return self
@@ -66,29 +66,29 @@ class Layer:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """The sides that the layer has, by name ("k", "v")."""
+        """The keys ("k") and values ("v") that the layer has."""
         return {name: side for name, side in (("k", self.k), ("v", self.v)) if side is not None}
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the layer; keys and values have the same number."""
+        """Number of tokens in the layer, which is the same for keys and values."""
         side = self.v if self.k is None else self.k
         return 0 if side is None else side.tokens
 
     @property
     def seen(self) -> int:
-        """Number of tokens from the beginning of the cache to the last token of the layer, including skipped ones."""
+        """Number of tokens in the layer plus the skipped ones before them."""
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``; None for an absent side."""
+        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``; None if the layer lacks them."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:
-        """Return tokens ``[start, stop)``, counted from the beginning of the cache's range; packed bytes are shared.
+        """Return tokens ``[start, stop)``, counted from the cache's first token; packed bytes are shared.
 
-        A layer that skipped tokens can only be sliced whole: cut, its last tokens would lack the window before them. Raises OutOfBounds
-        for tokens that the layer does not hold, for a step, and for negative positions.
+        If the layer skipped tokens, only the whole layer can be requested, because the first tokens of any other slice would lack their
+        window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
@@ -97,11 +97,11 @@ class Layer:
         if (start, stop) == (0, self.seen):
             return self
         if self.states:
-            raise OutOfBounds(_one_moment(self, f"tokens {start} to {stop} were requested from it"))
+            raise OutOfBounds(_states_message(self, f"tokens [{start}:{stop}] were requested"))
         if not self.sides:
             return self
         if not self.skipped <= start <= stop <= self.seen:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a layer that holds tokens {self.skipped} to {self.seen}")
+            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a layer that has only tokens [{self.skipped}:{self.seen}]")
         first, last = start - self.skipped, stop - self.skipped
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
@@ -116,60 +116,61 @@ class Layer:
     def append(self, k: torch.Tensor | None, v: torch.Tensor | None, where: str = "append", start: int | None = None) -> Layer:
         """Return the layer with the tokens of ``k`` and ``v`` appended.
 
-        ``start`` is the position at which the cache begins, if known; ``where`` names the layer in error messages. Raises InvalidParameter
-        if a side is missing, if k and v differ in tokens, or if the layer has states.
+        ``start`` is the position of the cache's first token, if known, and ``where`` names the layer in error messages. Raises
+        InvalidParameter if keys or values are missing, if they differ in their number of tokens, or if the layer has states.
         """
         if self.states:
-            raise InvalidParameter(_one_moment(self, f"{where}: tokens cannot be appended to it"))
+            raise InvalidParameter(_states_message(self, f"{where}: tokens cannot be appended"))
         sides, first = [], None if start is None else start + self.skipped
         unit = None
         if any(side.codec.side_car(RawPositions) for side in self.sides.values()):
-            # The keys choose raw tokens for both sides, so both are encoded at once.
+            # Raw tokens are chosen by the keys for keys and values, so both encode the same tokens at once.
             unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
 
         def norms(start: int, stop: int) -> torch.Tensor | None:
             if self.k is None or k is None or unit is None:
                 return None
-            held = self.k.norms(start) if start < self.k.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
-            return torch.cat([held, dispatch.norms(k)], 2)[:, :, : stop - start]
+            tail_norms = self.k.norms(start) if start < self.k.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
+            return torch.cat([tail_norms, dispatch.norms(k)], 2)[:, :, : stop - start]
 
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
-                held, given = ("no", "some") if side is None else ("a", "none")
-                raise InvalidParameter(f"{where}.{name}: the layer has {held} {name} side, but {given} was appended")
+                content = "keys" if name == "k" else "values"
+                fault = "no {}: pass None" if side is None else "{}, but got None: pass a tensor"
+                raise InvalidParameter(f"{where}.{name}: the layer has {fault.format(content)}")
             sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens and v has {v.shape[2]}; both must have the same number")
+            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
         return replace(self, k=sides[0], v=sides[1])
 
     def to(self, device: torch.device | str) -> Layer:
-        """Return the layer with every buffer on ``device``."""
+        """Return the layer with all buffers on ``device``."""
         k, v = self.k.to(device) if self.k else None, self.v.to(device) if self.v else None
         return replace(self, k=k, v=v, states=MappingProxyType({name: state.to(device) for name, state in self.states.items()}))
 
 
-def _one_moment(layer: Layer, request: str) -> str:
+def _states_message(layer: Layer, request: str) -> str:
     names = " and ".join(layer.states)
-    return f"{request}, and the layer has the states {names} only after the cache's last token, so no other range has them"
+    return f"{request}, but the layer has the states {names} only after the cache's last token: request tokens up to that one"
 
 
-def sliced(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Return tokens ``[start, stop)`` of layer ``number`` of a cache of ``count`` tokens from position ``first`` on.
+def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
+    """Return layer ``number`` of ``cache[:, start:stop]``, for a cache of ``count`` tokens from position ``first`` on.
 
-    The result is that of ``cache[:, start:stop]``. Raises OutOfBounds, which names the layer, if it does not contain all of them, and if
-    ``start`` is inside a token group.
+    ``tokens`` is ``(start, stop)``. Raises OutOfBounds, naming the layer, if it lacks some of the tokens or if ``start`` is inside a token
+    group.
     """
     start, stop = tokens
     whole = tokens == (0, count) and layer.seen == stop
     if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
-        held = f"which holds {layer.tokens}"
+        fault = f"which has {layer.tokens}"
         if layer.skipped:
-            held = f"which holds only positions {first + layer.skipped} to {first + layer.seen}, not {first + start} to {first + stop}"
-        raise OutOfBounds(f"tokens {start} to {stop} were requested from layers[{number}], {held}")
+            fault = f"which has only positions [{first + layer.skipped}:{first + layer.seen}], not [{first + start}:{first + stop}]"
+        raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{number}], {fault}")
     if layer.states and stop != count:
-        raise OutOfBounds(f"layers[{number}]: {_one_moment(layer, f'tokens {start} to {stop} of {count} were requested')}")
+        raise OutOfBounds(f"layers[{number}]: {_states_message(layer, f'tokens [{start}:{stop}] of {count} were requested')}")
     try:
-        # States after the last token are those of every range that ends there.
+        # The states after the last token belong to every range that ends there.
         return replace(replace(layer, states=MappingProxyType({}))[start:stop], states=layer.states)
     except OutOfBounds as error:
         raise OutOfBounds(f"layers[{number}]: {error}") from None

@@ -1,4 +1,4 @@
-"""Minifloats: keys or values in fp8, mxfp8, mxfp4 or nvfp4 as an engine stores them, packed and restored bit for bit."""
+"""Keys or values in a serving engine's fp8, mxfp8, mxfp4 or nvfp4 format, packed and restored bit for bit (``Minifloats``)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 ELEMENT_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Elements by torch dtype, one per value."""
+"""Element formats by torch dtype, for dtypes with one element per value."""
 
-# torch has these from 2.7 and 2.8 on.
+# These dtypes exist since PyTorch 2.7 and 2.8.
 _E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
 _E2M1: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 _SCALES = {torch.float32: "fp32", torch.float16: "fp16"}
@@ -31,20 +31,21 @@ _LARGEST = 3.4e38
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Minifloats:
-    """The keys or the values of one layer as an engine stores them.
+    """The keys or the values of one layer in a serving engine's low-precision float format.
 
     ``elements`` is ``[batch, kv_head, token, dim]`` of torch.float8_e4m3fn or float8_e5m2, or ``[batch, kv_head, token, dim / 2]`` of
-    torch.float4_e2m1fn_x2, with the even channel in the lower 4 bits. They may be uint8 too if ``element`` names them: e4m3, e5m2 or e2m1.
+    torch.float4_e2m1fn_x2, with the even channel in the lower 4 bits. Elements may also be uint8 if ``element`` names their format: e4m3,
+    e5m2 or e2m1.
 
-    ``scales`` selects how values share scales:
+    The dtype and shape of ``scales`` determine how values share scales:
 
     - float32 or float16 of one number, or ``[batch, 1, 1]``: per tensor; ``[kv_head]`` or ``[batch, kv_head, 1]``: per head;
-      ``[batch, kv_head, token]``: per token. ``granularity`` ("tensor", "head", "token") decides where the shape leaves a choice.
+      ``[batch, kv_head, token]``: per token. ``granularity`` ("tensor", "head", "token") decides if the shape is ambiguous.
     - float8_e8m0fnu (or uint8) ``[batch, kv_head, token, dim / 32]``: mxfp8 and mxfp4.
     - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, float32 of one number or
       ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
 
-    Raises InvalidType and InvalidParameter for elements, scales or products that are NaN or infinite.
+    Raises InvalidType and InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.
     Source: spec/codecs/minifloat.md.
     """
 
@@ -61,11 +62,11 @@ class Minifloats:
             self._check_values()
 
     def _check_types(self) -> None:
-        given: dict[str, Any] = {"elements": self.elements, "scales": self.scales, "global_scale": self.global_scale}
-        for name, value in given.items():
+        arguments: dict[str, Any] = {"elements": self.elements, "scales": self.scales, "global_scale": self.global_scale}
+        for name, value in arguments.items():
             if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
-                hint = "" if name == "elements" else "; one number is torch.tensor(1.0)"
-                raise InvalidType(f"{name}: expected a tensor, got a {type(value).__name__}{hint}")
+                hint = "" if name == "elements" else ": write a number as torch.tensor(1.0)"
+                raise InvalidType(f"{name}: expected a tensor, but got a {type(value).__name__}{hint}")
         if self.granularity not in (None, *GRANULARITIES):
             raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")
 
@@ -74,7 +75,7 @@ class Minifloats:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(batch, kv_head, token, dim)``."""
+        """Shape of the values, ``(batch, kv_head, token, dim)``."""
         batch, heads, tokens, last = self.elements.shape
         return batch, heads, tokens, 2 * last if self._element == "e2m1" else last
 
@@ -87,16 +88,16 @@ class Minifloats:
         if self.element is not None and self.element not in ELEMENTS:
             raise InvalidParameter(f"element is {self.element!r}, expected one of {', '.join(ELEMENTS)}")
         if named is None and self.element is None:
-            raise InvalidParameter(f"elements are uint8: name them with element=, one of {', '.join(ELEMENTS)}")
+            raise InvalidParameter(f"elements are uint8: pass their format as element=, one of {', '.join(ELEMENTS)}")
         if named is not None and self.element not in (None, named):
-            raise InvalidParameter(f"elements are {dtype}, which is {named}, but element is {self.element!r}: leave it out")
+            raise InvalidParameter(f"elements are {dtype}, which is {named}, but element is {self.element!r}: omit element=")
         name = named or self.element
         assert name is not None
         return name
 
     @cached_property
     def codec(self) -> Minifloat:
-        """Codec that stores these elements and scales unchanged."""
+        """The codec that stores these elements and scales unchanged."""
         if self.elements.dim() != 4:
             raise InvalidParameter(
                 f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"
@@ -105,7 +106,7 @@ class Minifloats:
             raise InvalidParameter(f"elements: shape {list(self.elements.shape)}; expected at least one sequence, one head and one token")
         if self.scales.device != self.elements.device:
             raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
-        granularity, scale_dtype = self._of_blocks() or self._of_numbers()
+        granularity, scale_dtype = self._block_scales() or self._number_scales()
         if self.granularity not in (None, granularity):
             raise InvalidParameter(f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}")
         dim = self.shape[3]
@@ -113,20 +114,20 @@ class Minifloats:
             dim, self._element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[self._element].bits,))),)
         )
 
-    def _of_blocks(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of block scales; None for other scales."""
+    def _block_scales(self) -> tuple[str, str] | None:
+        """Return the granularity and dtype of block scales; None if the scales are not block scales."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
-                raise InvalidParameter(f"global_scale is given with scales of {dtype}; expected float8_e4m3fn or uint8 (nvfp4)")
+                raise InvalidParameter(f"scales are {dtype}, which need no global_scale: omit it, or pass float8_e4m3fn scales")
             return None
         if dtype == torch.float8_e4m3fn or (dtype == torch.uint8 and self.global_scale is not None):
             if self.global_scale is None:
-                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): give global_scale too (1 if the engine has none)")
+                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): pass global_scale too (1 if the engine has none)")
             scale_dtype = "e4m3"
         elif dtype == torch.uint8 or (dtype == _E8M0 and _E8M0 is not None):
             if self.global_scale is not None:
-                raise InvalidParameter(f"global_scale is given with scales of {dtype}; expected float8_e4m3fn or uint8 (nvfp4)")
+                raise InvalidParameter(f"scales are {dtype}, which need no global_scale: omit it, or pass float8_e4m3fn scales")
             scale_dtype = "e8m0"
         else:
             raise InvalidType(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
@@ -136,7 +137,7 @@ class Minifloats:
             raise InvalidParameter(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
         return "block", scale_dtype
 
-    def _of_numbers(self) -> tuple[str, str]:
+    def _number_scales(self) -> tuple[str, str]:
         batch, heads, tokens, _ = self.shape
         shapes = {
             "tensor": ((), (1,), (batch, 1, 1), (1, 1, 1)),
@@ -159,13 +160,13 @@ class Minifloats:
     def _bytes(self) -> torch.Tensor:
         return self.elements.contiguous().view(torch.uint8)
 
-    def _numbers(self, given: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return scales with one row per run, ``[batch, heads, 1]``."""
-        return given.reshape(-1 if given.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
+    def _scale_rows(self, scales: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return scales as one row per run, ``[batch, heads, 1]``."""
+        return scales.reshape(-1 if scales.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
 
     @cached_property
     def streams(self) -> dict[str, torch.Tensor]:
-        """The streams of the codec: the codes in their packing, and the scales as given."""
+        """The codec's streams: packed codes, and the scales unchanged."""
         codes = self._bytes
         if self._element == "e2m1":
             codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)
@@ -173,11 +174,11 @@ class Minifloats:
         if self.codec.granularity == "block":
             packed["block_scales"] = self.scales.contiguous().view(torch.uint8)
             if self.global_scale is not None:
-                packed["global_scale"] = self._numbers(self._checked_global_scale(self.global_scale), 1)
+                packed["global_scale"] = self._scale_rows(self._checked_global_scale(self.global_scale), 1)
         elif self.codec.granularity == "token":
             packed["scale"] = self.scales.contiguous()
         else:
-            packed["scale"] = self._numbers(self.scales, self.shape[1] if self.codec.granularity == "head" else 1)
+            packed["scale"] = self._scale_rows(self.scales, self.shape[1] if self.codec.granularity == "head" else 1)
         return packed
 
     def _checked_global_scale(self, scale: torch.Tensor) -> torch.Tensor:
@@ -190,26 +191,28 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter for values that no file can store, naming the format and the first such value."""
+        """Raise InvalidParameter about the first element, scale or product that is not finite."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
-            _refuse((self._bytes & 0x7F) >= form.finite, f"an {self._element} of elements", self._bytes)
+            _raise_if_any((self._bytes & 0x7F) >= form.finite, f"the {self._element} element", self._bytes)
         largest = form.largest
         if self.codec.granularity == "block":
             nan = E8M0_NAN if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
             codes = streams["block_scales"]
-            _refuse(codes >= nan, f"an {self.codec.scale_dtype} of scales", codes, "NaN or below zero")
+            _raise_if_any(codes >= nan, f"the {self.codec.scale_dtype} scale", codes, "NaN or below zero")
             largest *= 2.0 ** (int(codes.max()) - 127) if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].largest
         for name in ("scale", "global_scale"):
             if name in streams:
-                _refuse(~torch.isfinite(streams[name]), f"a number of {name}", streams[name])
+                _raise_if_any(~torch.isfinite(streams[name]), f"{name}", streams[name])
                 largest *= float(streams[name].abs().max())
         if largest > _LARGEST:
             values = self.codec.decode(streams)
-            _refuse(~torch.isfinite(values), "a value, an element times its scales,", values)
+            _raise_if_any(~torch.isfinite(values), "the value (element times scale)", values)
 
     def side(self, window: int = 0) -> Side:
-        """Return the packed side, with every bit of the elements and scales; appended tokens stay raw until there are ``window`` of them.
+        """Return the packed side, with all bits of the elements and scales.
+
+        Tokens that are appended later stay raw until there are ``window`` of them.
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
@@ -217,37 +220,37 @@ class Minifloats:
 
     @classmethod
     def of(cls, side: Side) -> Self:
-        """Return the elements and scales of a packed side, bit for bit.
+        """Return the elements and scales of packed keys or values, bit for bit.
 
-        e2m1 is returned as uint8, two per byte, and scales in their longest shape. Raises InvalidParameter for another codec, a raw tail,
-        runs with different scales and an odd dim of e2m1, and InvalidType for anything but a side.
+        e2m1 elements are returned as uint8, two per byte, and scales in their longest shape. Raises InvalidParameter for another codec, a
+        raw tail, runs with different scales, or e2m1 with an odd head dim, and InvalidType if ``side`` is not a Side.
         """
-        given: Any = side
-        if not isinstance(given, Side):
-            raise InvalidType(f"expected a layer's side, such as cache[0].k; got a {type(given).__name__}")
+        untyped: Any = side
+        if not isinstance(untyped, Side):
+            raise InvalidType(f"expected packed keys or values, such as cache[0].k, but got a {type(untyped).__name__}")
         codec = side.codec
         if not isinstance(codec, Minifloat):
-            result = codec.id if codec.family is codec else f"{codec.id} with side-cars"
+            actual = codec.id if codec.family is codec else f"{codec.id} with side-cars"
             raise InvalidParameter(
-                f"the side uses the codec {result}, expected minifloat without side-cars, such as raw tokens: convert the cache "
-                "first, for example to 'fp8;raw=0'"
+                f"the codec is {actual}, expected minifloat without side-cars (such as raw tokens): convert the cache first, for example "
+                "to 'fp8;raw=0'"
             )
         if side.tail.shape[2] or not side.runs:
             raise InvalidParameter(
-                f"the side has {side.packed_tokens} packed tokens and a raw tail of {side.tail.shape[2]}: slice off the tail"
+                f"expected only packed tokens, but got {side.packed_tokens} and a raw tail of {side.tail.shape[2]}: slice off the tail"
             )
         with float32_no_grad(side.device):
-            pages = side.merged().runs
-            if len(pages) > 1:
+            runs = side.merged().runs
+            if len(runs) > 1:
                 raise InvalidParameter(
-                    f"the side has {len(pages)} runs with different scales, the first of {pages[0].tokens} tokens: slice the layer at "
-                    "these runs"
+                    f"the tokens were packed in {len(runs)} runs with different scales, the first of {runs[0].tokens} tokens: slice the "
+                    "layer into these runs first"
                 )
-            streams = pages[0].streams
+            streams = runs[0].streams
             codes = codec.digits(streams)[0].to(torch.uint8)
             if codec.element == "e2m1":
                 if codec.dim % 2:
-                    raise InvalidParameter(f"e2m1 at head dim {codec.dim}: two elements share a byte, so the head dim must be even")
+                    raise InvalidParameter(f"the head dim is {codec.dim}, but must be even for e2m1, which stores two elements per byte")
                 elements = codes[..., 0::2] | codes[..., 1::2] << 4
             else:
                 elements = codes.view(next(dtype for dtype, name in ELEMENT_DTYPES.items() if name == codec.element))
@@ -258,9 +261,9 @@ class Minifloats:
             return cls(elements, scales, streams.get("global_scale"), codec.element, codec.granularity)
 
 
-def _refuse(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
+def _raise_if_any(wrong: torch.Tensor, what: str, values: torch.Tensor, fault: str = "NaN or infinite") -> None:
     if wrong.any():
-        at = [int(i) for i in torch.nonzero(wrong)[0]]
-        value = values[tuple(at)].item()
+        index = [int(i) for i in torch.nonzero(wrong)[0]]
+        value = values[tuple(index)].item()
         shown = f"{value:#04x}" if isinstance(value, int) else str(value)
-        raise InvalidParameter(f"{what} at {at} is {shown}, which is {fault}; kvpack stores only finite values")
+        raise InvalidParameter(f"{what} at {index} is {shown}, which is {fault}: kvpack stores only finite values")

@@ -1,4 +1,4 @@
-"""Check that an argument is a packed cache; the message names the correct call."""
+"""Check that an argument is a packed cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvpack.formats.errors import InvalidType
 from .cache import Cache
 
 
-def check_packed(given: Any, call: str) -> None:
-    """Raise InvalidType unless ``given`` is a Cache. ``call`` is the correct call for the message, with ``{}`` in place of the cache."""
-    if isinstance(given, Cache):
+def check_packed(value: Any, call: str) -> None:
+    """Raise InvalidType unless ``value`` is a Cache. ``call`` is the correct call for the message, with ``{}`` for the cache."""
+    if isinstance(value, Cache):
         return
-    if isinstance(getattr(given, "packed", None), Cache):
-        instead = call.format("cache.packed")
-    elif isinstance(given, (str, os.PathLike)):
-        instead = call.format(f"kvpack.load({os.fspath(given)!r})")
-    elif isinstance(given, (list, tuple)) or hasattr(given, "layers"):
-        instead = call.format("kvpack.pack(past_key_values, recipe)")
+    if isinstance(getattr(value, "packed", None), Cache):
+        correct_call = call.format("cache.packed")
+    elif isinstance(value, (str, os.PathLike)):
+        correct_call = call.format(f"kvpack.load({os.fspath(value)!r})")
+    elif isinstance(value, (list, tuple)) or hasattr(value, "layers"):
+        correct_call = call.format("kvpack.pack(past_key_values, recipe)")
     else:
-        raise InvalidType(f"a {type(given).__name__} is not a packed cache: kvpack.pack makes one, and kvpack.load reads one")
-    raise InvalidType(f"a {type(given).__name__} is not a packed cache: write {instead}")
+        raise InvalidType(f"a {type(value).__name__} is not a packed cache: make one with kvpack.pack, or read one with kvpack.load")
+    raise InvalidType(f"a {type(value).__name__} is not a packed cache: write {correct_call}")

@@ -1,4 +1,4 @@
-"""Errors for packed caches and layers that are used as transformers caches or pickled. Each message names the right call."""
+"""Errors for packed caches and layers that are used as transformers caches, or pickled."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import Any, NoReturn, TypeVar
 
 from kvpack.formats.errors import InvalidParameter
 
-Kind = TypeVar("Kind")
+Class = TypeVar("Class")
 
-_OF_TRANSFORMERS = {"get_seq_length", "get_mask_sizes", "get_max_length", "update", "is_compileable", "_is_user_defined", "key_cache"}
-"""Attributes that transformers reads or sets on a cache that it is given."""
-
-
-class _Unchangeable(InvalidParameter, FrozenInstanceError):
-    """An attribute that a packed cache does not have, or that cannot be set."""
+_CACHE_ATTRIBUTES = {"get_seq_length", "get_mask_sizes", "get_max_length", "update", "is_compileable", "_is_user_defined", "key_cache"}
+"""Attributes that transformers reads or sets on its caches."""
 
 
-def explained(kind: type[Kind]) -> type[Kind]:
-    """Make errors of ``kind``, a frozen dataclass, tell transformers users which object to pass to a model instead."""
-    refuse: Any = kind.__setattr__
+class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
+    """An error about access to an attribute that only transformers caches have."""
 
-    def missing(self: object, name: str) -> NoReturn:
-        if name in _OF_TRANSFORMERS:
-            raise _Unchangeable(_INSTEAD.format(type(self).__name__))
+
+def explain_errors(cls: type[Class]) -> type[Class]:
+    """Decorate the frozen dataclass ``cls`` so that its errors tell transformers users which object to pass to a model."""
+    set_attribute: Any = cls.__setattr__
+
+    def refuse_access(self: object, name: str) -> NoReturn:
+        if name in _CACHE_ATTRIBUTES:
+            raise _NotATransformersCache(_MESSAGE.format(type(self).__name__))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def unchangeable(self: object, name: str, value: object) -> None:
-        if name in _OF_TRANSFORMERS:
-            raise _Unchangeable(_INSTEAD.format(type(self).__name__))
-        refuse(self, name, value)
+    def refuse_change(self: object, name: str, value: object) -> None:
+        if name in _CACHE_ATTRIBUTES:
+            raise _NotATransformersCache(_MESSAGE.format(type(self).__name__))
+        set_attribute(self, name, value)
 
-    # A frozen dataclass may not define the second in its body.
-    kind.__getattr__, kind.__setattr__ = missing, unchangeable  # type: ignore[attr-defined, method-assign]
-    return kind
+    # A frozen dataclass must not define __setattr__ in its body.
+    cls.__getattr__, cls.__setattr__ = refuse_access, refuse_change  # type: ignore[attr-defined, method-assign]
+    return cls
 
 
-_INSTEAD = (
-    "a packed {} is not a transformers cache: give the model kvpack.integrations.transformers.KvpackCache.of(cache, model), "
+_MESSAGE = (
+    "a packed {} is not a transformers cache: pass the model kvpack.integrations.transformers.KvpackCache.of(cache, model), "
     "or KvpackCache.load(path, model)"
 )
 
 
 def refuse_pickle(value: object) -> NoReturn:
-    """Raise InvalidParameter: ``value`` is part of a packed cache."""
+    """Raise InvalidParameter, because packed caches and their parts cannot be pickled."""
     raise InvalidParameter(
         f"a packed {type(value).__name__} cannot be pickled: write it with kvpack.save(cache, path) and read it with kvpack.load(path)"
     )

@@ -1,7 +1,7 @@
-"""The packed tokens of a side: runs of tokens encoded together, stored in stretches of consecutive runs.
+"""Packed tokens: runs of tokens that were encoded together (``PackedRun``), stored in stretches of consecutive runs (``Stretch``).
 
-A file may have one run per token. A stretch contains consecutive runs as the file stores them, one array per stream, and creates a page
-only on request, so that a run costs a few bytes.
+A file may have one run per token, so a run must cost only a few bytes. A stretch therefore stores its runs as a file does, with one array
+per stream, and creates ``PackedRun`` objects only on request.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""Number of tokens per sequence and head whose entries are counted together."""
+"""Number of tokens per sequence and head whose entries are counted at once."""
 
 
 _SHOWN = 4
-"""Maximum number of runs that a repr lists."""
+"""Maximum number of runs in a repr."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """Consecutive runs with their ``ends``; streams are as a file stores them, with the rows of one run after another."""
+    """A sequence of consecutive runs, which end at tokens ``ends``. Each stream is one array with the rows of all runs in order."""
 
     codec: Codec
     ends: Ends
@@ -47,7 +47,7 @@ class Stretch:
 
     @staticmethod
     def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
-        """Create a stretch of at least one run; ``runs`` are the token counts."""
+        """Return a stretch of at least one run, given the token counts ``runs``."""
         return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property
@@ -56,25 +56,25 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """The layout of every stream, except for its number of rows."""
+        """Layout of each stream, except for its number of rows."""
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
-        """Return the first token of a run, and its end."""
+        """Return the first token of a run, and the token after its last."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """For every number of tokens per row, the first row of each run, and the end."""
+        """First row of each run, and the total, by the number of tokens per row."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """First row of each token (or of each row of its counts), and the end, for every stream with one row per entry.
+        """First row of each token, and the total, for each stream with one row per entry.
 
-        They are int64 ``[token + 1]`` or ``[row + 1]``, on the CPU.
+        int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if the counts of entries are stored per row of tokens.
         """
         entries = [name for name, layout in self.layout.items() if layout.per == "entry" and name not in self._entry_tokens]
         counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name in entries}
@@ -91,24 +91,24 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """Token of each entry, ascending int64 on the CPU, for streams whose entries name their tokens."""
+        """Token of each entry, as ascending int64 on the CPU, for streams that store the tokens of their entries."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` as views, except for entries that name their tokens.
+        """Return the streams of tokens ``[start, stop)``. They are views, except where entries store token numbers.
 
-        ``start`` must begin a token group.
+        ``start`` must be the first token of a token group.
         """
-        # An empty range after the last token belongs to the last run.
+        # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
         result = {}
         for name, layout in self.layout.items():
-            result[name] = self.streams[name][:, :, slice(*self._rows_of(name, layout, start, stop, first, last))]
+            result[name] = self.streams[name][:, :, slice(*self._row_range(name, layout, start, stop, first, last))]
         return result | self.codec.shift_tokens(result, -start) if self._entry_tokens and start else result
 
-    def _rows_of(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
-        """Return the rows of a stream for tokens ``[start, stop)``, in the runs ``first`` to ``last``."""
+    def _row_range(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+        """Return the range of a stream's rows for tokens ``[start, stop)``, which are in runs ``first`` to ``last`` (inclusive)."""
         if layout.per == "run":
             return first, last + 1
         if (tokens := self._entry_tokens.get(name)) is not None:
@@ -124,7 +124,7 @@ class Stretch:
         return start, stop
 
     def slice(self, start: int, stop: int) -> Stretch:
-        """Return tokens ``[start, stop)``, at least one; streams are shared, except for those that ``Codec.cut`` encodes again.
+        """Return tokens ``[start, stop)``, at least one. Streams are shared, except those that ``Codec.cut`` has to encode again.
 
         Raises OutOfBounds if ``start`` is inside a token group.
         """
@@ -134,7 +134,7 @@ class Stretch:
         begin = start - self.run(first)[0]
         if begin % self.codec.token_group:
             raise OutOfBounds(
-                f"begins {begin} tokens into a page whose codec encodes {self.codec.token_group} tokens together: start "
+                f"begins {begin} tokens into a run whose codec encodes {self.codec.token_group} tokens together: start "
                 f"at a multiple of {self.codec.token_group}"
             )
         streams: Streams = self.rows(start, stop)
@@ -144,20 +144,20 @@ class Stretch:
                 streams = self.codec.cut(streams, part)
         return Stretch(self.codec, numpy.minimum(self.ends[first : last + 1], stop) - start, streams)
 
-    def page(self, number: int) -> PackedRun:
-        """Return one run as a page; a stretch of one run always returns the same object."""
+    def packed_run(self, number: int) -> PackedRun:
+        """Return run ``number``. A stretch of one run always returns the same object."""
         if len(self.ends) == 1:
-            return self._only_page
+            return self._only_run
         start, stop = self.run(number)
         return PackedRun(self.codec, stop - start, self.rows(start, stop))
 
     @cached_property
-    def _only_page(self) -> PackedRun:
+    def _only_run(self) -> PackedRun:
         return PackedRun(self.codec, self.tokens, self.streams)
 
     @cached_property
     def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask, for each run after the first, of those that can be joined to the one before (``PackedRun.continued_by``)."""
+        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -172,7 +172,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRun:
-    """One run of ``tokens`` packed tokens: the codec's streams, laid out by ``Codec.layout``."""
+    """A run of ``tokens`` packed tokens, which were encoded together: streams as laid out by ``Codec.layout``."""
 
     codec: Codec
     tokens: int
@@ -183,7 +183,7 @@ class PackedRun:
 
     @cached_property
     def stretch(self) -> Stretch:
-        """The page as a stretch of one run."""
+        """The run as a stretch of one run."""
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
     def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
@@ -191,66 +191,69 @@ class PackedRun:
         return self.stretch.rows(start, stop)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
-        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
+        """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame."""
         aligned = start - start % self.codec.token_group
-        # Of a group that is coded together, more tokens than those of the rows may be decoded.
+        # A token group is decoded whole, so there may be more tokens than requested.
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> PackedRun:
         """Return tokens ``[start, stop)``, at least one; ``start`` must be a multiple of the codec's token group."""
-        return self.stretch.slice(start, stop).page(0)
+        return self.stretch.slice(start, stop).packed_run(0)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Decode tokens ``[start, stop)`` to ``[batch, kv_head, token, dim]`` in the original frame.
+        """Decode tokens ``[start, stop)`` to the original values, ``[batch, kv_head, token, dim]``.
 
-        The dtype is the exact dtype, or float32.
+        The dtype is the codec's exact dtype, or float32.
         """
         aligned = start - start % self.codec.token_group
         rows = self.rows(aligned, stop)
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` to the coded frame, for products with the keys of ``frame``."""
+        """Map queries ``[batch, kv_head, row, dim]`` to the frame of the keys that ``frame`` returns."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums ``[batch, kv_head, row, dim]`` of ``frame``'s values to the original frame."""
+        """Map weighted sums ``[batch, kv_head, row, dim]`` of values returned by ``frame`` to the original frame."""
         return self.codec.original(sums, self.streams)
 
     def continued_by(self, other: PackedRun) -> bool:
-        """Return True if ``other`` can be joined on: the last token group is complete, and the streams with one row per run are equal."""
+        """Return True if ``other`` can be joined to the end of this run.
+
+        The last token group must be complete, and the streams with one row per run must be equal.
+        """
         if self.tokens % self.codec.token_group:
             return False
-        of_runs = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
-        return all(torch.equal(self.streams[name], other.streams[name]) for name in of_runs)
+        run_streams = [name for name, layout in self.codec.row_layouts.items() if layout.per == "run"]
+        return all(torch.equal(self.streams[name], other.streams[name]) for name in run_streams)
 
     def select(self, indices: torch.Tensor) -> PackedRun:
-        """Return the sequences ``indices``, int64 ``[row]`` within the batch, in that order; codes are copied, never decoded."""
+        """Return the sequences ``indices``, int64 ``[row]``, of the batch in that order. Codes are copied, not decoded."""
         return replace(self, streams=select_sequences(self.codec, self.streams, indices))
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each ``continued_by`` the next; joining more than one page makes a copy."""
+        """Join consecutive runs, each ``continued_by`` the next. Joining two or more copies their streams."""
         first = runs[0]
         if len(runs) == 1:
             return first
         with float32_no_grad(next(iter(first.streams.values())).device):
-            parts = _in_order(first.codec, [(page.tokens, page.streams) for page in runs])
+            parts = _with_shifted_tokens(first.codec, [(run.tokens, run.streams) for run in runs])
             streams = {
                 name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
                 for name, layout in first.codec.row_layouts.items()
             }
-        return PackedRun(first.codec, sum(page.tokens for page in runs), streams)
+        return PackedRun(first.codec, sum(run.tokens for run in runs), streams)
 
 
-def _in_order(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
-    """Return the streams of consecutive ``parts``, ready to be joined: entries name tokens counted from the first part's."""
+def _with_shifted_tokens(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
+    """Return the streams of consecutive ``parts``, with token numbers in entries counted from the first part's first token."""
     firsts = accumulate((tokens for tokens, _ in parts), initial=0)
     return [{**streams, **codec.shift_tokens(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
 class PackedRuns(Sequence[PackedRun]):
-    """The runs of a side, in order. Runs of a stretch with many runs are created on request and not cached."""
+    """The runs of packed keys or values, in order. Runs of a stretch with several runs are created on request and not cached."""
 
     def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
         self.stretches = tuple(stretches)
@@ -258,7 +261,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
-        """Create ``PackedRuns`` with one stretch per page; return ``PackedRuns`` unchanged."""
+        """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(map(attrgetter("stretch"), runs))
 
     def __repr__(self) -> str:
@@ -281,25 +284,25 @@ class PackedRuns(Sequence[PackedRun]):
             return tuple(self[number] for number in range(*index.indices(len(self))))
         number = range(len(self))[index]
         if len(self.stretches) == len(self):
-            return self.stretches[number].page(0)
+            return self.stretches[number].packed_run(0)
         last = self._last
         if last is None or last[0] != number:
-            part = int(numpy.searchsorted(self._first_pages, number, "right")) - 1
-            # Successive tiles look up the same page and rely on getting the same object.
-            self._last = last = number, self.stretches[part].page(number - int(self._first_pages[part]))
+            part = int(numpy.searchsorted(self._first_runs, number, "right")) - 1
+            # Successive tiles look up the same run, and compare runs by identity.
+            self._last = last = number, self.stretches[part].packed_run(number - int(self._first_runs[part]))
         return last[1]
 
     def __iter__(self) -> Iterator[PackedRun]:
-        return (stretch.page(number) for stretch in self.stretches for number in range(len(stretch.ends)))
+        return (stretch.packed_run(number) for stretch in self.stretches for number in range(len(stretch.ends)))
 
     @cached_property
-    def _first_pages(self) -> Ends:
-        """Number of the first page of every stretch."""
+    def _first_runs(self) -> Ends:
+        """Number of the first run of each stretch."""
         return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """First token of every stretch, and the end."""
+        """First token of each stretch, and the total."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -308,7 +311,7 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def ends(self) -> Ends:
-        """End of each page, in tokens."""
+        """Token after the last one of each run."""
         parts = [stretch.ends + first for stretch, first in zip(self.stretches, self._first_tokens, strict=False)]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
@@ -322,44 +325,44 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(result)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
-        """Apply ``change`` to the streams of each stretch; the result has ``codec``."""
+        """Return runs of ``codec`` whose streams are ``change(streams)``, called once per stretch."""
         return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
     def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask, for each page after the first, of those that can be joined to the one before (``PackedRun.continued_by``)."""
+        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
         parts = [stretch.continues for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):
-            parts += [numpy.array([stretch.page(len(stretch.ends) - 1).continued_by(other.page(0))]), other.continues]
+            parts += [numpy.array([stretch.packed_run(len(stretch.ends) - 1).continued_by(other.packed_run(0))]), other.continues]
         return numpy.concatenate([numpy.empty(0, bool), *parts])
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the tokens of each page of ``merged()``."""
+        """Return the number of tokens in each run of ``merged()``."""
         if len(self) == 1:
             return (self.tokens,)
         last = numpy.append(~self._continues, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
-        """Return the same tokens in the fewest runs and one stretch; several stretches are copied."""
+        """Return the same tokens in as few runs as possible and one stretch. More than one stretch is copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
             return self
         first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
         kept, template = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         streams = {}
         with float32_no_grad(next(iter(template.streams.values())).device):
-            of_stretches = _in_order(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
+            shifted_streams = _with_shifted_tokens(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
             for name, layout in template.layout.items():
-                parts = [named[name] for named in of_stretches]
+                parts = [named[name] for named in shifted_streams]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = take_rows(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
         return PackedRuns([Stretch(template.codec, self.ends[last], streams)])
 
-    def added(self, page: PackedRun) -> PackedRuns:
-        """Append ``page``, joined with the last runs as long as those are no longer than it."""
-        number, tokens, after = len(self), page.tokens, page
+    def append(self, run: PackedRun) -> PackedRuns:
+        """Return the runs with ``run`` appended, joined with the preceding runs as long as these are not longer."""
+        number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]
             if before.tokens > tokens or not before.continued_by(after):
@@ -368,8 +371,8 @@ class PackedRuns(Sequence[PackedRun]):
         start = int(self.ends[number - 1]) if number else 0
         kept = self.slice(0, start) if number < len(self) else self
         joined = (
-            PackedRuns([*self.slice(start, self.tokens).stretches, page.stretch]).merged()
+            PackedRuns([*self.slice(start, self.tokens).stretches, run.stretch]).merged()
             if number < len(self)
-            else PackedRuns([page.stretch])
+            else PackedRuns([run.stretch])
         )
         return PackedRuns([*kept.stretches, *joined.stretches])

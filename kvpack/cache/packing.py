@@ -1,4 +1,4 @@
-"""pack: encode a model's KV cache."""
+"""Encode a model's KV cache (``pack``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvpack.runtime.modes import float32_no_grad
 
 from .cache import Cache
 from .checksums import checksums, has_checksums
-from .dense_states import DenseLayer, layers_of_cache
+from .dense_states import DenseLayer, extract_layers
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES, Minifloats
-from .side import Side, check_tensor, packed_side
+from .side import Side, check_tensor, pack_side
 
 if TYPE_CHECKING:
     import os
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Encoded(Protocol):
-    """Keys or values that an engine has encoded, such as Minifloats; ``codec`` stores them bit for bit."""
+class EngineEncoded(Protocol):
+    """Keys or values in an engine's own encoding, such as Minifloats, which ``codec`` stores bit for bit."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]: ...
@@ -56,13 +56,13 @@ class Encoded(Protocol):
 
 
 MAX_CHANNEL_RATIO = 64.0
-"""Number of times larger than the median channel of its head a channel may be: those of SmolLM2-135M-Instruct are at most 14 times."""
+"""Maximum size of a key channel relative to its head's median channel. In SmolLM2-135M-Instruct the ratio is at most 14."""
 
 SAMPLED_TOKENS = 128
 
 
 class OutlierChannel(NamedTuple):
-    """The largest channel of a layer's keys, and its size relative to the median of its head."""
+    """The largest channel of a layer's keys, with its size relative to the median channel of its head."""
 
     layer: int
     head: int
@@ -84,32 +84,33 @@ def pack(
 
     Args:
         past_key_values: A transformers Cache, a list with one (k, v) per layer, or one (k, v). k and v are ``[batch, kv_head, token, dim]``
-            in bfloat16, float16 or float32; either may be None. A layer may also be (k, v, skipped), with the number of tokens that a
-            sliding window dropped before them. Values that an engine stores in fp8, mxfp8, mxfp4 or nvfp4 are ``kvpack.pages.Minifloats``;
-            a recipe of that format stores them bit for bit. States of recurrent and convolution layers are stored bit for bit.
+            in bfloat16, float16 or float32; either may be None. A layer may also be (k, v, skipped), where ``skipped`` is the number of
+            earlier tokens that a sliding window has dropped. Pass values that an engine stores in fp8, mxfp8, mxfp4 or nvfp4 as
+            ``kvpack.pages.Minifloats``; a recipe of the same format stores them bit for bit. States of recurrent and convolution layers
+            are stored bit for bit.
         recipe: A preset, a recipe, a Recipe, or the path of a recipe file (as a Path or ``"@path"``). Recipes such as ``"klt-2"`` need a
             basis: ``Recipe("klt-2", basis)``.
-        model: The model that computed the values: a transformers model, an Identity, a name, or a map of fields.
+        model: The model that computed the values: a transformers model, an Identity, a name, or a mapping of fields.
         start: Position of the first token.
-        inputs: The inputs that the tokens were computed from, if known. Recorded ones must fit the values; those that you make yourself
-            are believed, because keys and values do not contain ids.
-        progress: Called as ``progress(done, total)`` after every layer.
-        states_at: States of all layers at earlier positions, as ``recording`` collects them for a store.
+        inputs: The inputs from which the values were computed, if known. Recorded inputs must match the values. Inputs that you create
+            yourself cannot be checked, because keys and values do not contain token ids.
+        progress: Called as ``progress(done, total)`` after each layer.
+        states_at: States of all layers at earlier positions, by position, for use in a store (see ``recording``).
 
     Returns:
         The packed cache, on the device of the values.
 
     Raises:
-        InvalidParameter: A shape, a value or the recipe does not fit.
-        InvalidType: An argument has the wrong type, or a tensor another dtype.
+        InvalidParameter: The recipe is invalid or does not fit the model, or a shape or value is not supported.
+        InvalidType: An argument has the wrong type, or a tensor an unsupported dtype.
         MissingBasis: The recipe needs a basis.
         MissingFile: The recipe file does not exist.
 
-    Issues one KvpackWarning if heads share a token scale that does not fit some of them (``token_scale=fp16-per-head`` avoids it).
+    Issues a KvpackWarning about tokens or channels that lose precision; it says which option avoids that.
 
     >>> cache = kvpack.pack(past, "octopus-3", model="llama")
     >>> cache
-    Cache('k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4', 2 layers, tokens 0 to 64, model {'name': 'llama'})
+    Cache('k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4', 2 layers, tokens [0:64], model {'name': 'llama'})
     """
     check_callback(progress)
     recipe = parse_recipe(recipe)
@@ -124,7 +125,7 @@ def pack(
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
     layers, outliers = [], []
-    # Modes that are set here need not be set for every side.
+    # Modes are set once here, because setting them for each layer would take longer.
     values = 0
     for k, v, *_ in states:
         for x in (k, v):
@@ -132,7 +133,7 @@ def pack(
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collected_misfits() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
-            norms = _norms_of_keys(k)
+            norms = _cached_key_norms(k)
             place = (number, len(states)), start + skipped, norms
             packed = _pack_side(k, recipe, "k", *place)
             layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
@@ -145,7 +146,7 @@ def pack(
     if misfits:
         warn_of_misfits(misfits)
     if inputs is not None:
-        inputs = _fitting(inputs, layers, start)
+        inputs = _bind_inputs(inputs, layers, start)
         _check_values(inputs, states, start)
         inputs = replace(inputs, sums=None)
     cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(named), start, inputs)
@@ -153,13 +154,13 @@ def pack(
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """Return the layers of a cache in any of the accepted forms.
+    """Return the layers of a cache in any of the forms that ``pack`` accepts.
 
-    Raises InvalidType for anything but a cache, InvalidParameter for a cache that contains more than keys and values, and InvalidParameter
-    for a cache that is empty or whose layers do not hold tokens of the same range.
+    Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains more than keys, values and states,
+    or has layers with different tokens.
     """
     if isinstance(past, Cache) or isinstance(getattr(past, "packed", None), Cache):
-        raise InvalidType(f"a {type(past).__name__} is packed already: change its recipe with Cache.convert")
+        raise InvalidType(f"a {type(past).__name__} is already packed: change its recipe with Cache.convert")
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
@@ -168,7 +169,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
                 break
         else:
             return [_layer_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
-    return layers_of_cache(past)
+    return extract_layers(past)
 
 
 def _layer_of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
@@ -178,26 +179,26 @@ def _layer_of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
     if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
         raise InvalidParameter(
-            f"{where}: the number of tokens that the layer dropped before k and v is {shown}, expected an integer of at least 0"
+            f"{where}: skipped (the number of tokens dropped before k and v) is {shown}, expected an integer of at least 0"
         )
     if pair[0] is None and pair[1] is None:
-        raise InvalidParameter(f"{where}: both sides are absent; a layer needs keys, values or both")
+        raise InvalidParameter(f"{where}: k and v are both None: pass keys, values or both")
     return DenseLayer(pair[0], pair[1], skipped)
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
     """Return the ``states_at`` before the end of ``cache``.
 
-    Raises InvalidParameter unless each has the same layers, names and shapes as the cache's own states.
+    Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """
     check_mapping(states_at, "states_at", "recording(model).states_at(past_key_values)")
     expected = [{name: state.shape for name, state in layer.states.items()} for layer in cache]
     for position, states in states_at.items():
         as_integer(position, "a position of states_at")
-        given = as_list(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
+        layer_states = as_list(states, f"states_at[{position}]", "maps of names to tensors, one for each layer")
         if (
-            not all(isinstance(mapping, Mapping) and all(isinstance(x, torch.Tensor) for x in mapping.values()) for mapping in given)
-            or [{name: state.shape for name, state in mapping.items()} for mapping in given] != expected
+            not all(isinstance(mapping, Mapping) and all(isinstance(x, torch.Tensor) for x in mapping.values()) for mapping in layer_states)
+            or [{name: state.shape for name, state in mapping.items()} for mapping in layer_states] != expected
         ):
             raise InvalidParameter(
                 f"states_at[{position}] differs in layers, names or shapes from the states after the last token: pass this cache's states, "
@@ -206,49 +207,55 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
     return MappingProxyType({position: tuple(mapping) for position, mapping in states_at.items() if cache.start < position < cache.stop})
 
 
-def _fitting(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return the inputs of ``layers`` from position ``start`` on. Raises InvalidParameter for inputs recorded for other tokens."""
+def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
+    """Return ``inputs`` as inputs of ``layers`` from position ``start``. Raises InvalidParameter if they were recorded for others."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
     if (first, count) != (start, tokens):
         raise InvalidParameter(
-            f"inputs were recorded for tokens {first} to {first + count} of a sequence, but tokens {start} to {start + tokens} are "
-            "packed: record them after the last change to the cache, or leave inputs= out"
+            f"inputs were recorded for tokens [{first}:{first + count}] of a sequence, but the cache has tokens "
+            f"[{start}:{start + tokens}]: record them after the last change to the cache, or omit inputs="
         )
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
     rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])
     if rows > batch or (inputs.rows and rows != batch):
-        raise InvalidParameter(f"inputs are for {rows} rows, but the cache has {batch} sequences: pass the inputs of these sequences")
+        raise InvalidParameter(f"inputs are for {rows} sequences, but the cache has {batch}: pass inputs for exactly these sequences")
     return replace(inputs, first=start, count=None)
 
 
-def _norms_of_keys(k: torch.Tensor | Encoded | None) -> Callable[[], torch.Tensor | None]:
-    """Return a function that computes the norms of a layer's keys, once for both sides."""
+def _cached_key_norms(k: torch.Tensor | EngineEncoded | None) -> Callable[[], torch.Tensor | None]:
+    """Return a function that computes the norms of a layer's keys once, for its keys and values."""
     return cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else lambda: None
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
-    """Raise InvalidParameter if keys and values differ from those for which ``inputs`` were recorded, provided that all layers are given.
+    """Raise InvalidParameter if keys or values are not those for which ``inputs`` were recorded.
+
+    Only checks caches for which all keys and values are tensors and were recorded.
     """
-    given = {(number, name): (x, start + held.skipped) for number, held in enumerate(states) for name, x in (("k", held.k), ("v", held.v))}
+    tensors = {
+        (number, name): (x, start + layer.skipped)
+        for number, layer in enumerate(states)
+        for name, x in (("k", layer.k), ("v", layer.v))
+    }
     sums = inputs.sums or {}
-    if sums.keys() != {place for place, (x, _) in given.items() if has_checksums(x)}:
+    if sums.keys() != {key for key, (x, _) in tensors.items() if has_checksums(x)}:
         return
-    for place, (first, recorded) in sums.items():
-        x, position = given[place]
+    for key, (first, recorded) in sums.items():
+        x, position = tensors[key]
         assert isinstance(x, torch.Tensor)
         begin = max(first, position)
         actual, expected = checksums(x)[:, begin - position :].cpu().numpy(), recorded[:, begin - first :]
         if actual.shape != expected.shape or (actual != expected).any():
             raise InvalidParameter(
-                f"layers[{place[0]}].{place[1]}: inputs were recorded for other values (rows or tokens were moved, or values rounded): "
-                "record them after the last change to the cache, or leave inputs= out"
+                f"layers[{key[0]}].{key[1]}: inputs were recorded for other values (sequences or tokens were moved, or values rounded): "
+                "record them after the last change to the cache, or omit inputs="
             )
 
 
 def _pack_side(
-    x: torch.Tensor | Encoded | None,
+    x: torch.Tensor | EngineEncoded | None,
     recipe: Recipe,
     side: str,
     numbers: tuple[int, int],
@@ -263,24 +270,24 @@ def _pack_side(
     except (InvalidParameter, MissingBasis, OutOfBounds) as error:
         raise type(error)(f"{where}: {error}") from None
     if not isinstance(x, torch.Tensor):
-        # The engine's values are kept bit for bit, so that no token need be raw.
+        # The engine's values are stored bit for bit, so no token has to be raw.
         codec = codec.without_raw_positions
         if codec != x.codec:
             raise InvalidParameter(
                 f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
             )
         return x.side(recipe.window)
-    return packed_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
+    return pack_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
 
 
-def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encoded | None], where: str) -> None:
+def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | EngineEncoded | None], where: str) -> None:
     for name, x in zip("kv", pair, strict=True):
-        # To ask for a protocol takes longer than for a class.
-        if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, Encoded)):
+        # isinstance is slower for a protocol than for a class.
+        if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, EngineEncoded)):
             continue
         if isinstance(x, torch.Tensor) and x.dtype in ELEMENT_DTYPES:
             raise InvalidType(
-                f"{where}.{name}: dtype {x.dtype}, whose values depend on scales: pass kvpack.pages.Minifloats(elements, scales), "
+                f"{where}.{name}: values of dtype {x.dtype} need scales: pass kvpack.pages.Minifloats(elements, scales), "
                 "with scales of 1 if the engine has none"
             )
         check_tensor(x, f"{where}.{name}")
@@ -288,14 +295,14 @@ def _check_pair(pair: tuple[torch.Tensor | Encoded | None, torch.Tensor | Encode
             raise InvalidParameter(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
     k, v = pair
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
-        raise InvalidParameter(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; batch, kv_head and token must agree")
+        raise InvalidParameter(f"{where}: k is {list(k.shape)}, but v is {list(v.shape)}: batch, kv_head and token must be the same")
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
-    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it is out of the range of ``codec``.
+    """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``.
 
-    A channel's size is the median magnitude of some tokens, so that no single token makes it large. Codecs without a rotation, and with
-    side-cars that map values first, have no such range.
+    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter. Codecs are not affected if they
+    do not rotate, or if side-cars transform values before the rotation.
     """
     if not spreads_channels(codec) or not x.shape[2]:
         return None
@@ -311,18 +318,18 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 
 def spreads_channels(codec: Codec) -> bool:
-    """Return True if ``codec`` rotates keys directly, so that a channel far larger than the others costs all channels precision."""
+    """Return True if ``codec`` rotates keys without other steps before, so that one large channel costs all channels precision."""
     return codec.rotation.kind != "none" and not (isinstance(codec, WithSideCars) and codec.value_maps)
 
 
-def _warn_of_outlier_channels(found: Sequence[OutlierChannel], layers: int) -> None:
-    """Issue one KvpackWarning to the caller of ``pack``, naming the largest of the channels ``found`` in ``layers`` layers."""
-    if found:
-        worst = max(found, key=lambda one: one.ratio)
+def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:
+    """Issue one KvpackWarning about ``outliers`` among ``layers`` layers."""
+    if outliers:
+        worst = max(outliers, key=lambda channel: channel.ratio)
         warnings.warn(
             f"layers[{worst.layer}].k: channel {worst.channel} of head {worst.head} is {worst.ratio:.0f} times as large as the median "
-            f"channel, and keys of {len(found)} of {layers} layers have such channels: the codec's rotation spreads them over all others, "
-            "which lose precision: pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the codec of keys",
+            f"channel, as in the keys of {len(outliers)} of {layers} layers. The codec's rotation spreads it over all other channels, "
+            "which lose precision. To avoid this, pack with kvpack-4, kvpack-3 or kvpack-2, or add channel_scale=fp16 to the codec of keys",
             KvpackWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The part of a file that ``load`` reads: which layers, and which of their tokens."""
+"""The part of a file that ``load`` reads: some layers, and a range of their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tokens = SupportsIndex | Sequence[SupportsIndex]
 
 @dataclass(frozen=True)
 class CachePart:
-    """The layers ``numbers`` in ascending order, and the tokens ``[start, stop)`` out of ``tokens`` in their range."""
+    """A part of a cache: layers ``numbers`` in ascending order, and tokens ``[start, stop)`` of the ``tokens`` in these layers."""
 
     numbers: tuple[int, ...]
     start: int
@@ -31,7 +31,7 @@ class CachePart:
 
     @classmethod
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
-        """Return the part of a file with ``header``; None selects all.
+        """Return the part of a file with ``header``; None selects all layers or tokens.
 
         Raises InvalidParameter, and OutOfBounds for layers and tokens that the file lacks.
         """
@@ -41,18 +41,18 @@ class CachePart:
         last = max(ends, default=0)
         start, stop = (0, last) if tokens is None else _range(tokens)
         if not 0 <= start <= stop <= last:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a cache of {last} tokens")
+            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a cache of {last} tokens")
         return cls(numbers, start, stop, last)
 
 
 def _numbers(layers: Layers, count: int) -> tuple[int, ...]:
     if isinstance(layers, slice):
         return tuple(sorted(range(count)[layers]))
-    given = [layers] if isinstance(layers, SupportsIndex) else layers
+    items = [layers] if isinstance(layers, SupportsIndex) else layers
     try:
-        if isinstance(given, str | bytes):
+        if isinstance(items, str | bytes):
             raise TypeError
-        numbers = [operator.index(number) for number in given]
+        numbers = [operator.index(number) for number in items]
     except TypeError:
         raise InvalidType(
             f"layers is {layers!r:.80}, expected a number, a list of numbers or a slice, such as layers=[0, 1] or layers=slice(16, 32)"
@@ -69,7 +69,7 @@ def _range(tokens: Tokens) -> tuple[int, int]:
             raise TypeError
         if isinstance(tokens, SupportsIndex):
             return 0, operator.index(tokens)
-        start, stop = (operator.index(place) for place in tokens)
+        start, stop = (operator.index(position) for position in tokens)
     except (TypeError, ValueError):
         raise InvalidType(
             f"tokens is {tokens!r:.80}, expected a number of tokens or a pair, such as tokens=4096 or tokens=(1024, 4096)"

@@ -1,7 +1,7 @@
-"""Side: the keys or the values of one layer, as packed runs and a raw tail.
+"""The packed keys or values of one layer (``Side``): runs of tokens that were encoded together, followed by a raw tail.
 
-A side is immutable: slice, append and concat return a new side that shares the packed bytes. A page is one run of packed tokens.
-Its streams are plain arrays ``[batch, kv_head, rows, ...]``, so cutting and joining runs never touches a code.
+A side is immutable: slice, append and concat return a new side that shares the packed bytes. Streams are arrays ``[batch, kv_head, row,
+...]``, so runs are cut and joined without decoding.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     Rows = torch.Tensor | Iterable[SupportsIndex]
 
 TILE_VALUES = 1 << 19
-"""The number of values decoded at once on the CPU, and on any device when a page is attended."""
+"""Maximum number of values that are decoded at once on the CPU, and on any device for attention."""
 
 GROUP_VALUES = 1 << 24
-"""Maximum number of values of a token group that are decoded at once, if one sequence has no more."""
+"""Maximum number of values in a token group of all sequences that are decoded at once, unless one sequence has more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,10 +48,10 @@ class Side:
     """The keys or the values of one layer: packed runs of tokens, followed by a raw tail.
 
     Args:
-        codec: The codec of the packed tokens.
-        runs: Packed runs, in order.
-        tail: Raw tokens ``[batch, kv_head, token, dim]``.
-        window: Number of raw tokens at which the tail is encoded; 0 encodes as soon as the codec has a whole group.
+        codec: Codec of the packed tokens.
+        runs: Runs of packed tokens, in order. The tokens of a run were encoded together.
+        tail: Raw tokens ``[batch, kv_head, token, dim]``, which follow the runs.
+        window: Number of raw tokens that are encoded together; 0 to encode them as soon as they fill the codec's token group.
 
     >>> side = kvpack.pack(past, "octopus-3;window=32")[0].k
     >>> side.unpack(torch.float32).shape
@@ -89,7 +89,7 @@ class Side:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """Number of tokens in runs."""
+        """Number of packed tokens."""
         return self._runs.tokens
 
     @property
@@ -99,46 +99,52 @@ class Side:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in runs and tail."""
+        """Number of packed tokens and raw tail tokens."""
         return self.packed_tokens + self.tail.shape[2]
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Token positions at which a page or the tail begins or ends, ascending."""
+        """Token positions, ascending, where runs and the tail begin or end."""
         return [0, *self._runs.ends.tolist(), self.tokens]
 
-    def place(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """Return the page that contains tokens ``[start, stop)``, or None for the tail, and its first token. Raises OutOfBounds."""
+    def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
+        """Return the run that contains tokens ``[start, stop)``, and the run's first token; None instead of a run for the tail.
+
+        Raises OutOfBounds if the range extends beyond one run.
+        """
         if start >= self.packed_tokens:
             return None, self.packed_tokens
         number = bisect_right(self.boundaries, start, 0, len(self.runs)) - 1
-        page, first = self.runs[number], self.boundaries[number]
-        if not first <= start <= stop <= first + page.tokens:
+        run, first = self.runs[number], self.boundaries[number]
+        if not first <= start <= stop <= first + run.tokens:
             raise OutOfBounds(
-                f"tokens {start} to {stop} are not inside one page: the first token's page ends at token {first + page.tokens}"
+                f"tokens [{start}:{stop}] are not within one run: the run of the first token is [{first}:{first + run.tokens}]"
             )
-        return page, first
+        return run, first
 
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
-        """Return tokens ``[start, stop)``, within one page or the tail, as float32, and the page whose coded frame they are in."""
-        page, first = self.place(start, stop)
-        if page is None:
+        """Decode tokens ``[start, stop)``, all in one run or the tail, to float32, without reversing the codec's rotation.
+
+        Also returns the run, which maps queries and sums to and from the rotated frame; None for the tail, which is not rotated.
+        """
+        run, first = self.run_at(start, stop)
+        if run is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
-        return page.frame(start - first, stop - first), page
+        return run.frame(start - first, stop - first), run
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Yield token ranges of at most ``per_tile`` tokens that cross neither a boundary of this side nor one of ``edges``."""
+        """Yield token ranges of at most ``per_tile`` tokens that cross no boundary of this side and none of ``edges``."""
         marks = sorted({*self.boundaries, *edges})
         for first, last in pairwise(marks):
             for start in range(first, last, per_tile):
                 yield start, min(start + per_tile, last)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype`` in the original frame.
+        """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype``, as they were before packing.
 
-        Kernels that decode a run in one pass take all runs of one codec in one launch; everything else is decoded tile by tile. Such a
-        kernel rotates back with binary16 products if ``dtype`` has 16 bits, with an error below 2^-11 of each token's norm; the C kernels
-        of the CPU use float32. Raises InvalidType unless ``dtype`` is a floating-point one.
+        Triton kernels decode all runs of a codec in one launch; if ``dtype`` has 16 bits, they reverse rotations with binary16 products,
+        with an error below 2^-11 of each token's norm. C kernels use float32. Other codecs are decoded tile by tile. Raises InvalidType
+        unless ``dtype`` is a floating-point dtype.
         """
         check_floating(dtype)
         with float32_no_grad(self.device):
@@ -147,27 +153,27 @@ class Side:
         return result
 
     def unpack_into(self, out: torch.Tensor) -> None:
-        """Decode all tokens like ``unpack`` into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
+        """Decode all tokens, as ``unpack`` does, into ``out`` ``[batch, kv_head, token, dim]`` of any floating-point dtype and strides.
 
-        Raises InvalidParameter and InvalidType for a tensor on another device.
+        Raises InvalidType if ``out`` is not a floating-point tensor, and InvalidParameter if its shape or device differs.
         """
         if not isinstance(out, torch.Tensor):
-            raise InvalidType(f"unpack_into: expected a tensor, got a {type(out).__name__}")
+            raise InvalidType(f"unpack_into: expected a tensor, but got a {type(out).__name__}")
         check_floating(out.dtype)
         expected = (self.batch, self.heads, self.tokens, self.dim)
         if tuple(out.shape) != expected:
             raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, expected {list(expected)}")
         if out.device != self.device:
-            raise InvalidParameter(f"unpack_into: the tensor is on {out.device} and the cache is on {self.device}")
+            raise InvalidParameter(f"unpack_into: the tensor is on {out.device}, but must be on {self.device}, like the cache")
         with float32_no_grad(self.device):
-            # Kernels write whole rows.
+            # Kernels write contiguous channels.
             rows = out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)
             self._unpack_into(out) if rows else out.copy_(self.unpack(out.dtype))
 
     def _unpack_into(self, out: torch.Tensor) -> None:
-        left = unpack_into(self, out)
-        # A header of no tokens may still claim any number of sequences and heads.
-        if not left or not self.tokens:
+        remaining = unpack_into(self, out)
+        # A file without tokens may claim any number of sequences and heads.
+        if not remaining or not self.tokens:
             return
         if (at_once := sequences_at_once(self)) < self.batch:
             for first in range(0, self.batch, at_once):
@@ -176,16 +182,16 @@ class Side:
             return
 
         def unpack_tile(start: int, stop: int) -> None:
-            page, first = self.place(start, stop)
-            source = self.tail[:, :, start - first : stop - first] if page is None else page.decode(start - first, stop - first)
+            run, first = self.run_at(start, stop)
+            source = self.tail[:, :, start - first : stop - first] if run is None else run.decode(start - first, stop - first)
             out[:, :, start:stop] = source
 
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, max(128, self.codec.token_group), self.codec.token_group, self.device)
-        tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in left)]
+        tiles = [tile for tile in self.tiles(per_tile) if any(start <= tile[0] < stop for start, stop in remaining)]
         for_each_block(unpack_tile, tiles, self.device)
 
     def norms(self, start: int = 0) -> torch.Tensor:
-        """Return the norms of the tokens from ``start`` on, in each head, as decoded: float32 ``[batch, kv_head, token]``."""
+        """Return the norms of the decoded tokens from ``start`` on, float32 ``[batch, kv_head, token]``."""
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(part).norms(start) for part in rows])
@@ -193,8 +199,8 @@ class Side:
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.token_group, self.device)
         for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
             if first >= start:
-                page, begin = self.place(first, stop)
-                part = self.tail[:, :, first - begin : stop - begin] if page is None else page.decode(first - begin, stop - begin)
+                run, begin = self.run_at(first, stop)
+                part = self.tail[:, :, first - begin : stop - begin] if run is None else run.decode(first - begin, stop - begin)
                 result.append(dispatch.norms(part))
         return torch.cat(result, 2)
 
@@ -205,11 +211,11 @@ class Side:
     def slice(self, start: int, stop: int) -> Side:
         """Return tokens ``[start, stop)``; packed bytes are shared, and nothing is decoded.
 
-        Raises OutOfBounds for tokens that the side does not have, and for a start inside a group of tokens encoded together.
+        Raises OutOfBounds if the side lacks some of the tokens, or if ``start`` is inside a group of tokens encoded together.
         """
         start, stop = as_integer(start, "start"), as_integer(stop, "stop")
         if not 0 <= start <= stop <= self.tokens:
-            raise OutOfBounds(f"tokens {start} to {stop} were requested from a side of {self.tokens} tokens")
+            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from keys or values of {self.tokens} tokens")
         try:
             runs = self._runs.slice(start, stop)
         except OutOfBounds as error:
@@ -218,9 +224,9 @@ class Side:
         return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """Return the sequences ``indices`` of the batch in that order; an index may repeat. Codes are copied, never decoded.
+        """Return the sequences ``indices`` of the batch, in that order; an index may repeat. Codes are copied, not decoded.
 
-        Raises OutOfBounds for a row that the batch does not have, and InvalidParameter for anything but a list of integers.
+        Raises OutOfBounds for a sequence that the batch does not have, and InvalidParameter if ``indices`` is not a list of integers.
         """
         rows = row_numbers(indices)
         check_rows(rows, self.batch)
@@ -239,23 +245,28 @@ class Side:
         unit: int | None = None,
         norms: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
     ) -> Side:
-        """Add tokens ``[batch, kv_head, token, dim]`` to the tail; at ``window`` tokens it is encoded in whole groups.
+        """Return the side with tokens ``[batch, kv_head, token, dim]`` added to the tail, which is encoded if it is long enough.
 
-        ``first`` is the position of the side's first token, if known: some codecs need fewer bits with it. ``unit``, a multiple of the
-        codec's token group, replaces the token group, and ``norms(start, stop)`` returns the norms of the keys of the side's tokens. Raises
-        InvalidParameter or InvalidType if ``x`` does not continue this side, and OutOfRange.
+        Args:
+            x: New tokens.
+            where: Name for error messages.
+            first: Position of the side's first token, if known. Some codecs need fewer bits if it is.
+            unit: Number of tokens that are encoded together if ``window`` is 0: a multiple of the codec's token group (default: one group).
+            norms: ``norms(start, stop)`` returns the norms of the keys of tokens ``[start, stop)``, if known.
+
+        Raises InvalidParameter or InvalidType if ``x`` does not fit this side, and OutOfRange.
         """
         check_tensor(x, where)
         expected = (self.batch, self.heads, x.shape[2], self.dim)
         if tuple(x.shape) != expected:
-            raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue a side of shape {list(expected)}")
+            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected {list(expected)}, as in the cache")
         if x.device != self.device:
             raise InvalidParameter(
                 f"{where}: the values are on {x.device}, but the cache is on {self.device}: append x.to({str(self.device)!r})"
             )
         with float32_no_grad(self.device):
             if self.codec.exact_dtype is None:
-                # Checked here and not when the tail is encoded: by then the new tokens could not be told from older ones.
+                # Checked now, because the message must name the new tokens, and encoding may happen later.
                 check_finite(x, self.tokens, where)
             tail = self._tail_with(x, where)
             unit = self.window or unit or self.codec.token_group
@@ -264,131 +275,135 @@ class Side:
                 return replace(self, tail=tail)
             before = self.runs[-1].streams if self.runs else None
             position = None if first is None else first + self.packed_tokens
-            given = norms(self.packed_tokens, self.packed_tokens + ready)
-            streams = encode(self.codec, tail[:, :, :ready], where, before, position, given)
-            return replace(self, runs=self._runs.added(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
+            key_norms = norms(self.packed_tokens, self.packed_tokens + ready)
+            streams = encode(self.codec, tail[:, :, :ready], where, before, position, key_norms)
+            return replace(self, runs=self._runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Append ``x`` to the tail exactly: in the tail's dtype if it represents ``x``, otherwise in a dtype that represents both.
+        """Return the tail followed by ``x``, without rounding, in the tail's dtype if possible, otherwise in a wider one.
 
-        Raises InvalidType if the runs have kept every value so far but would round values of ``x``.
+        Raises InvalidType if the codec has stored all earlier values exactly but would round values of ``x``.
         """
         narrow = x.to(self.tail.dtype)
         if not is_rounded(x, narrow):
             return torch.cat([self.tail, narrow], 2)
         if self.codec.exact_dtype is not None:
-            held = EXACT_DTYPES[self.codec.exact_dtype]
-            if RAW_NAMES[self.tail.dtype] in held and RAW_NAMES[x.dtype] not in held:
+            exact = EXACT_DTYPES[self.codec.exact_dtype]
+            if RAW_NAMES[self.tail.dtype] in exact and RAW_NAMES[x.dtype] not in exact:
                 kept = RAW_DTYPES[self.codec.exact_dtype]
                 raise InvalidType(
-                    f"{where}: the values are {x.dtype}, but the side stores {kept}, which would round them: "
+                    f"{where}: the values are {x.dtype}, but the cache stores {kept}, which would round them: "
                     f"append x.to({kept}), or convert the cache to fp32 first"
                 )
         wide = torch.promote_types(x.dtype, self.tail.dtype)
         return torch.cat([self.tail.to(wide), x.to(wide)], 2)
 
     def concat(self, *others: Side) -> Side:
-        """Append ``others`` to this side.
+        """Return this side followed by ``others``.
 
-        Raises NotConsecutive if sides differ in codec or shape, or if any except the last ends in a raw tail.
+        Raises NotConsecutive if sides differ in codec or shape, or if any except the last one has a raw tail.
         """
         for side, other in pairwise((self, *others)):
             if side.codec is not other.codec and side.codec != other.codec:
-                raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one first")
+                raise NotConsecutive(f"codec {_codec_difference(side.codec, other.codec)}: convert one cache to the other's recipe first")
             if (side.batch, side.heads) != (other.batch, other.heads):
                 raise NotConsecutive(
-                    f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}: join caches of the same shape"
+                    f"{side.batch} x {side.heads} heads are followed by {other.batch} x {other.heads}: join only caches of the same shape"
                 )
             if side.tail.shape[2]:
                 raise NotConsecutive(
-                    f"a side that ends in a raw tail of {side.tail.shape[2]} tokens cannot be followed by a page: "
+                    f"a cache with a raw tail of {side.tail.shape[2]} tokens cannot be followed by packed tokens: "
                     "append the tokens instead, or pack it with window=0"
                 )
         sides = (self, *others)
         return replace(sides[-1], runs=PackedRuns(stretch for side in sides for stretch in side._runs.stretches))
 
     def merged(self) -> Side:
-        """Return the same tokens in the fewest runs, with one array per stream, as a file stores them."""
+        """Return the same tokens in as few runs as possible, with one array per stream, as in a file."""
         merged = self._runs.merged()
         return self if merged is self._runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
-        """Return the number of tokens in each page of ``merged()``."""
+        """Return the number of tokens in each run of ``merged()``."""
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return the streams of all runs, in arrays with the rows of consecutive runs; a ``merged()`` side has one run."""
+        """Return the streams of each stretch of consecutive runs; a ``merged()`` side has at most one."""
         return [stretch.streams for stretch in self._runs.stretches]
 
-    def repacked(self, codec: Codec) -> Side:
-        """Return the side with the same codes in the packing of ``codec``."""
+    def repack(self, codec: Codec) -> Side:
+        """Return the side with the same codes, packed as ``codec`` packs them."""
         return replace(self, codec=codec, runs=self._runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
-    def followed_by(self, page: PackedRun, tail: torch.Tensor) -> Side:
-        """Return the side with one more page and with ``tail`` as its tail."""
-        return replace(self, runs=PackedRuns([*self._runs.stretches, page.stretch]), tail=tail)
+    def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
+        """Return the side with ``run`` added, and ``tail`` as its tail."""
+        return replace(self, runs=PackedRuns([*self._runs.stretches, run.stretch]), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
-        """Return the side with every buffer on ``device``. Raises InvalidParameter for an invalid device."""
+        """Return the side with all buffers on ``device``. Raises InvalidParameter for an invalid device."""
         device = checked_device(device)
-        return self.moved(lambda tensor: tensor.to(device))
+        return self.map_buffers(lambda tensor: tensor.to(device))
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Side:
-        """Return the side with ``move`` applied to every buffer."""
-        runs = self._runs.mapped(self.codec, lambda streams: {name: move(stream) for name, stream in streams.items()})
-        return replace(self, runs=runs, tail=move(self.tail))
+    def map_buffers(self, change:  Callable[[torch.Tensor], torch.Tensor]) -> Side:
+        """Return the side with ``change`` applied to each buffer."""
+        runs = self._runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
+        return replace(self, runs=runs, tail=change(self.tail))
 
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
-    """Return the parameters in which two codecs differ; only the ids for codecs of different families."""
-    params, two = codec.params(), other.params()
-    if params["id"] != two["id"]:
-        return f"{params['id']} is followed by {two['id']}"
-    parts = ({name: value for name, value in values.items() if params.get(name) != two.get(name)} for values in (params, two))
+    """Describe the parameters in which two codecs differ; only their ids if they are of different families."""
+    params, other_params = codec.params(), other.params()
+    if params["id"] != other_params["id"]:
+        return f"{params['id']} is followed by {other_params['id']}"
+    changed = [name for name in {**params, **other_params} if params.get(name) != other_params.get(name)]
+    parts = ({name: values[name] for name in changed if name in values} for values in (params, other_params))
     shown = (", ".join(f"{name} {value.hex() if isinstance(value, bytes) else value}" for name, value in part.items()) for part in parts)
     return f"{params['id']} " + " is followed by ".join(text or "no such option" for text in shown)
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return the number of sequences, at least one, whose token groups of all ``sides`` can be decoded at once."""
+    """Return how many sequences, at least one, can have a token group of all ``sides`` decoded at once."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 
 def tokens_at_once(values: int, multiple: int, token_group: int, device: torch.device) -> int:
-    """Return the tokens of a tile with ``values`` values each: a multiple of ``multiple``, or if that is too many, whole token groups."""
+    """Return the number of tokens in a tile with ``values`` values per token.
+
+    It is a multiple of ``multiple``, or of ``token_group`` if ``multiple`` tokens would be too many.
+    """
     tokens = TILE_VALUES * block_factor(device) // max(1, values)
     return tokens // multiple * multiple or max(token_group, tokens // token_group * token_group)
 
 
 def check_tensor(x: Any, where: str) -> None:
-    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, InvalidParameter unless it has rank 4."""
+    """Raise InvalidType unless ``x`` is a dense bfloat16, float16 or float32 tensor, and InvalidParameter unless it has rank 4."""
     if not isinstance(x, torch.Tensor):
-        hint = ": torch.from_numpy makes one of an array" if type(x).__module__ == "numpy" else ""
-        raise InvalidType(f"{where}: expected a tensor or None, got a {type(x).__name__}{hint}")
+        hint = ": convert it with torch.from_numpy" if type(x).__module__ == "numpy" else ""
+        raise InvalidType(f"{where}: expected a tensor or None, but got a {type(x).__name__}{hint}")
     if x.is_meta or x.layout != torch.strided:
-        raise InvalidType(f"{where}: a tensor of the layout {x.layout} on {x.device}; keys and values must be dense and in memory")
+        raise InvalidType(f"{where}: expected a dense tensor in memory, but got one of layout {x.layout} on {x.device}")
     if x.dim() != 4:
-        raise InvalidParameter(f"{where}: rank {x.dim()}, shape {list(x.shape)}; expected [batch, kv_head, token, dim]")
+        raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():
-        raise InvalidType(f"{where}: dtype {x.dtype}; expected bfloat16, float16 or float32")
+        raise InvalidType(f"{where}: dtype {x.dtype}, expected bfloat16, float16 or float32")
 
 
-def packed_side(
+def pack_side(
     x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
 ) -> Side:
-    """Encode ``x``, whose tokens begin at position ``first``, with ``codec``, except for the tail that ``window`` leaves.
+    """Encode ``x``, whose first token is at position ``first``, with ``codec``, and keep the tail that ``window`` leaves raw.
 
-    ``norms`` ``[batch, kv_head, token]`` are those of the layer's keys, if they are known.
+    ``norms`` ``[batch, kv_head, token]`` are the norms of the layer's keys, if known.
     """
     tokens = x.shape[2]
-    # With a residual window the newest tokens stay raw; without one everything is packed, including a partial last group.
+    # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
     with float32_no_grad(x.device):
         if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
-        of_packed = None if norms is None else norms[:, :, :packed]
+        packed_norms = None if norms is None else norms[:, :, :packed]
         runs = PackedRuns()
         if packed:
-            streams = encode(codec, x[:, :, :packed], where, position=first, norms=of_packed)
+            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms)
             runs = PackedRuns([Stretch.of_runs(codec, (packed,), streams)])
         return Side(codec, runs, x[:, :, packed:].clone(), window)

@@ -1,6 +1,6 @@
-"""Load layers of a file to a device: threads read into staging memory, and the bytes are copied and checked from there.
+"""Load layers of a file to a device: threads read into staging memory, from which the bytes are checked and copied.
 
-Thus the checked bytes are the ones used, whatever happens to the file meanwhile.
+The checked bytes are therefore the ones that are used, even if the file changes meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvpack.file.payload import Span
 from kvpack.formats.base import DTYPE_BYTES
 
 from . import staged_reads
-from .layer import Layer, sliced
-from .staged_reads import STAGING_BYTES, Copy, staged
+from .layer import Layer, slice_layer
+from .staged_reads import STAGING_BYTES, StagedCopy, staged
 from .stored import side_of
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Sides, each with its place in one block of memory of ``nbytes`` bytes: those of one layer, or of consecutive layers.
+class _LoadGroup:
+    """Keys and values that are loaded to one block of device memory of ``nbytes`` bytes, each with its offset in the block.
 
-    ``span`` covers them in the file, with the same places, if the device checks them; otherwise the host checks them one by one.
+    They belong to one layer or to consecutive layers. If the device checks them, ``span`` is their byte range in the file, with the same
+    offsets; otherwise it is None, and the host checks them one by one.
     """
 
     sides: Sequence[tuple[SidePlaces, int]]
@@ -52,54 +53,54 @@ class _Group:
 def load_layers(
     file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """Return the layers of ``part`` by number, on the device of ``bus``; the caller's stream waits for their copies, the host does not.
+    """Return the layers of ``part`` by number, on the device of ``bus``, whose caller's stream waits for the copies.
 
-    Bytes are copied as soon as they are read, while the next ones are read. With all tokens, a layer's streams are views of one buffer, and
-    the device checks what its kernels support once everything has arrived: digests, the codec's rules, and errors visible only after full
-    decoding. The host waits for these checks; its own checks precede the copy. Raises the errors of ``File.read_side``, the first error in
-    file order, followed by those found on the device, digests first; and OutOfBounds as in ``Cache.slice``. ``progress`` counts pieces.
+    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer, and the device checks as much as its
+    kernels support after everything has arrived: digests, the codec's rules, and errors visible only after full decoding. The host waits
+    for these checks; its own checks come before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side`` in
+    file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
     places = {number: [file.side_places(number, name) for name, _ in header.layers[number].sides()] for number in part.numbers}
     result: dict[int, dict[str, Side]] = {number: {} for number in places}
-    # On the host, threads that check would wait for each other.
-    ruled, chunked = (
+    # Threads that check values on the host would wait for each other, so the device checks what it can.
+    value_codecs, chunk_codecs = (
         {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
         for checks in (dispatch.supports_value_checks, dispatch.supports_chunk_checks)
     )
-    groups = _groups(file, places.values(), ruled, bus.device)
+    groups = _group_sides(file, places.values(), value_codecs, bus.device)
     group_copies = [list(_copies(number, group)) for number, group in enumerate(groups)]
     copies = list(chain.from_iterable(group_copies))
     done = 0
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal done
         done += 1
         if progress is not None:
             progress(done, len(copies))
 
-    with contextlib.closing(bus), contextlib.closing(staged(copies, file, bus, staging_bytes, ruled, chunked)) as arriving:
-        # All are allocated before the first copy, which waits for the work under way in the memory that they reuse.
+    with contextlib.closing(bus), contextlib.closing(staged(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)) as arriving:
+        # Allocate everything before the first copy, which then waits for work that still uses the same memory.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
         bus.follow()
         created: list[tuple[SidePlaces, Side]] = []
         if part.has_all_tokens:
-            for group, target, begun in zip(groups, targets, group_copies, strict=True):
-                # Entered once for all: that takes longer than to begin a copy.
+            for group, target, copies_of_group in zip(groups, targets, group_copies, strict=True):
+                # Enter the context once per group, because that takes longer than starting a copy.
                 with bus.work():
-                    for copy in begun:
+                    for copy in copies_of_group:
                         bus.copy(target[copy.begin : copy.end], next(arriving))
-                        tell()
-                # While they are copied.
+                        report()
+                # This overlaps with the copies above.
                 views: dict[str, torch.Tensor] = {}
                 created += [(side, _side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
-                result[copy.side.layer][copy.side.side] = _rows(file, copy.side, next(arriving), part, bus)
-                tell()
+                result[copy.side.layer][copy.side.side] = _copy_tokens(file, copy.side, next(arriving), part, bus)
+                report()
         states = {number: _states(file, number, part, bus) for number in places}
-    _check(file, list(zip(groups, targets, strict=False)), created, ruled, chunked)
+    _check(file, list(zip(groups, targets, strict=False)), created, value_codecs, chunk_codecs)
     for place, side in created:
         result[place.layer][place.side] = side
     layers = {}
@@ -111,23 +112,23 @@ def load_layers(
 
 def _check(
     file: File,
-    groups: Sequence[tuple[_Group, torch.Tensor]],
+    groups: Sequence[tuple[_LoadGroup, torch.Tensor]],
     sides: Sequence[tuple[SidePlaces, Side]],
-    ruled: AbstractSet[int],
-    chunked: AbstractSet[int],
+    value_codecs: AbstractSet[int],
+    chunk_codecs: AbstractSet[int],
 ) -> None:
-    """Check ``sides``, which are in the memory of ``groups``, on the device, and wait for the result.
+    """Check ``sides``, whose streams are in the memory of ``groups``, on the device, and wait for the result.
 
     Raises DigestMismatch and InvalidPayload.
     """
-    hashed = [
+    hashed_ranges = [
         (f"{side.layer}.{side.side}.{stream}", (memory, start + begin, start + end))
         for group, memory in groups
         if group.span
         for side, start in group.sides
         for stream, (begin, end) in side.streams.items()
     ]
-    digests = dispatch.digests([place for _, place in hashed])
+    digests = dispatch.digests([place for _, place in hashed_ranges])
     stored = [
         (entry.codec, streams, entry.runs, f"{place.layer}.{place.side}")
         for place, side in sides
@@ -135,55 +136,60 @@ def _check(
         for streams in side.stored_streams()
     ]
     codecs = file.header.codecs
-    ruled_sides = [(codecs[codec], streams, runs, where) for codec, streams, runs, where in stored if codec in ruled]
+    ruled_sides = [(codecs[codec], streams, runs, where) for codec, streams, runs, where in stored if codec in value_codecs]
     check_values = dispatch.check_values(ruled_sides)
-    file.check_digests((name, digest) for (name, _), digest in zip(hashed, digests(), strict=True))
+    file.check_digests((name, digest) for (name, _), digest in zip(hashed_ranges, digests(), strict=True))
     with located(file.where):
         check_values()
         for codec, streams, _, where in stored:
-            if codec in chunked:
+            if codec in chunk_codecs:
                 dispatch.check_chunks(codecs[codec], streams, where)
 
 
-def _groups(file: File, layers: Iterable[Sequence[SidePlaces]], ruled: AbstractSet[int], device: torch.device) -> list[_Group]:
-    """Group the sides of ``layers``, in order: consecutive sides that the device checks are combined, up to the size of a copy."""
-    groups: list[_Group] = []
+def _group_sides(
+    file: File, layers: Iterable[Sequence[SidePlaces]], value_codecs: AbstractSet[int], device: torch.device
+) -> list[_LoadGroup]:
+    """Group the keys and values of ``layers`` in order, combining consecutive ones that the device checks up to the size of a copy."""
+    groups: list[_LoadGroup] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
-        group = _Group(list(zip(sides, starts, strict=False)), starts[-1], _span(file, sides, ruled, device))
+        group = _LoadGroup(list(zip(sides, starts, strict=False)), starts[-1], _span(file, sides, value_codecs, device))
         last = groups[-1] if groups else group
         if group.span and groups and last.span and last.span.begin + last.nbytes == group.span.begin:
             nbytes = last.nbytes + group.nbytes
             if nbytes <= staged_reads.COPY_BYTES:
                 joined = Span(last.span.begin, group.span.end, (*last.span.pads, *group.span.pads))
-                groups[-1] = _Group([*last.sides, *((side, last.nbytes + start) for side, start in group.sides)], nbytes, joined)
+                groups[-1] = _LoadGroup([*last.sides, *((side, last.nbytes + start) for side, start in group.sides)], nbytes, joined)
                 continue
         groups.append(group)
     return groups
 
 
-def _span(file: File, sides: Sequence[SidePlaces], ruled: AbstractSet[int], device: torch.device) -> Span | None:
-    """Return the bytes of a layer's ``sides`` if the device checks all of them; the rules apply only to bytes whose digests match."""
-    if not sides or any(file.side(side.layer, side.side).codec not in ruled for side in sides):
+def _span(file: File, sides: Sequence[SidePlaces], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
+    """Return the byte range of a layer's keys and values if the device can check all of them, including their digests; otherwise None."""
+    if not sides or any(file.side(side.layer, side.side).codec not in value_codecs for side in sides):
         return None
     stored = any(side.nbytes for side in sides)
     return file.span(sides) if stored and dispatch.supports_digests(device) else None
 
 
-def _copies(number: int, group: _Group) -> Iterator[Copy]:
+def _copies(number: int, group: _LoadGroup) -> Iterator[StagedCopy]:
     """Yield the copies of a group."""
     if group.span is None:
         for side, start in group.sides:
-            yield Copy(number, start, start + side.nbytes, None, side)
+            yield StagedCopy(number, start, start + side.nbytes, None, side)
     else:
-        # Of nearly one size, in whole pieces.
+        # Copies have about the same size and consist of whole pieces.
         step = -(-group.nbytes // -(-group.nbytes // staged_reads.COPY_BYTES) // staged_reads.PIECE_BYTES) * staged_reads.PIECE_BYTES
         for begin in range(0, group.nbytes, step):
-            yield Copy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
+            yield StagedCopy(number, begin, min(begin + step, group.nbytes), group.span, group.sides[0][0])
 
 
 def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, views: dict[str, torch.Tensor]) -> Side:
-    """Return the side whose tensors begin at ``start`` in ``memory``, uint8, at ``places``; ``views`` caches views of it by dtype."""
+    """Return the side whose tensors are at ``places`` in ``memory``, uint8, counted from ``start``.
+
+    ``views`` caches views of the memory by dtype.
+    """
     entry = file.side(places.layer, places.side)
     tensors: dict[str, torch.Tensor] = {}
     for name, layout in file.header.streams[entry].items():
@@ -195,7 +201,7 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
-    """Return the states of layer ``number`` on the device. Raises OutOfBounds for a part that ends before the file does."""
+    """Return the states of layer ``number`` on the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
     for state in file.header.states_of(number):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
@@ -203,21 +209,21 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
         result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
     if not result:
         return {}
-    held = Layer(None, None, states=MappingProxyType(result))
-    return dict(sliced(held, number, (part.start, part.stop), file.header.start, part.tokens).states)
+    layer = Layer(None, None, states=MappingProxyType(result))
+    return dict(slice_layer(layer, number, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
-def _rows(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Copy the tokens of ``part`` of the side in ``memory`` to the device. Raises OutOfBounds."""
+def _copy_tokens(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
+    """StagedCopy the tokens of ``part`` from ``memory``, which has a whole side, to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
-    side = sliced(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
+    side = slice_layer(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
     assert side is not None
-    return side.moved(lambda tensor: _copied(tensor, bus))
+    return side.map_buffers(lambda tensor: _copy_to_device(tensor, bus))
 
 
-def _copied(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """Copy ``tensor``, of rows ``[batch, kv_head, row, ...]`` in staging memory, to the device, with at most one copy per head."""
+def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
+    """StagedCopy ``tensor`` ``[batch, kv_head, row, ...]`` from staging memory to the device, with at most one copy per head."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

@@ -1,4 +1,4 @@
-"""Read bytes of a file into staging memory, one copy after another, ahead of their consumer."""
+"""Read bytes of a file into staging memory, ahead of the consumer that copies them to a device."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from .device_copy import Bus
 
 STAGING_BYTES = 1 << 29
-"""The most staging memory of one load, unless twice its largest copy is more."""
+"""Maximum staging memory of one load in bytes, unless two copies need more."""
 COPY_BYTES = 1 << 23
-"""Maximum number of bytes of a copy, except for a side that the host checks; small layers are copied together."""
+"""Maximum size of a copy in bytes, unless the host checks its keys or values as a whole. Small layers are copied together."""
 PIECE_BYTES = 1 << 20
-"""Maximum number of bytes of a read by a thread in C: threads read the bytes of one copy together, so that it begins soon."""
+"""Maximum number of bytes that a C thread reads at once. Threads share the reads of a copy, so that it can start soon."""
 READ_BYTES = 1 << 22
-"""The same of a Python thread, except for a side that the host checks: each read takes the interpreter a moment."""
+"""Maximum number of bytes that a Python thread reads at once; more than in C, because each read needs the interpreter."""
 _SLOTS = 5
-"""Copies that have staging memory at a time where threads in C read: it stays in the processor's cache."""
+"""Number of copies that have staging memory at the same time if C threads read; few enough for the processor's cache."""
 _BEHIND = 2
-"""Copies that are under way, or begun, while the next is waited for."""
+"""Number of copies that may be unfinished while the next one is read."""
 _READERS = 14
-"""Threads that only read."""
+"""Maximum number of threads that only read."""
 _DIRECT_READERS = 8
-"""Minimum number of threads that read past the page cache: so many requests keep a disk busy."""
+"""Minimum number of threads that read past the page cache, because a disk is fastest with many requests."""
 _CHECKERS = 16
-"""Number of threads that also check the bytes they read."""
+"""Maximum number of threads that also check what they read."""
 _WAITING = 2
-"""Reads that have memory before a Python thread begins them."""
+"""Number of reads that have memory but no Python thread yet."""
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Bytes ``[begin, end)`` of the memory of group ``number``; ``side`` is set if the host checks them."""
+class StagedCopy:
+    """A copy of bytes ``[begin, end)`` of the memory of group ``number``; ``span`` is None if the host checks the bytes as ``side``."""
 
     number: int
     begin: int
@@ -58,7 +58,7 @@ class Copy:
     side: SidePlaces
 
     def reads(self, nbytes: int) -> list[tuple[int, int]]:
-        """Split the bytes into reads for threads, as places in the group's memory, of at most ``nbytes`` bytes each."""
+        """Split the copy into reads of at most ``nbytes`` bytes, as ranges in the group's memory."""
         if self.span is None:
             return [(self.begin, self.end)]
         end = min(self.end, self.span.end - self.span.begin)
@@ -66,25 +66,25 @@ class Copy:
 
 
 def staged(
-    copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
+    copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Yield the bytes of each copy in staging memory, which is reused once the caller's copies of earlier bytes have finished.
+    """Yield the bytes of each copy in staging memory, which is reused after the caller's copies from it have finished.
 
-    The rules of the codecs numbered ``ruled``, the chunks of those numbered ``chunked``, and digests that the device checks, are left
-    unchecked.
+    Leaves unchecked what the device checks: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
+    ``chunk_codecs`` (numbers of codecs in the header).
     """
-    if copies and all(copy.span for copy in copies) and file.descriptor is not None and (compiled := library()) is not None:
+    if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
         with contextlib.suppress(MemoryError):
-            return _read_by_library(compiled, copies, file, bus, staging_bytes)
-    return _read_in_threads(copies, file, bus, staging_bytes, ruled, chunked)
+            return _read_by_library(reader_library, copies, file, bus, staging_bytes)
+    return _read_in_threads(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)
 
 
 def _read_by_library(
-    compiled: ctypes.CDLL, copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int
+    reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """Run ``staged`` for copies with spans of an open file. Raises MemoryError immediately if no thread can be started.
+    """Implement ``staged`` with C threads, for copies with spans of an open file. Raises MemoryError if no thread can be started.
 
-    A file outside the page cache is read directly into whole blocks of the staging memory, if its file system allows that.
+    If the file is not in the page cache and its file system allows it, whole blocks are read directly into the staging memory.
     """
     spans = [copy.span for copy in copies if copy.span is not None]
     descriptor, direct = file.descriptor, None
@@ -93,7 +93,7 @@ def _read_by_library(
         direct = open_direct(descriptor)
     block = 1 if direct is None else BLOCK
     largest = max(copy.end - copy.begin for copy in copies)
-    # With the rest of the first block and of the last.
+    # Direct reads include the rest of the first and of the last block.
     slot = largest if direct is None else (largest // block + 2) * block
     slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // slot)))
     memory = bus.staging(slots * slot + block - 1)
@@ -109,9 +109,9 @@ def _read_by_library(
         places.append(memory[begin : begin + copy.end - copy.begin])
     threads = min(usable_cores(), _READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
     if direct is not None:
-        # They wait for the disk, and not for a core.
+        # These threads wait for the disk, so they need no cores.
         threads = max(threads, min(_DIRECT_READERS, len(reads)))
-    running = Reader(compiled, descriptor, reads, memory, PIECE_BYTES, threads, direct)
+    running = Reader(reader_library, descriptor, reads, memory, PIECE_BYTES, threads, direct)
     running.allow(slots)
 
     def copied() -> Generator[torch.Tensor, None, None]:
@@ -123,7 +123,7 @@ def _read_by_library(
                     bus.wait(marks[number - behind])
                     running.allow(slots + number - behind + 1)
                 if not running.wait(number):
-                    # Once more, through the page cache, and for the error's own words.
+                    # Retry through the page cache, which also raises the right error.
                     file.read_span_into(*check)
                 file.check_pads(*check)
                 yield place
@@ -133,47 +133,47 @@ def _read_by_library(
 
 
 def _read_in_threads(
-    copies: Sequence[Copy], file: File, bus: Bus, staging_bytes: int, ruled: AbstractSet[int], chunked: AbstractSet[int]
+    copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Run ``staged`` for any copies in Python threads."""
+    """Implement ``staged`` with Python threads, for any copies."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]
     largest = max(1, *(copy.end - copy.begin for copy in copies))
     threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
-    # Reads that have memory, and the most copies that they are part of. One more is complete and being copied.
+    # Number of reads that have memory, and of copies to which they belong. One more copy is read and being copied.
     owners = [number for number, ranges in enumerate(reads) for _ in ranges]
     ahead = min(threads + _WAITING, len(owners))
-    spread, most = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
-    if spread > most:
-        ahead = spread = most
+    copies_ahead, max_copies = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
+    if copies_ahead > max_copies:
+        ahead = copies_ahead = max_copies
     threads = min(threads, ahead)
-    memory = bus.staging((spread + 1) * largest)
-    # As buffers, too, before threads read: each operation of torch's lets them go first.
+    memory = bus.staging((copies_ahead + 1) * largest)
+    # Create buffers before threads start, because each PyTorch operation would give way to them.
     free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
-    begun = deque[tuple[torch.Tensor, memoryview]]()
+    started = deque[tuple[torch.Tensor, memoryview]]()
 
-    def with_memory() -> Iterator[tuple[Copy, int, int, memoryview]]:
+    def with_memory() -> Iterator[tuple[StagedCopy, int, int, memoryview]]:
         for copy, ranges in zip(copies, reads, strict=True):
             slot, data, copied = free.popleft()
             bus.wait(copied)
-            begun.append((slot, data))
+            started.append((slot, data))
             for first, last in ranges:
                 yield copy, first, last, data[first - copy.begin : last - copy.begin]
 
-    def read(item: tuple[Copy, int, int, memoryview]) -> None:
+    def read(item: tuple[StagedCopy, int, int, memoryview]) -> None:
         copy, first, last, data = item
         if copy.span:
             file.read_span_into(copy.span, first, last, data)
         else:
             codec = file.side(copy.side.layer, copy.side.side).codec
-            file.read_side_into(copy.side, data, check_values=codec not in ruled, check_chunks=codec not in chunked)
+            file.read_side_into(copy.side, data, check_values=codec not in value_codecs, check_chunks=codec not in chunk_codecs)
 
     with contextlib.closing(in_parallel(read, with_memory(), threads, ahead - threads)) as done:
         for copy, ranges in zip(copies, reads, strict=True):
             for _ in ranges:
                 next(done)
-            slot, data = begun.popleft()
+            slot, data = started.popleft()
             yield slot[: copy.end - copy.begin]
-            # The caller has begun to copy it.
+            # The caller has started to copy from the slot.
             free.append((slot, data, bus.mark()))

@@ -1,4 +1,4 @@
-"""Save a cache from a device: copy to staging memory, digest and write, all at the same time."""
+"""Save a cache from a device. Copying to staging memory, computing digests and writing overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .device_copy import Bus
 
 _COPIES_AHEAD = 2
-"""Pieces whose copies are started ahead of their use."""
+"""Number of pieces that are copied ahead of the one being written."""
 
 
 def save_from(
@@ -38,7 +38,7 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, on the device of ``bus``, to ``path`` as ``save`` does, and return the bytes written.
+    """Write ``cache``, on the device of ``bus``, to ``path`` as ``save`` does, and return the number of bytes.
 
     Raises the errors of ``save``.
     """
@@ -47,14 +47,14 @@ def save_from(
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Yield the pieces of every tensor, in order, when their copies have finished; ``_COPIES_AHEAD`` more have been started."""
+    """Yield the pieces of all tensors in order, each as soon as it is copied; ``_COPIES_AHEAD`` further copies are under way."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for number in range(count):
         free.put(memory[number * piece_bytes : (number + 1) * piece_bytes])
 
-    def begun() -> Iterator[tuple[str, torch.Tensor, int, Any]]:
+    def start_copies() -> Iterator[tuple[str, torch.Tensor, int, Any]]:
         for name, data in _tensors(bus, cache):
             for first in range(0, len(data), piece_bytes):
                 part, slot = data[first : first + piece_bytes], free.get()
@@ -62,7 +62,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
                     bus.copy(slot[: len(part)], part)
                 yield name, slot, len(part), bus.mark()
 
-    copies = begun()
+    copies = start_copies()
     ahead = deque(islice(copies, _COPIES_AHEAD))
     while ahead:
         ahead.extend(islice(copies, 1))
@@ -72,7 +72,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
 
 
 def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the file with its name, as uint8 ``[byte]`` on the device."""
+    """Yield the name and the bytes, uint8 ``[byte]`` on the device, of each tensor in the file."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
             with bus.work():

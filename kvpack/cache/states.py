@@ -1,4 +1,4 @@
-"""The states of a cache's layers at several positions, from which a model with states can resume in the middle of a prompt."""
+"""States of recurrent and convolution layers at several positions, so that a model can resume in the middle of a prompt."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 States = tuple[Mapping[str, torch.Tensor], ...]
-"""For each layer its states by name, empty for a layer that keeps none."""
+"""The states of each layer, by name; empty for a layer without states."""
 StatesAt = Mapping[int, States]
-"""States by the position after the token that they are of."""
+"""States of all layers by position: the states at position p result from the tokens before p."""
 
 
 def states_of(layers: Iterable[Layer]) -> States:
@@ -26,27 +26,27 @@ def states_of(layers: Iterable[Layer]) -> States:
 
 
 def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
-    """Replace the states of ``layers``."""
+    """Return ``layers`` with their states replaced by ``states``."""
     return tuple(replace(layer, states=MappingProxyType(dict(state))) for layer, state in zip(layers, states, strict=True))
 
 
-def selected(states: States, rows: Sequence[int]) -> States:
-    """Select these rows of every state."""
+def select_states(states: States, rows: Sequence[int]) -> States:
+    """Return the states of only the sequences ``rows``, in that order."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 
 @dataclass(frozen=True)
 class KeptStates:
-    """States with a lazy selection of ``rows`` (None: all), because beams are selected at every step and states are large."""
+    """States with a pending selection of sequences (None: all), which is lazy because states are large and beams change at every step."""
 
     states: States
     rows: tuple[int, ...] | None = None
 
     def select(self, rows: Sequence[int]) -> KeptStates:
-        """Keep only these rows of the batch."""
+        """Return the states with only the sequences ``rows``."""
         return replace(self, rows=tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows))
 
     @property
     def now(self) -> States:
-        """Apply the selection and return the states."""
-        return self.states if self.rows is None else selected(self.states, self.rows)
+        """The states after the selection."""
+        return self.states if self.rows is None else select_states(self.states, self.rows)

@@ -1,4 +1,4 @@
-"""The parts of a cache in a file: sides from their tensors and back, and the cache that a header describes."""
+"""Convert caches to and from the tensors in a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:
-    """Return a merged side's streams in stored form: the rows of consecutive runs follow one another."""
+    """Return the streams of a merged side as a file stores them, with the raw tail as a stream."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.runs:
         # Without a run, a stream with one row per run has no rows.
@@ -39,7 +39,7 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
 
 
 def side_of(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
-    """Create side ``name`` of layer ``number``, described by ``entry``, from its stored ``tensors`` on the device."""
+    """Create the keys (``name`` "k") or values ("v") of layer ``number`` from the stored ``tensors`` that ``entry`` describes."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
@@ -49,13 +49,13 @@ def side_of(header: Header, number: int, name: str, entry: SideEntry, tensors: d
 
 
 def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Create layer ``number`` with ``sides`` and ``states``, by name: all that the header lists, or none."""
+    """Create layer ``number`` from keys, values and states by name: either everything that the header lists for it, or nothing."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
 def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
-    """Create the cache of ``layers`` that the header describes."""
+    """Create the cache that the header describes from its ``layers``."""
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:
         return Cache(tuple(layers), header.recipe, model, header.start)

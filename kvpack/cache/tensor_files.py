@@ -1,6 +1,6 @@
-"""safetensors files other than kvpack's, read within limits and written without a second copy of their tensors.
+"""Read and write safetensors files from other programs, with limits and without copying tensors on writing.
 
-safetensors' own reader maps a file, so the system would end the process if another one truncated it meanwhile.
+The reader of the safetensors package maps the file, so another process could kill this one by truncating it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvpack.file.user_files import Source
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -48,16 +48,16 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_VALUES = 2**63 - 1
-"""Maximum number of values of a tensor, where sizes of 0 count as 1: torch's strides have 64 bits."""
+"""Maximum product of a tensor's nonzero sizes, because PyTorch's strides have 64 bits."""
 
 MAX_HEADER_BYTES = 2**22
-"""Maximum number of bytes of a header: parsed JSON can take 24 times its bytes."""
+"""Maximum size of a header in bytes; parsed JSON can take 24 times its size in memory."""
 
 _MAX_DIMS = 16
 
 
-class _Entry(NamedTuple):
-    """A tensor of a file with the bytes ``[begin, end)``."""
+class _TensorEntry(NamedTuple):
+    """Description of a tensor in a file, with its bytes ``[begin, end)``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,17 +66,17 @@ class _Entry(NamedTuple):
 
 
 def read(
-    path: str, check: Callable[[list[str], dict[str, str]], Found], max_header_bytes: int = MAX_HEADER_BYTES
-) -> tuple[dict[str, torch.Tensor], Found]:
-    """Read the tensors of a safetensors file; also return the result of ``check``.
+    path: str, check: Callable[[list[str], dict[str, str]], Result], max_header_bytes: int = MAX_HEADER_BYTES
+) -> tuple[dict[str, torch.Tensor], Result]:
+    """Read all tensors of a safetensors file; also return the result of ``check(names, metadata)``.
 
-    ``check`` is called with names and metadata before any tensor is read. The tensors are copies: the file may change afterwards. Raises
-    MissingFile, Truncated for a file that becomes shorter while it is read, InvalidParameter if the file is not a safetensors file or has a
-    tensor that torch cannot represent, and the errors of ``check``.
+    ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterwards. Raises MissingFile, Truncated
+    if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
+    represent, and the errors of ``check``.
     """
     source = OnDisk(open_regular(path))
     try:
-        entries, metadata = _front(path, source, max_header_bytes)
+        entries, metadata = _read_header(path, source, max_header_bytes)
         result = check(list(entries), metadata)
         return {name: _tensor(path, source, entry) for name, entry in entries.items()}, result
     finally:
@@ -84,7 +84,10 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return a safetensors file of ``tensors`` on the CPU as pieces that share their memory; safetensors' own writer would copy them."""
+    """Return a safetensors file of ``tensors`` on the CPU as byte pieces.
+
+    The pieces share the tensors' memory, which the safetensors package would copy.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, result = 0, []
     for name, tensor in tensors.items():
@@ -96,21 +99,21 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
     return [memoryview(len(text).to_bytes(8, "little") + text), *result]
 
 
-def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _Entry], dict[str, str]]:
-    """Return the tensors by name, in the order of their bytes, and the metadata. Raises InvalidParameter unless they fill the file."""
+def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
+    """Return the tensor entries in file order, and the metadata. Raises InvalidParameter unless the tensors fill the file exactly."""
     if source.size < 8:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
     length = int.from_bytes(first, "little")
-    # A length may begin like another format.
+    # The first bytes of a length can look like another format, so the size is checked first.
     if 8 + length > source.size and (other := other_format(first)):
-        hint = ": safetensors.torch.save_file writes its tensors" if "PyTorch" in other or "pickle" in other else ""
+        hint = ": save its tensors with safetensors.torch.save_file" if "PyTorch" in other or "pickle" in other else ""
         raise InvalidParameter(f"{path}: is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:
         raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, but its header would end at {8 + length}")
     if length > max_header_bytes:
-        raise InvalidParameter(f"{path}: its header has {length} bytes, the limit is {max_header_bytes}")
-    header = _header(path, _read(path, source, 8, 8 + length))
+        raise InvalidParameter(f"{path}: its header has {length} bytes, but may have at most {max_header_bytes}")
+    header = _parse_header(path, _read(path, source, 8, 8 + length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise InvalidParameter(f"{path}: is not a safetensors file: its __metadata__ is not a map from names to strings")
@@ -127,10 +130,10 @@ def _front(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, 
     return {name: entry._replace(begin=8 + length + entry.begin, end=8 + length + entry.end) for name, entry in entries.items()}, metadata
 
 
-def _header(path: str, data: memoryview) -> dict[str, Any]:
-    """Return the JSON object of a header. Raises InvalidParameter, also if a name occurs twice."""
+def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
+    """Return the JSON object of a header. Raises InvalidParameter if it is invalid or has a duplicate name."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
             raise ValueError("a name occurs twice")
@@ -138,10 +141,10 @@ def _header(path: str, data: memoryview) -> dict[str, Any]:
 
     try:
         text = str(data, "utf-8")
-        header: dict[str, Any] = json.loads(text, object_pairs_hook=once)
+        header: dict[str, Any] = json.loads(text, object_pairs_hook=check_unique)
         if not text.startswith("{"):
             raise ValueError("it does not begin with an object")
-        # Half of a surrogate pair is no text: nothing could write it again.
+        # Half a surrogate pair cannot be encoded again.
         metadata = header.get("__metadata__")
         for name in (*header, *(word for item in (metadata.items() if isinstance(metadata, dict) else ()) for word in item)):
             str(name).encode()
@@ -151,10 +154,10 @@ def _header(path: str, data: memoryview) -> dict[str, Any]:
     return header
 
 
-def _entry(path: str, name: str, described: Any) -> _Entry:
-    """Return the tensor ``name`` as the header describes it. Raises InvalidParameter."""
+def _entry(path: str, name: str, described: Any) -> _TensorEntry:
+    """Return the entry of the tensor ``name`` from its JSON description. Raises InvalidParameter."""
     match described:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **rest} if not rest and all(
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **others} if not others and all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)
         ):
             pass
@@ -172,10 +175,10 @@ def _entry(path: str, name: str, described: Any) -> _Entry:
     if end - begin != size:
         fault = f"of {dtype} {shape} has {end - begin} bytes, expected {size}"
         raise InvalidParameter(f"{path}: is not a safetensors file: the tensor {name!r:.200} {fault}")
-    return _Entry(torch_dtype, tuple(shape), begin, end)
+    return _TensorEntry(torch_dtype, tuple(shape), begin, end)
 
 
-def _tensor(path: str, source: Source, entry: _Entry) -> torch.Tensor:
+def _tensor(path: str, source: Source, entry: _TensorEntry) -> torch.Tensor:
     data = torch.empty(entry.end - entry.begin, dtype=torch.uint8, device="cpu")
     _read_into(path, source, entry.begin, data.numpy().data)
     return data.view(entry.dtype).view(entry.shape)
@@ -195,12 +198,12 @@ def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> Non
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:
-    """Raise an error for a shape that no torch tensor can have, such as an empty one of 2^63 tokens."""
+    """Raise InvalidParameter for a shape that a PyTorch tensor cannot have, even if it is empty."""
     if len(shape) > _MAX_DIMS:
-        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, the limit is {_MAX_DIMS}")
+        raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but may have at most {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, the largest size is {MAX_TOKENS}")
-    # An empty tensor has strides as well.
+        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, but each size may be at most {MAX_TOKENS}")
+    # Empty tensors have strides, too.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        fault = f"whose nonzero sizes have the product {values}, the limit is {MAX_VALUES}"
+        fault = f"but its nonzero sizes may have a product of at most {MAX_VALUES}, not {values}"
         raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {fault}")

@@ -1,4 +1,4 @@
-"""Attention by PyTorch operations: packed pages are decoded tile by tile, with FlashAttention's online softmax."""
+"""Attention with PyTorch operations: packed tokens are decoded tile by tile, with FlashAttention's online softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .side import Side
 
 TILES_AT_A_TIME = 8
-"""Tiles that one thread attends in turn with PyTorch operations; the results of these parts are merged for any number of threads."""
+"""Number of tiles in a part that one thread attends. Independent of the number of threads, so that results are, too."""
 
 
 def attend_chunk(
@@ -34,9 +34,9 @@ def attend_chunk(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of scaled float32 queries ``[batch, q_head, q_len, dim]``, the first of which is at ``position``.
+    """Attend from scaled float32 queries ``[batch, q_head, q_len, dim]``, of which the first is at ``position``.
 
-    The other arguments are those of ``kvpack.attend``. On the CPU every thread attends to part of the tokens.
+    The other arguments are as for ``kvpack.attend``. On the CPU, threads attend different parts of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
@@ -44,26 +44,26 @@ def attend_chunk(
         for first in range(0, batch, at_once):
             batch_rows = slice(first, min(first + at_once, batch))
             keys, values = (side.select(range(batch_rows.start, batch_rows.stop)) for side in (k, v))
-            length, start = (given if given is None else given[batch_rows] for given in (lengths, starts))
+            length, start = (limit if limit is None else limit[batch_rows] for limit in (lengths, starts))
             result.append(attend_chunk(q[batch_rows], keys, values, position, causal, softcap, sliding_window, sink_logits, length, start))
         return torch.cat(result)
     rows = q_heads // k.heads * q_len
-    begin, end = _visible(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
+    begin, end = _visible_range(position, q_len, k.tokens, causal, sliding_window) if lengths is None else (0, k.tokens)
     if starts is not None and starts.device.type == "cpu":
         begin = max(begin, int(starts.min()))
     token_group = max(k.codec.token_group, v.codec.token_group)
     per_tile = tokens_at_once(batch * k.heads * max(k.dim, v.dim, rows), max(64, token_group), token_group, q.device)
-    k, v = _merge_short_pages(k, per_tile), _merge_short_pages(v, per_tile)
+    k, v = _merge_short_runs(k, per_tile), _merge_short_runs(v, per_tile)
     tiles = [(start, stop) for start, stop in k.tiles(per_tile, [*v.boundaries, begin, end]) if start < end and stop > begin]
-    # The position of each row's query: rows are head-major inside a group, so positions repeat for each query head.
+    # Position of each row's query. The rows of a KV head are ordered by query head, so positions repeat.
     positions = (position + torch.arange(q_len, device=q.device)).repeat(q_heads // k.heads)
-    # For each sequence: its tokens, and how far its queries are before those of a full-length sequence.
-    lengths, starts = (None if given is None else given.to(q.device)[:, None, None, None] for given in (lengths, starts))
+    # Number of tokens, and first visible token, of each sequence.
+    lengths, starts = (None if limit is None else limit.to(q.device)[:, None, None, None] for limit in (lengths, starts))
     mask = partial(
-        _hide, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths, starts=starts
+        _hide_tokens, positions=positions, tokens=k.tokens, causal=causal, sliding_window=sliding_window, lengths=lengths, starts=starts
     )
-    clear = partial(_without_hidden, lengths=lengths, starts=starts)
-    parts: dict[int, _Part] = {}
+    clear = partial(_zero_hidden, lengths=lengths, starts=starts)
+    parts: dict[int, _PartialSum] = {}
 
     def attend_part(first: int, last: int) -> None:
         parts[first] = _attend_tiles(q.reshape(batch, k.heads, rows, k.dim), k, v, tiles[first:last], softcap, mask, clear)
@@ -78,17 +78,20 @@ def attend_chunk(
     if sink_logits is not None:
         sinks = sink_logits.to(q.device, torch.float32).reshape(k.heads, -1).repeat_interleave(q_len, 1)[None, :, :, None]
         largest = sinks.expand(batch, -1, -1, -1)
-        parts[-1] = _Part(
+        parts[-1] = _PartialSum(
             largest,
             (largest > -torch.inf).to(torch.float32),
             torch.zeros(batch, k.heads, rows, v.dim, dtype=torch.float32, device=q.device),
         )
-    out = _merged([parts[first] for first in sorted(parts)], (batch, k.heads, rows, v.dim), q.device)
+    out = _combine([parts[first] for first in sorted(parts)], (batch, k.heads, rows, v.dim), q.device)
     return out.reshape(batch, q_heads, q_len, v.dim)
 
 
-class _Part(NamedTuple):
-    """Attention over some tokens: the largest score and the total weight of each row, ``[batch, kv_head, row, 1]``, and its sum of values.
+class _PartialSum(NamedTuple):
+    """Attention over part of the tokens, before normalization.
+
+    ``largest`` and ``total`` ``[batch, kv_head, row, 1]`` are the largest score and the sum of the weights, and ``out`` is the weighted sum
+    of values.
     """
 
     largest: torch.Tensor
@@ -96,8 +99,8 @@ class _Part(NamedTuple):
     out: torch.Tensor
 
 
-def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Divide the sums of values, ``shape``, by the total weight; zeros for rows that see no token."""
+def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Combine partial sums and divide by the total weights; rows that see no token are zero."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -109,12 +112,15 @@ def _merged(parts: Sequence[_Part], shape: tuple[int, ...], device: torch.device
 
 
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
-    """Return the shift of the scores: 0 for a row that has seen no token, whose maximum is -inf, so that exp returns 0 instead of NaN."""
+    """Return the amount to subtract from scores before exp: ``largest``, or 0 where it is -inf.
+
+    A row without tokens then has weights of 0 instead of NaN.
+    """
     return torch.where(torch.isinf(largest), 0.0, largest)
 
 
-def _merge_short_pages(side: Side, per_tile: int) -> Side:
-    """Merge the pages of ``side`` if most are smaller than half a tile: tiles end at page ends, and short tiles are no faster."""
+def _merge_short_runs(side: Side, per_tile: int) -> Side:
+    """Merge the runs of ``side`` if most are shorter than half a tile. Tiles end at the ends of runs, and short tiles are slow."""
     return side.merged() if 2 * side.packed_tokens < per_tile * len(side.runs) else side
 
 
@@ -126,39 +132,39 @@ def _attend_tiles(
     softcap: float | None,
     mask: Callable[[torch.Tensor, int, int], None],
     clear: Callable[[torch.Tensor, int, int], torch.Tensor],
-) -> _Part:
+) -> _PartialSum:
     batch, heads, rows, _ = raw_q.shape
     largest = torch.full((batch, heads, rows, 1), -torch.inf, dtype=torch.float32, device=raw_q.device)
     total = torch.zeros_like(largest)
-    # A page's values are summed in its coded frame, and only the sum is mapped to the original frame.
+    # Values are summed in a run's rotated frame, and only the sum is rotated back.
     out = torch.zeros(batch, heads, rows, v.dim, dtype=torch.float32, device=raw_q.device)
-    page_sum, summed_page = torch.zeros_like(out), None
-    page_q, queried_page = raw_q, None
+    run_sum, summed_run = torch.zeros_like(out), None
+    run_q, queried_run = raw_q, None
     for start, stop in tiles:
-        keys, page = k.frame(start, stop)
-        if page is not queried_page:
-            page_q, queried_page = raw_q if page is None else page.query(raw_q), page
-        scores = plain_product(page_q, keys.transpose(-1, -2))
+        keys, run = k.frame(start, stop)
+        if run is not queried_run:
+            run_q, queried_run = raw_q if run is None else run.query(raw_q), run
+        scores = plain_product(run_q, keys.transpose(-1, -2))
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         mask(scores, start, stop)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         shift = _finite_shift(new_largest)
         weights = torch.exp(scores - shift)
-        kept = torch.exp(largest - shift)
-        values, page = v.frame(start, stop)
-        if page is not summed_page:
-            out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
-            page_sum, summed_page = torch.zeros_like(out), page
-        out.mul_(kept)
-        page_sum.mul_(kept).add_(plain_product(weights, clear(values, start, stop)))
-        total = total * kept + weights.sum(-1, keepdim=True)
+        rescale = torch.exp(largest - shift)
+        values, run = v.frame(start, stop)
+        if run is not summed_run:
+            out.add_(run_sum if summed_run is None else summed_run.original(run_sum))
+            run_sum, summed_run = torch.zeros_like(out), run
+        out.mul_(rescale)
+        run_sum.mul_(rescale).add_(plain_product(weights, clear(values, start, stop)))
+        total = total * rescale + weights.sum(-1, keepdim=True)
         largest = new_largest
-    out.add_(page_sum if summed_page is None else summed_page.original(page_sum))
-    return _Part(largest, total, out)
+    out.add_(run_sum if summed_run is None else summed_run.original(run_sum))
+    return _PartialSum(largest, total, out)
 
 
-def _hide(
+def _hide_tokens(
     scores: torch.Tensor,
     start: int,
     stop: int,
@@ -170,22 +176,22 @@ def _hide(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Mask the scores of tokens ``[start, stop)`` that queries at ``positions`` do not see."""
+    """Set scores of tokens ``[start, stop)`` to -inf for queries, at ``positions``, that do not see them."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
         _mask(scores, positions, start, stop, causal, sliding_window)
         return
     query_positions = positions[:, None] - (tokens - lengths)
-    _mask_each(scores, query_positions, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
+    _mask_by_sequence(scores, query_positions, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
 
 
-def _without_hidden(
+def _zero_hidden(
     values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the values of tokens ``[start, stop)``, with 0 for tokens that a sequence hides.
+    """Return the values of tokens ``[start, stop)``, with zeros for tokens outside a sequence's range.
 
-    Raw values may be NaN, and 0 times NaN is NaN.
+    Raw values may be NaN, and a weight of 0 times NaN would still be NaN.
     """
     tokens = torch.arange(start, stop, device=values.device)[:, None]
     if starts is not None:
@@ -193,8 +199,8 @@ def _without_hidden(
     return values if lengths is None else values.masked_fill(tokens >= lengths, 0)
 
 
-def _visible(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
-    """Return the range of tokens seen by at least one query of the chunk."""
+def _visible_range(position: int, q_len: int, tokens: int, causal: bool, sliding_window: int | None) -> tuple[int, int]:
+    """Return the range of tokens that at least one query of the chunk sees."""
     end = min(tokens, position + q_len) if causal else tokens
     begin = max(0, position - sliding_window + 1) if sliding_window else 0
     return begin, end
@@ -208,7 +214,7 @@ def _mask(scores: torch.Tensor, positions: torch.Tensor, start: int, stop: int, 
         scores.masked_fill_(tokens <= positions[:, None] - sliding_window, -torch.inf)
 
 
-def _mask_each(
+def _mask_by_sequence(
     scores: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
@@ -216,7 +222,10 @@ def _mask_each(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Mask ``[batch, head, row, token]`` by each sequence's ``positions`` ``[batch, 1, row, 1]`` and ``lengths`` ``[batch, 1, 1, 1]``."""
+    """Set scores ``[batch, head, row, token]`` to -inf for tokens that a sequence's queries do not see.
+
+    ``positions`` of the queries are ``[batch, 1, row, 1]``, and ``lengths`` of the sequences ``[batch, 1, 1, 1]``.
+    """
     hidden = tokens >= lengths
     if causal:
         hidden = hidden | (tokens > positions)

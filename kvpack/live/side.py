@@ -162,7 +162,7 @@ class LiveSide:
         if not whole:
             return side
         streams = self.encode(raw[:, :, :whole], where, position, norms)
-        return replace(side, runs=self._all_runs().added(PackedRun(self.codec, whole, streams)))
+        return replace(side, runs=self._all_runs().append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
@@ -185,7 +185,7 @@ class LiveSide:
         before = self.packed_tokens
         with float32_no_grad(self.tail.device):
             if not self._in_place:
-                self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
+                self._runs = self._runs.append(PackedRun(self.codec, tokens, streams))
                 self.packed_tokens = before + tokens
                 return
             start = 0
@@ -193,7 +193,7 @@ class LiveSide:
                 if not self._open or self._open[-1].filled == self._open[-1].capacity:
                     if not self._open and tokens - start > MIN_WINDOWS * self.window:
                         # The first tokens of a prompt: they are as many as they are.
-                        self._runs = self._runs.added(PackedRun(self.codec, tokens, streams))
+                        self._runs = self._runs.append(PackedRun(self.codec, tokens, streams))
                         self.packed_tokens = before + tokens
                         return
                     self._open.append(OpenPage.of(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))

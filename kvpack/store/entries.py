@@ -69,7 +69,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
     """Return the pieces of a chunk's entry, whose header has its ``key``, ``parent``, token ``ids`` and the digest of other ``inputs``."""
     from kvpack.cache import files
 
-    contents, arrays = files.stored(cache)
+    contents, arrays = files.file_arguments(cache)
     feature = key + parent + payload_digest(contents, arrays) + bytes([len(inputs)]) + inputs + ids
     contents = replace(contents, ignorable={**contents.ignorable, FEATURE: feature})
     return container.pieces(contents, arrays)

@@ -70,7 +70,7 @@ def to_pieces(states: States, chunk: bytes, position: int, model: Mapping[str, s
 
     on_cpu = ({name: state.cpu().contiguous() for name, state in layer.items()} for layer in states)
     layers = tuple(Layer(None, None, states=MappingProxyType(layer)) for layer in on_cpu)
-    contents, arrays = files.stored(Cache(layers, recipe, model, position))
+    contents, arrays = files.file_arguments(Cache(layers, recipe, model, position))
     feature = states_key(chunk) + chunk + payload_digest(contents, arrays)
     return container.pieces(replace(contents, ignorable={**contents.ignorable, FEATURE: feature}), arrays)
 

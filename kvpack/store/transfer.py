@@ -101,7 +101,7 @@ def export_prefix(
                 f"entry {states.stored.key.hex()}: has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
             )
         cache = replace(cache, layers=with_states(cache.layers, end_states))
-    contents, arrays = files.stored(cache)
+    contents, arrays = files.file_arguments(cache)
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.side import packed_side
+from kvpack.cache.side import pack_side
 from kvpack.coding import raw_clause
 from kvpack.coding.encoding import collected_misfits
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
@@ -164,5 +164,5 @@ def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, pla
     codec = recipe.codec(number, layers, side, x.shape[3])
     # What tokens lose is measured, and shown as the candidate's loss.
     with collected_misfits():
-        first = packed_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
+        first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
         return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])

@@ -65,9 +65,9 @@ def test_a_slice_begins_where_a_token_group_does() -> None:
     assert [page.tokens for page in cache[0].k.runs] == [100, 64]
     assert cache[:, 100:164].tokens == 64
     assert cache[:, 96:97].tokens == 1
-    with pytest.raises(OutOfBounds, match=r"layers\[0\]: a slice from token 33 begins 33 tokens into a page .* 32 tokens together"):
+    with pytest.raises(OutOfBounds, match=r"layers\[0\]: a slice from token 33 begins 33 tokens into a run .* 32 tokens together"):
         cache[:, 33:64]
-    with pytest.raises(OutOfBounds, match=r"from token 128 begins 28 tokens into a page"):
+    with pytest.raises(OutOfBounds, match=r"from token 128 begins 28 tokens into a run"):
         cache[:, 128:164]
 
 
@@ -118,9 +118,9 @@ def test_concat_of_consecutive_pages(recipe: str) -> None:
 def test_concat_refuses_what_does_not_continue() -> None:
     pairs = random_pairs(1, 64)
     a, b = kvpack.pack(pairs, "kivi-2"), kvpack.pack(pairs, "kivi-2", start=64)
-    with pytest.raises(InvalidParameter, match="tokens 0 to 64 are followed by tokens 0 to 64"):
+    with pytest.raises(InvalidParameter, match=r"tokens \[0:64\] are followed by tokens \[0:64\]"):
         kvpack.concat([a, a])
-    with pytest.raises(InvalidParameter, match="convert one first"):
+    with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([a, b.convert("kivi-4")])
     with pytest.raises(InvalidParameter, match="followed by 2 layers"):
         kvpack.concat([a, kvpack.pack(random_pairs(2, 64), "kivi-2", start=64)])
@@ -139,7 +139,7 @@ def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
     short = kvpack.pack([pairs[0], tuple(x[:, :, 40:] for x in pairs[1])], "kivi-2")
     first = replace(short, layers=(short[0], replace(short[1], skipped=40)))
     assert [layer.tokens for layer in kvpack.concat([first, kvpack.pack(pairs, "kivi-2", start=64)])] == [128, 88]
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] of the cache from token 64 holds 24 of its 64 tokens"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] of the cache that starts at position 64 has only 24 of its 64 tokens"):
         kvpack.concat([first, replace(first, start=64)])
 
 
@@ -278,10 +278,10 @@ BAD_INPUT = {
     "dtype": ([(X.to(torch.int32), X)], InvalidType, r"layers\[0\].k: dtype torch.int32"),
     "float64": ([(X, X.to(torch.float64))], InvalidType, r"layers\[0\].v: dtype torch.float64"),
     "tokens": ([(X, X[:, :, :7])], InvalidParameter, r"k is \[1, 2, 8, 64\] and v is \[1, 2, 7, 64\]"),
-    "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must agree"),
-    "both missing": ([(None, None)], InvalidParameter, "both sides are absent"),
+    "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must be the same"),
+    "both missing": ([(None, None)], InvalidParameter, "k and v are both None"),
     "not a cache": (7, InvalidType, "a int is not a KV cache"),
-    "not a tensor": ([("k", X)], InvalidType, "expected a tensor or None, got a str"),
+    "not a tensor": ([("k", X)], InvalidType, "expected a tensor or None, but got a str"),
     "no heads": ([(X[:, :0], X[:, :0])], InvalidParameter, r"layers\[0\].k: shape \[1, 0, 8, 64\]; expected at least one sequence"),
     "no sequences": ([(X[:0], X[:0])], InvalidParameter, r"layers\[0\].k: shape \[0, 2, 8, 64\]; expected at least one sequence"),
     "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
@@ -337,7 +337,7 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
 def test_objects_describe_themselves_in_a_line() -> None:
     cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
     recipe = "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4;tail=64"
-    assert repr(cache) == f"Cache('{recipe}', 2 layers, tokens 3 to 73, model {{'name': 'm'}})"
+    assert repr(cache) == f"Cache('{recipe}', 2 layers, tokens [3:73], model {{'name': 'm'}})"
     side = "Side(octahedral, 1 x 2 x 70 x 64, 1 runs and a raw tail of 6 tokens)"
     assert repr(cache[0].k) == side
     assert side in repr(cache[0])
@@ -423,7 +423,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     side = kvpack.pack(random_pairs(1, 100), "kivi-2")[0].k
     assert side is not None
     for out, error, message in (
-        (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, got a ndarray"),
+        (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, but got a ndarray"),
         (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
         (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], expected \[1, 2, 100, 64\]"),
         (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta and the cache is on cpu"),

@@ -155,7 +155,7 @@ def test_of_an_encoder_decoder_cache_each_half_is_packed() -> None:
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).eval()
     cache = model(input_ids=token_ids(7), decoder_input_ids=token_ids(3), use_cache=True).past_key_values
-    with pytest.raises(InvalidParameter, match=r"EncoderDecoderCache holds two caches, .* pack its self_attention_cache"):
+    with pytest.raises(InvalidParameter, match=r"EncoderDecoderCache contains two caches, .* pack its self_attention_cache"):
         kvpack.pack(cache, "raw")
     assert kvpack.pack(cache.self_attention_cache, "raw").tokens == 3
     assert kvpack.pack(cache.cross_attention_cache, "raw").tokens == 7
@@ -230,7 +230,7 @@ def test_a_layer_that_holds_more_is_refused_by_name(layer: Any, message: str) ->
 
 @pytest.mark.parametrize("seen", [7, 9])
 def test_a_layer_of_an_unknown_class_holds_what_it_has_seen(seen: int) -> None:
-    with pytest.raises(InvalidParameter, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens holds the keys of 8"):
+    with pytest.raises(InvalidParameter, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens contains the keys of 8"):
         kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "raw")
     assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "raw")] == [8, 8]
     assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "raw").tokens == 8

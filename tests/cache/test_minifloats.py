@@ -122,7 +122,7 @@ def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
         assert cache[0].k.window == 16
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: the recipe stores .*'octahedral'.*: use a recipe of that format"):
         kvpack.pack([pair], "octopus-3")
-    with pytest.raises(InvalidParameter, match="batch, kv_head and token must agree"):
+    with pytest.raises(InvalidParameter, match="batch, kv_head and token must be the same"):
         kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])
 
 
@@ -166,7 +166,7 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="the codec group with side-cars, expected minifloat"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
-    with pytest.raises(InvalidType, match=r"expected a layer's side, such as cache\[0\].k; got a Layer"):
+    with pytest.raises(InvalidType, match=r"expected packed keys or values, such as cache\[0\].k, but got a Layer"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
     with pytest.raises(InvalidParameter, match=r"the codec minifloat with side-cars, .* 'fp8;raw=0'"):
@@ -191,7 +191,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
     [
         (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidType, "elements are torch.float32, expected float8_e4m3fn"),
         (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements: rank 3"),
-        (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: name them with element=, one of e4m3, e5m2, e2m1"),
+        (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: pass their format as element=, one of e4m3, e5m2, e2m1"),
         (changed("mxfp4", element="int4"), InvalidParameter, "element is 'int4', expected one of"),
         (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, but element is 'e5m2'"),
         (
@@ -201,8 +201,8 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         ),
         (changed("fp8 token", granularity="head"), InvalidParameter, r"scales: shape \[2, 3, 37\] per head"),
         (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidType, "scales are torch.bfloat16, expected float32"),
-        (changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter, "global_scale is given with scales of torch.float32"),
-        (changed("nvfp4", global_scale=None), InvalidParameter, "give global_scale too"),
+        (changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter, "scales are torch.float32, which need no global_scale"),
+        (changed("nvfp4", global_scale=None), InvalidParameter, "pass global_scale too"),
         (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidType, "global_scale is torch.float16, expected float32"),
         (changed("nvfp4", global_scale=torch.ones(3)), InvalidParameter, r"global_scale: shape \[3\]"),
         (
@@ -219,11 +219,11 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (with_code("fp8 e5m2 head", "elements", 0x7C), InvalidParameter, r"an e5m2 of elements at .* is 0x7c"),
         (with_code("mxfp8", "scales", 0xFF), InvalidParameter, r"an e8m0 of scales at \[0, 1, 2, 1\] is 0xff, which is NaN"),
         (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
-        (with_code("mxfp8", "scales", 0xFE), InvalidParameter, "a value, an element times its scales, at .* is -?inf"),
+        (with_code("mxfp8", "scales", 0xFE), InvalidParameter, r"the value \(element times scale\) at .* is -?inf"),
         (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "a number of scale at .* is nan"),
-        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: expected a tensor, got a float; one number is torch.tensor"),
-        (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: expected a tensor, got a float"),
-        (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: expected a tensor, got a list"),
+        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: expected a tensor, but got a float: write a number as torch.tensor"),
+        (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: expected a tensor, but got a float"),
+        (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: expected a tensor, but got a list"),
         (changed("fp8 tensor", granularity="row"), InvalidParameter, "granularity is 'row', expected one of tensor, head, token, block"),
     ],
     ids=lambda case: str(case)[:40] if isinstance(case, str) else "",
@@ -235,5 +235,5 @@ def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], err
 
 def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
     side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
-    with pytest.raises(InvalidParameter, match="e2m1 at head dim 33"):
+    with pytest.raises(InvalidParameter, match="the head dim is 33, but must be even for e2m1"):
         kvpack.pages.Minifloats.of(side)

@@ -183,7 +183,7 @@ def test_the_first_error_of_the_file_is_raised(tmp_path: Path) -> None:
 
 def test_values_that_no_writer_makes_are_refused(tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(2, 40), "kivi-2")
-    contents, arrays = files.stored(cache)
+    contents, arrays = files.file_arguments(cache)
     arrays["1.v.scales"].view("<f2")[5] = float("nan")
     container.write(tmp_path / "a", contents, arrays)
     with pytest.raises(InvalidPayload) as mapped:
@@ -296,13 +296,13 @@ def test_only_the_layers_asked_for_are_read(tmp_path: Path) -> None:
         ({"layers": "12"}, InvalidParameter, r"layers is '12', expected a number, a list of numbers or a slice"),
         ({"layers": 1.5}, InvalidParameter, r"layers is 1\.5, expected a number"),
         ({"layers": [0, "1"]}, InvalidParameter, r"layers is \[0, '1'\], expected a number"),
-        ({"tokens": 142}, OutOfBounds, r"a: tokens 0 to 142 were requested from a cache of 141"),
-        ({"tokens": -1}, OutOfBounds, r"a: tokens 0 to -1 were requested from a cache of 141"),
+        ({"tokens": 142}, OutOfBounds, r"a: tokens \[0:142\] were requested from a cache of 141"),
+        ({"tokens": -1}, OutOfBounds, r"a: tokens \[0:-1\] were requested from a cache of 141"),
         ({"tokens": (64, 32)}, OutOfBounds, r"a: tokens 64 to 32 were requested from a cache of 141"),
         ({"tokens": (1, 2, 3)}, InvalidParameter, r"tokens is \(1, 2, 3\), expected a number of tokens or a pair"),
         ({"tokens": "64"}, InvalidParameter, r"tokens is '64', expected a number of tokens or a pair"),
         ({"tokens": True}, InvalidParameter, r"tokens is True, expected a number of tokens or a pair"),
-        ({"tokens": (5, 100)}, OutOfBounds, r"a: layers\[0\]: a slice from token 5 begins 5 tokens into a page"),
+        ({"tokens": (5, 100)}, OutOfBounds, r"a: layers\[0\]: a slice from token 5 begins 5 tokens into a run"),
     ],
     ids=str,
 )
@@ -333,7 +333,7 @@ def test_layers_that_have_dropped_tokens(tmp_path: Path) -> None:
 
 
 def contents_and_data() -> tuple[Contents, dict[str, memoryview]]:
-    contents, arrays = files.stored(cache_of(layers=1))
+    contents, arrays = files.file_arguments(cache_of(layers=1))
     return contents, {name: array.data for name, array in arrays.items()}
 
 
@@ -403,7 +403,7 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.Copy], bytes]:
+def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCopy], bytes]:
     """A file, copies of all its sides in pieces, as of a device that checks digests, and the bytes that they give."""
     kvpack.save(kvpack.pack(random_pairs(6, 300), "kivi-2"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
@@ -411,14 +411,14 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.Copy], by
     span = file.span(places)
     assert span is not None
     size = span.end - span.begin
-    copies = [staged_reads.Copy(0, begin, min(begin + 5120, size), span, places[0]) for begin in range(0, size, 5120)]
+    copies = [staged_reads.StagedCopy(0, begin, min(begin + 5120, size), span, places[0]) for begin in range(0, size, 5120)]
     return file, copies, (tmp_path / "a").read_bytes()[span.begin : span.end]
 
 
 @pytest.mark.skipif(library() is None, reason="the C library was not built")
 @pytest.mark.parametrize("way", ["cached", "cold", "refused", "failing"])
 def test_cold_files_are_read_past_the_page_cache(
-    way: str, spanned: tuple[container.File, list[staged_reads.Copy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, spanned: tuple[container.File, list[staged_reads.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that is refused, or fails, through the page cache: the bytes are the same."""
     file, copies, expected = spanned

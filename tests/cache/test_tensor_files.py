@@ -87,9 +87,9 @@ def test_other_files_are_refused(header: Any, body: bytes, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("header", "body", "message"),
     [
-        ({"a": of(shape=(2**40, 0), end=0)}, b"", "the largest size is"),
-        ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "nonzero sizes have the product"),
-        ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, the limit is 16"),
+        ({"a": of(shape=(2**40, 0), end=0)}, b"", "each size may be at most"),
+        ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "nonzero sizes may have a product of at most"),
+        ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, but may have at most 16"),
         (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "its header has 4194306 bytes, the limit is 4194304"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_raw_side_that_kept_every_value_refuses_to_round(recipe: str) -> None:
     x = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache = kvpack.pack([(x.to(torch.bfloat16), x.to(torch.bfloat16))], recipe)
     with pytest.raises(
-        InvalidType, match=r"^layers\[0\]\.k: the values are torch\.float32, but the side stores torch\.bfloat16.*x\.to\(torch"
+        InvalidType, match=r"^layers\[0\]\.k: the values are torch\.float32, but the cache stores torch\.bfloat16.*x\.to\(torch"
     ):
         cache.append([(x, x)])
     assert cache.append([(x.to(torch.bfloat16).float(),) * 2]).tokens == 80

@@ -34,7 +34,7 @@ def test_a_cache_spans_what_its_layers_have_seen() -> None:
     assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
     alone = replace(cache, layers=cache.layers[1:2])
     assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
-    assert repr(alone) == "Cache('kv=group:b=2', 1 layers, tokens 5 to 75, some layers 53 to 75, model {})"
+    assert repr(alone) == "Cache('kv=group:b=2', 1 layers, tokens [5:75], some layers [53:75], model {})"
 
 
 @pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])
@@ -62,7 +62,7 @@ def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
 def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
     message = (
-        rf"tokens {start} to {stop} were requested from layers\[1\], which holds only positions 53 to 75, not {5 + start} to {5 + stop}"
+        rf"tokens \[{start}:{stop}\] were requested from layers\[1\], which has only positions \[53:75\], not \[{5 + start}:{5 + stop}\]"
     )
     with pytest.raises(OutOfBounds, match=message):
         sliding(recipe="bf16")[:, start:stop]
@@ -104,7 +104,7 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     cache = sliding()
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
-    message = r"layers\[1\] ends at position 67.* the cache at 75"
+    message = r"layers\[1\] ends before position 67.* the cache before 75"
     pairs = random_pairs(3, 4, seed=1)
     with pytest.raises(InvalidParameter, match=message):
         short.append(pairs)
@@ -123,7 +123,7 @@ def test_layers_get_the_same_tokens() -> None:
 
 def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
     with pytest.raises(
-        InvalidParameter, match=r"layers\[1\] of the cache from token 5 holds 22 of its 70 tokens, positions 53 to 75: the tokens"
+        InvalidParameter, match=r"layers\[1\] of the cache that starts at position 5 has only 22 of its 70 tokens: join only"
     ):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), sliding()])
 
@@ -182,7 +182,7 @@ def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
     assert [cache.positions(number) for number in range(2)] == [(5, 45), (35, 45)]
     assert torch.equal(cache[1].unpack()[1], newest[1])
     for skipped, shown in ((-1, "-1"), (True, "True"), (2**40, "1099511627776"), (None, "NoneType"), (torch.tensor(16), "Tensor")):
-        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: the number of tokens that the layer dropped before k and v is {shown}"):
+        with pytest.raises(InvalidParameter, match=rf"layers\[0\]: skipped \(the number of tokens dropped before k and v\) is {shown}"):
             kvpack.pack([(*newest, skipped)], "bf16")
 
 

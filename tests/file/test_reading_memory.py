@@ -179,5 +179,5 @@ def test_pages_of_a_stretch_are_the_runs_that_were_stored(codec: Codec) -> None:
     x = torch.randn(1, 2, 9, codec.dim)
     assert_close(loaded.append(x).unpack(torch.float32), side.append(x).unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
     assert loaded.append(x).merged_runs() == side.append(x).merged_runs()
-    again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(cache)))))
+    again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.file_arguments(cache)))))
     assert_close(again[0].k.unpack(torch.float32), side.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)  # type: ignore[union-attr]

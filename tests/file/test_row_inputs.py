@@ -157,16 +157,16 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     recorded = Inputs(ids(*range(12)), first=0, count=12)
     cache = kvpack.pack([(k, k)], "raw", inputs=recorded)
     assert cache.inputs == Inputs(ids(*range(12)))
-    with pytest.raises(InvalidParameter, match=r"recorded for tokens 0 to 12 of a sequence, but tokens 501 to 513 are packed"):
+    with pytest.raises(InvalidParameter, match=r"recorded for tokens \[0:12\] of a sequence, but the cache has tokens \[501:513\]"):
         kvpack.pack([(k, k)], "raw", start=501, inputs=recorded)
-    with pytest.raises(InvalidParameter, match=r"recorded for tokens 0 to 12 of a sequence, but tokens 0 to 10 are packed"):
+    with pytest.raises(InvalidParameter, match=r"recorded for tokens \[0:12\] of a sequence, but the cache has tokens \[0:10\]"):
         kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded)
     with pytest.raises(InvalidParameter, match=r"starts at position 501, but its inputs start at position 0"):
         replace(cache, start=501)
     assert replace(cache, start=501, inputs=None).start == 501
     part = cache[:, 4:]
     assert part.inputs is not None
-    with pytest.raises(InvalidParameter, match="recorded for tokens 4 to 12 of a sequence, but tokens 0 to 8 are packed"):
+    with pytest.raises(InvalidParameter, match=r"recorded for tokens \[4:12\] of a sequence, but the cache has tokens \[0:8\]"):
         kvpack.pack([(k[:, :, :8], k[:, :, :8])], "raw", inputs=part.inputs)
     with pytest.raises(InvalidParameter, match="inputs are for 3 rows, but the cache has 2 sequences"):
         kvpack.pack([(k, k)], "raw", inputs=of_rows(*ROWS))
@@ -274,6 +274,6 @@ def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObje
 def test_a_cache_has_ids_for_each_of_its_sequences(sequences: int, rows: int) -> None:
     """Else a file would lose all of them, because readers ignore the ids of another number of rows."""
     inputs = of_rows(*([first, *range(10, 21)] for first in range(rows)))
-    with pytest.raises(InvalidParameter, match=f"^the cache has {sequences} sequences, but its inputs have the ids of {rows}: "):
+    with pytest.raises(InvalidParameter, match=f"^the cache has {sequences} sequences, but its inputs have token ids for {rows}: "):
         replace(cache_of(None, sequences), inputs=inputs)
     assert replace(cache_of(None, rows), inputs=inputs).inputs == inputs

@@ -170,7 +170,7 @@ def test_the_bound_of_condition_itself_encodes() -> None:
 def test_caches_by_two_bases_are_not_joined() -> None:
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe(RECIPE, one), start=start) for one, start in ((BASIS, 0), (other, 9)))
-    with pytest.raises(InvalidParameter, match="convert one first"):
+    with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([first, next_])
 
 

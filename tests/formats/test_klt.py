@@ -18,7 +18,7 @@ from kvpack import cli
 from kvpack.cache import files
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.side import packed_side
+from kvpack.cache.side import pack_side
 from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.file import container
@@ -236,7 +236,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     (folder / "b.kvbasis").write_bytes(random_basis(SHAPES, 2))
     for source in (folder, folder / "b.kvbasis", basis, [Basis.of_bytes(other), folder]):
         assert kvpack.load(path, basis=source).tokens == 9
-    with pytest.raises(InvalidParameter, match="is a basis, not a cache"):
+    with pytest.raises(InvalidParameter, match="is a basis, but a cache is needed"):
         kvpack.load(folder / "b.kvbasis")
     with pytest.raises(InvalidParameter, match="is a cache, but a basis is needed"):
         Basis.load(path)
@@ -345,7 +345,7 @@ def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> Non
 def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
     other = Basis.of_bytes(random_basis(SHAPES, 2, seed="other"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe("klt-2", one), start=start) for one, start in ((basis, 0), (other, 9)))
-    message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one first"
+    message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one cache"
     with pytest.raises(InvalidParameter, match=message):
         kvpack.concat([first, next_])
     for recipe, message in (("fp8", "codec klt is followed by minifloat"), ("kv=klt:bits=2", "gain none, .* gain fp16")):
@@ -435,7 +435,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
 def test_memory_for_own_rows_is_counted() -> None:
     """Rows in binary16 are converted as a whole where they are used: a file of 24 heads takes megabytes more than it has."""
     codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
-    side = packed_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
+    side = pack_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
     data = container.to_bytes(*files.stored(Cache((Layer(side, None),), "")))
     with pytest.raises(LimitExceeded, match=r"for [0-9]+ values that are decoded together"):
         container.open_bytes(data, memory_limit=len(data))

@@ -142,7 +142,7 @@ def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
     with pytest.raises(InvalidParameter, match="dtype is 'fp32', expected one of bf16, fp16"):
         kvpack.pack([(x, x)], "kv=lossless:dtype=fp32")
     cache = kvpack.pack([(x.bfloat16(), x.bfloat16())], "lossless")
-    with pytest.raises(InvalidType, match=r"the side stores torch\.bfloat16, which would round them"):
+    with pytest.raises(InvalidType, match=r"the cache stores torch\.bfloat16, which would round them"):
         cache.append([(x, x)])
 
 

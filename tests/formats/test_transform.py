@@ -109,7 +109,7 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, tmp_path: Pat
             torch.testing.assert_close(side.unpack(torch.float32), whole.sides[name].unpack(torch.float32)[:, :, :23])
     assert loaded.append(pairs(5, 2)).tokens == 58
     assert [side.tail.shape[2] for layer in loaded for side in layer.sides.values()] == [13] * 4
-    with pytest.raises(OutOfBounds, match="begins 5 tokens into a page"):
+    with pytest.raises(OutOfBounds, match="begins 5 tokens into a run"):
         loaded[:, 5:20]
 
 

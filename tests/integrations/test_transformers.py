@@ -196,7 +196,7 @@ def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     pairs = [layer.unpack(torch.float32) for layer in pack(prefill(small_model(), token_ids(1, 30)), "raw")]
     pairs[1] = (pairs[1][0][:, :, 10:], pairs[1][1][:, :, 10:])
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 20.* the cache at 30"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends before position 20.* the cache before 30"):
         KvpackCache.of(pack(pairs, "raw"))
 
 
@@ -266,14 +266,14 @@ def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
     cache = prefill(small_model(), token_ids(1, 25))
     layer = cache.layers[1]
     layer.get_seq_length = lambda: 30
-    with pytest.raises(InvalidParameter, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens holds the keys of 25"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens contains the keys of 25"):
         pack(cache, "kivi-2")
 
 
 def test_a_packed_cache_is_not_packed_again() -> None:
     packed = pack(prefill(small_model(), token_ids(1, 25)), "kivi-2")
     for past, name in ((packed, "a Cache"), (KvpackCache.of(packed), "a KvpackCache")):
-        with pytest.raises(InvalidType, match=f"{name} is packed already: change its recipe with Cache.convert"):
+        with pytest.raises(InvalidType, match=f"{name} is already packed: change its recipe with Cache.convert"):
             pack(past, "kivi-4")
 
 

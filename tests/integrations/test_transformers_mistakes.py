@@ -165,7 +165,7 @@ def test_a_cache_of_an_older_transformers() -> None:
     past = DynamicCache.__new__(DynamicCache)
     k = torch.randn(1, 1, 5, 64)
     past.__dict__.update(key_cache=[k], value_cache=[k], _seen_tokens=5)
-    with pytest.raises(InvalidType, match=r"from transformers before 4\.56: pass its \(k, v\) as list\(zip\("):
+    with pytest.raises(InvalidType, match=r"from a transformers version before 4\.56: pass list\(zip\("):
         kvpack.pack(past, "raw")
     assert kvpack.pack(list(zip(past.key_cache, past.value_cache, strict=True)), "raw").tokens == 5
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack import attention
 from kvpack.cache.layer import Layer
-from kvpack.cache.side import packed_side
+from kvpack.cache.side import pack_side
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
@@ -177,7 +177,7 @@ def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: i
     """Planes of bytes, whose words hold two columns: they may end inside a vector."""
     codecs = (Group(dim, bits, axis, 16, "none", 0, "none", (("codes", fields),)) for axis in ("token", "channel"))
     (pair,) = random_pairs(1, 70, dims=(dim, dim))
-    layer = Layer(*(packed_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
+    layer = Layer(*(pack_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
     q = torch.randn(1, 2, 1, dim, generator=torch.Generator().manual_seed(1))
     found = by_c(q, layer, 0.1, True, None, None, None, None, level=level)
     assert_alike(found, by_torch(q, layer, scale=0.1), layer)

@@ -111,7 +111,7 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
 )  # fmt: skip
 def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
     cache, refused = kvpack.pack(random_pairs(3, 40), recipe), 0
-    contents, arrays = files.stored(cache)
+    contents, arrays = files.file_arguments(cache)
     for name in [name for name in arrays if name.startswith("1.")]:
         changed = arrays[name].copy()
         changed[-2:] = 0xFF
@@ -127,7 +127,7 @@ def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_pat
 
 
 def test_a_digest_is_told_before_a_rule(tmp_path: Path) -> None:
-    contents, arrays = files.stored(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
+    contents, arrays = files.file_arguments(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
     arrays["0.k.norm"] = numpy.full_like(arrays["0.k.norm"], 0xFF)
     container.write(tmp_path / "a", contents, arrays)
     with container.open_file(tmp_path / "a") as file:

@@ -440,7 +440,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
             call()
     assert live.freeze().tokens == 150
     live.update(0, k[:, :, :1], v[:, :, :1])
-    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends at position 150"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\] ends before position 150"):
         live.freeze()
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from kvpack.cache.side import packed_side
+from kvpack.cache.side import pack_side
 from kvpack.coding.encoding import collected_misfits, rounding_is_shown
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
@@ -48,7 +48,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
     try:
         with rounding_is_shown(), collected_misfits():
-            parts = [packed_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
+            parts = [pack_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
     except KvpackError:
         reject()
     if not parts:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 import kvpack
-from kvpack.file.front import DIGEST_PLACE
+from kvpack.file.front import DIGEST_SLICE
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.output import print_table
@@ -107,7 +107,7 @@ class _Like:
         text, header = bytearray(self._text), bytearray(self._header)
         header[self._key_at : self._key_at + 2 * KEY_BYTES] = key + parent
         header[self._ids_at : self._ids_at + len(ids)] = ids
-        text[DIGEST_PLACE] = xxhash.xxh3_128_hexdigest(header).encode()
+        text[DIGEST_SLICE] = xxhash.xxh3_128_hexdigest(header).encode()
         return [memoryview(text), memoryview(header), memoryview(self._payload)]
 
 

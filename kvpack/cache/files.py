@@ -238,7 +238,7 @@ def read(
     with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)
         # A file of one piece is not worth reading ahead.
-        ready = chosen if file.size <= PIECE_BYTES else file.in_memory(chosen)
+        ready = chosen if file.size <= PIECE_BYTES else file.read_ahead(chosen)
         for done, number in enumerate(ready, 1):
             sides = {}
             for name, entry in header.layers[number].sides():

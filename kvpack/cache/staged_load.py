@@ -15,7 +15,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.file.container import located
+from kvpack.file.container import prefix_errors
 from kvpack.file.header import layout_bytes
 from kvpack.file.payload import Span
 from kvpack.formats.base import DTYPE_BYTES
@@ -139,7 +139,7 @@ def _check(
     ruled_sides = [(codecs[codec], streams, runs, where) for codec, streams, runs, where in stored if codec in value_codecs]
     check_values = dispatch.check_values(ruled_sides)
     file.check_digests((name, digest) for (name, _), digest in zip(hashed_ranges, digests(), strict=True))
-    with located(file.where):
+    with prefix_errors(file.where):
         check_values()
         for codec, streams, _, where in stored:
             if codec in chunk_codecs:

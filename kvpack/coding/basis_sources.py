@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file.basis import SUFFIX
-from kvpack.file.user_files import could_not_open, path_text
+from kvpack.file.user_files import open_error, path_text
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
@@ -79,7 +79,7 @@ def _basis_files(folder: str) -> list[str]:
         with os.scandir(folder) as entries:
             result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
     except OSError as error:
-        raise could_not_open(folder, error, "a folder of bases") from None
+        raise open_error(folder, error, "a folder of bases") from None
     return [path for _, path in sorted(result)]
 
 

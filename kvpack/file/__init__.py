@@ -1,1 +1,1 @@
-"""The container: files and bytes to arrays and back, without torch."""
+"""Read and write kvpack files as arrays and bytes, without PyTorch."""

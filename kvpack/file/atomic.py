@@ -1,4 +1,4 @@
-"""Atomic writes: at every moment a file contains the old bytes or the new, never a mixture (spec/container.md, Writing)."""
+"""Write files atomically: a file always contains either the old bytes or the new ones, never a mixture (spec/container.md, Writing)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
-"""The prefix and suffix of an unfinished file's name."""
+"""Prefix and suffix of an unfinished file's name."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""The suffix of an unfinished file on which its writer contains an exclusive ``flock``: without a lock, the writer is dead."""
+"""Suffix of an unfinished file whose writer holds an exclusive ``flock`` on it. If it is not locked, the writer has died."""
 
 _ATTEMPTS = 100
-"""Maximum number of times that a writer creates a file again because a sweep removed it before the writer had the lock."""
+"""Maximum number of times that a writer creates its file again because a sweep removed the file before it was locked."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
-"""Files of at least this size get their blocks before their bytes."""
+"""Minimum size in bytes of a file for which blocks are reserved before it is written."""
 _LOCAL_FILE_SYSTEMS = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -43,11 +43,11 @@ _LOCAL_FILE_SYSTEMS = {
     0xF2F52010: "f2fs",
     0xCA451A4E: "bcachefs",
 }
-"""File systems of one host (``f_type`` of statfs), whose kernel sees every lock. A network mount may keep a host's locks to that host."""
+"""Local file systems by ``f_type`` of statfs. On a network file system, locks of other hosts may be invisible."""
 _STATFS_BYTES = 512
 _FSTATFS = getattr(ctypes.CDLL(None), "fstatfs64", None) or getattr(ctypes.CDLL(None), "fstatfs", None)
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None)
-"""The system's own function, if there is one: ``os.posix_fallocate`` would write zeros if a file system cannot reserve blocks."""
+"""The system's ``fallocate``, if available. ``os.posix_fallocate`` would write zeros if the file system cannot reserve blocks."""
 
 
 def write_file(
@@ -64,11 +64,11 @@ def write_file(
     """Replace ``path`` with the bytes of ``pieces`` and return their number; see ``replace_file``.
 
     ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and ``complete(descriptor)``
-    after the last. ``rename(unfinished, path)``, if given, then renames the file. An exception from any of them aborts the write.
+    after the last; then ``rename(unfinished, path)``, if set, renames the file. An exception from any of them aborts the write.
     """
 
-    # A file system may write the bytes of a file that replaces another before the rename, unless its blocks were reserved.
-    new = not os.path.lexists(_followed(path) if unfinished is None else path)
+    # If a file replaces another, some file systems flush it before the rename, but only if its blocks were not reserved.
+    new = not os.path.lexists(_link_target(path) if unfinished is None else path)
 
     def write(descriptor: int) -> int:
         if begin is not None:
@@ -91,34 +91,36 @@ def replace_file(
     unfinished: str | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with a new file that ``write(descriptor)`` fills, and return its result.
+    """Replace ``path`` with a new file that ``write(descriptor)`` fills, and return the result of ``write``.
 
-    The bytes go to a new file of mode 0600, which is locked until it is renamed over ``path``, so that ``sweep`` can recognize the
-    file of a dead writer. It is created in the folder of ``path``, where files of dead writers are removed first. Like ``open``, this
-    follows a symbolic link, keeps the mode of an existing file and gives a new file the mode of the umask.
+    The new file has mode 0600 and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
+    default it is created in the folder of ``path``, from which files of dead writers are removed first; as with ``open``, symbolic links
+    are followed, and the file gets the mode of the file that it replaces, or the umask's.
 
-    With ``unfinished``, the path is an entry of a store: the new file is created in that folder of the same file system, the entry
-    stays 0600, and it replaces a link. ``durable`` forces the bytes, then the rename, to the disk before returning.
-    Raises WriteFailed, which names the path and the system's reason, after removing the new file; the old file is untouched.
+    If ``unfinished`` is set, ``path`` is an entry of a store: the file is created in the folder ``unfinished`` of the same file system,
+    keeps mode 0600, and replaces a symbolic link. With ``durable``, the bytes and then the rename are forced to disk before the function
+    returns.
+
+    Raises WriteFailed, with the path and the system's reason, and removes the new file; the old file is untouched.
     """
     where = os.fsdecode(path)
     if "\0" in where:
         raise WriteFailed(f"{where!r}: could not be written: a path cannot contain a zero byte")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(where):
-        raise WriteFailed(f"{where}: could not be written: it is a device, a pipe or a socket, expected a regular file or a new path")
+        raise WriteFailed(f"{where}: could not be written: is a device, a pipe or a socket, expected a regular file or a new path")
     target = where
     if unfinished is None:
-        target = _followed(where)
+        target = _link_target(where)
         _check_writable(where, target)
     folder = os.path.dirname(target) or "."
-    held = -1
+    lock_descriptor = -1
     try:
         if unfinished is None:
             remove_dead(folder)
         descriptor, temporary = _create_locked(folder if unfinished is None else unfinished)
     except OSError as error:
-        raise _failed(where, error) from None
+        raise _write_error(where, error) from None
     try:
         try:
             total = write(descriptor)
@@ -127,7 +129,7 @@ def replace_file(
             if durable:
                 os.fsync(descriptor)
             # Closing reports failed writes, but must not release the lock before the rename.
-            held = os.dup(descriptor)
+            lock_descriptor = os.dup(descriptor)
         finally:
             os.close(descriptor)
         (rename or os.replace)(temporary, target)
@@ -135,12 +137,12 @@ def replace_file(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError) and not isinstance(error, WriteFailed):
-            raise _failed(where, error) from None
+            raise _write_error(where, error) from None
         raise
     finally:
-        if held != -1:
+        if lock_descriptor != -1:
             with contextlib.suppress(OSError):
-                os.close(held)
+                os.close(lock_descriptor)
     if durable:
         try:
             sync_folder(folder)
@@ -149,20 +151,21 @@ def replace_file(
     return total
 
 
-class Unfinished(NamedTuple):
-    """The unfinished files of a folder: paths that were ``removed``, and those that were ``kept``."""
+class UnfinishedFiles(NamedTuple):
+    """Paths of the unfinished files in a folder: those that were ``removed`` and those that were ``kept``."""
 
     removed: list[str]
     kept: list[str]
 
 
-def remove_dead(folder: str) -> Unfinished:
-    """Remove the unfinished files of dead writers from ``folder``, as far as they are certain to be dead.
+def remove_dead(folder: str) -> UnfinishedFiles:
+    """Remove the unfinished files of dead writers from ``folder``.
 
-    A file is kept while its writer holds its lock, if it was never locked (as in earlier versions), if it belongs to another user, and
-    on file systems that may hide the locks of other hosts. Nothing is raised: a folder that cannot be listed has no files to remove.
+    A file is kept if its writer may be alive: while it is locked, if it was never locked (earlier versions did not lock), if it belongs to
+    another user, and on network file systems, which may hide other hosts' locks. Raises nothing; a folder that cannot be listed is left
+    alone.
     """
-    result = Unfinished([], [])
+    result = UnfinishedFiles([], [])
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if _is_unfinished(entry)]
@@ -171,7 +174,7 @@ def remove_dead(folder: str) -> Unfinished:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            removed = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, certain=True)
+            removed = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, local_only=True)
         except FileNotFoundError:
             continue
         except OSError:
@@ -181,13 +184,13 @@ def remove_dead(folder: str) -> Unfinished:
 
 
 def _is_unfinished(entry: os.DirEntry[str]) -> bool:
-    """Return True if a folder entry is an unfinished file."""
+    """Return True if ``entry`` is an unfinished file of a kvpack writer."""
     name = entry.name
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(TEMPORARY_SUFFIX) and entry.is_file(follow_symlinks=False)
 
 
-def _followed(path: str | os.PathLike[str]) -> str:
-    """Return the file that a symbolic link points to, whether it exists or not; other paths unchanged. Raises WriteFailed for a loop."""
+def _link_target(path: str | os.PathLike[str]) -> str:
+    """Return the target of a symbolic link, even if it does not exist, or any other path unchanged. Raises WriteFailed for a loop."""
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -198,12 +201,12 @@ def _followed(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed for an existing read-only file, which a rename would replace anyway."""
+    """Raise WriteFailed if ``target`` is a read-only file, which a rename would replace even so."""
     try:
         status = os.stat(target)
     except OSError:
         return
-    # Root may write every file; one without any write permission is meant to stay.
+    # Root can write to any file, but a file without any write permission is meant to be kept.
     writable = status.st_mode & 0o222 and os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     if stat.S_ISREG(status.st_mode) and not writable:
         raise WriteFailed(
@@ -215,7 +218,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Set the mode, owner and group of a finished file to those of the replaced file, or the mode to the umask's. Raises OSError."""
+    """Give a finished file the mode, owner and group of the file that it replaces, or the umask's mode. Raises OSError."""
     try:
         old = os.stat(target)
     except OSError:
@@ -229,7 +232,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
                     os.fchown(descriptor, owner, old.st_gid)
                     break
             if os.fstat(descriptor).st_gid != old.st_gid:
-                # The members of another group get no more than everyone.
+                # If the group could not be kept, the new group gets only the permissions of others.
                 mode = mode & 0o707 | (mode & 0o007) << 3
     # Some file systems have no modes.
     with contextlib.suppress(PermissionError):
@@ -237,7 +240,10 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 
 
 def _new_mode(folder: str) -> int:
-    """Return the mode of a new file in ``folder``: the umask can only be read by changing it, for all threads. Raises OSError."""
+    """Return the mode that the umask gives a new file in ``folder``. Raises OSError.
+
+    Creates and removes a file, because reading the umask would change it for all threads for a moment.
+    """
     descriptor, path = _create(folder, mode=0o666)
     try:
         os.unlink(path)
@@ -247,18 +253,18 @@ def _new_mode(folder: str) -> int:
 
 
 def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
-    """Create a new file; return its descriptor and its path. Raises OSError."""
+    """Create a new unfinished file and return its descriptor and path. Raises OSError."""
     path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{LOCKED_SUFFIX}")
-    # KV states are as private as the prompt that they hold.
+    # KV caches are as private as their prompts.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """Create a new file, lock it, and make sure that no sweep removed it before the lock. Raises OSError."""
+    """Create and lock a new file, repeating if a sweep removes it before it is locked. Raises OSError."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
-            if lock_now(descriptor) is not False and _names(path, descriptor):
+            if lock_now(descriptor) is not False and _is_path_of(path, descriptor):
                 return descriptor, path
         except BaseException:
             os.close(descriptor)
@@ -269,21 +275,21 @@ def _create_locked(folder: str) -> tuple[int, str]:
     raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are created")
 
 
-def sweep(path: str, *, old: bool, certain: bool = False) -> bool:
-    """Remove an unfinished file unless its writer has its lock; return True if it was removed. Raises OSError.
+def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
+    """Remove an unfinished file unless its writer holds its lock; return True if it was removed. Raises OSError.
 
-    A file that is never locked (by its name, or because the file system has no locks) is removed only if it is ``old``. With
-    ``certain``, a file on a file system that may hide the locks of other hosts is kept.
+    A file that cannot be locked, or whose name says that it never is, is removed only if ``old``. With ``local_only``, a file on a network
+    file system is kept, because other hosts' locks may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if certain and not _shows_every_lock(descriptor):
+        if local_only and not _is_local(descriptor):
             return False
         locked = lock_now(descriptor)
         removed = locked is not None and path.endswith(LOCKED_SUFFIX)
-        if locked is False or not (removed or old) or not _names(path, descriptor):
+        if locked is False or not (removed or old) or not _is_path_of(path, descriptor):
             return False
-        # A writer that has only just created the file notices that its name is gone and creates another.
+        # A writer that has only just created the file notices the removal and creates another.
         os.unlink(path)
         return True
     finally:
@@ -291,7 +297,7 @@ def sweep(path: str, *, old: bool, certain: bool = False) -> bool:
 
 
 def lock_now(descriptor: int) -> bool | None:
-    """Take an exclusive lock that ends with the descriptor: False if it is taken, None if files cannot be locked."""
+    """Take an exclusive lock that lasts until the descriptor is closed. False if it is taken; None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -301,26 +307,26 @@ def lock_now(descriptor: int) -> bool | None:
     return True
 
 
-def _shows_every_lock(descriptor: int) -> bool:
-    """Return True if an open file is on a file system of this host, so that no other host can hold a lock on it."""
+def _is_local(descriptor: int) -> bool:
+    """Return True if an open file is on a local file system, so that no other host can lock it."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
         return False
-    # The first field, of one machine word.
+    # The first field of the struct is f_type, one machine word.
     return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF in _LOCAL_FILE_SYSTEMS
 
 
 def is_on_one_host(path: str) -> bool:
-    """Return True if ``path`` is on a file system of this host, which no other host writes to. Raises OSError."""
+    """Return True if ``path`` is on a local file system, to which no other host writes. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return _shows_every_lock(descriptor)
+        return _is_local(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _names(path: str, descriptor: int) -> bool:
-    """Return True if ``path`` is the name of an open file."""
+def _is_path_of(path: str, descriptor: int) -> bool:
+    """Return True if ``path`` still refers to the open file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
@@ -328,7 +334,7 @@ def _names(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces``, many per call; one call for each small piece would take twice as long."""
+    """Write ``pieces`` with as few system calls as possible; one call per small piece would take twice as long."""
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -344,12 +350,12 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate the blocks of a new file at once, if the file system supports it.
+    """Reserve all blocks of a new file, if the file system supports it.
 
-    Allocating them page by page takes 1.5x as long as the write.
+    Reserving them page by page takes 1.5x as long as the write.
     """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
-        # Writing tells what is wrong where this fails.
+        # If this fails, writing reports the reason.
         _FALLOCATE(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
@@ -362,7 +368,7 @@ def _is_special(target: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Force the directory entries of a folder to the disk. Raises OSError."""
+    """Force a folder's directory entries to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -370,8 +376,8 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _failed(where: str, error: OSError) -> WriteFailed:
-    """Return the error to raise for the system's ``error``."""
+def _write_error(where: str, error: OSError) -> WriteFailed:
+    """Return the WriteFailed to raise for the system's ``error``."""
     return WriteFailed(_reason(where, error), filename=where, number=error.errno)
 
 

@@ -1,4 +1,4 @@
-"""The required feature ``basis``: the file contains the rows of a model's basis instead of a cache (spec/basis.md)."""
+"""The required feature ``basis``: the file contains a model's basis instead of a cache (spec/basis.md)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from .layer_states import StateEntry
 
 FEATURE = "basis"
-"""The name of the feature in ``required``."""
+"""Name of the feature in ``required``."""
 SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
-"""The dtypes of rows."""
+"""Dtypes in which rows may be stored."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
-"""States of the first layer: the tables of the frames of all layers."""
+"""States of the first layer: coding tables for the frames of all layers."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
-"""States of the keys of a layer: their balanced frames, of keys as they are and of keys less their mean."""
+"""Names of the states with a layer's frames for keys: for keys unchanged, and for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
-"""States of the keys of a layer: their mean before RoPE, and the second moments of the queries that meet them."""
+"""Names of the states with the mean of a layer's keys before RoPE, and with the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""The states that say how RoPE turns the keys of a layer, and which channels they pair."""
+"""Names of the states with a layer's RoPE frequencies, and how RoPE pairs the channels."""
 
 
 class BasisSide(Protocol):
-    """The fields of a side that the rules of basis files limit."""
+    """The keys or values in a basis file: the fields to which rules of basis files apply."""
 
     @property
     def codec(self) -> int: ...
@@ -58,54 +58,54 @@ class BasisSide(Protocol):
 
 
 class HasSides(Protocol):
-    """The part of a header's layer that the rules of basis files need."""
+    """A layer in a basis file."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
-        """Return the sides that are present, by name."""
+        """Yield ("k" or "v", side) for the sides that are present."""
         ...
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader, naming the position, unless every side contains rows of a basis."""
+    """Raise InvalidHeader, naming the position, unless all keys and values are rows of a basis."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
             if not isinstance(codec, Raw) or codec.dtype not in DTYPES:
                 raise InvalidHeader(f"{where}: the codec is {codec.params()!r:.200}, expected raw of {' or '.join(DTYPES)} in a basis")
             if side.batch != 1 or side.tail:
-                raise InvalidHeader(f"{where}: batch is {side.batch} and tail {side.tail}, expected batch 1 and no tail in a basis")
+                raise InvalidHeader(f"{where}: batch is {side.batch} and tail is {side.tail}, but a basis requires batch 1 and tail 0")
             if side.tokens < row_count(codec.dim):
                 raise InvalidHeader(
-                    f"{where}: has {side.tokens} rows, expected at least {row_count(codec.dim)} in a basis of {codec.dim} channels"
+                    f"{where}: has {side.tokens} rows, expected at least {row_count(codec.dim)} in a basis for head dim {codec.dim}"
                 )
 
 
 def check_frames(layers: Sequence[HasSides], codecs: Sequence[Codec], states: Sequence[StateEntry]) -> None:
-    """Raise InvalidHeader, naming the state, unless the states that describe a basis's frames fit each other and the sides."""
-    result = {(state.layer, state.name): state for state in states}
-    framed = False
+    """Raise InvalidHeader, naming the state, unless the states that describe frames match each other and the rows."""
+    by_name = {(state.layer, state.name): state for state in states}
+    has_frames = False
     for number, layer in enumerate(layers):
         sides = dict(layer.sides())
         for name in ("k", "v"):
-            frames, scales = result.get((number, f"{name}.frames")), result.get((number, f"{name}.scales"))
+            frames, scales = by_name.get((number, f"{name}.frames")), by_name.get((number, f"{name}.scales"))
             if frames is not None or scales is not None:
                 side = sides.get(name)
-                _check_frames_of(f"{number}.{name}", side, codecs[side.codec].dim if side else 0, frames, scales)
-                framed = True
-        keys = [result[number, name] for name in _KEYS if (number, name) in result]
+                _check_frames_and_scales(f"{number}.{name}", side, codecs[side.codec].dim if side else 0, frames, scales)
+                has_frames = True
+        keys = [by_name[number, name] for name in _KEYS if (number, name) in by_name]
         if keys:
             _check_keys(number, keys, sides.get("k"), codecs)
-        turned = [result[number, name] for name in ROPE if (number, name) in result]
-        if turned:
-            _check_rope(turned, codecs[sides["k"].codec].dim if "k" in sides else keys[0].shape[-1] if keys else 0)
-    if framed or (0, FREQUENCIES) in result or (0, VALUES) in result:
-        _check_tables(result.get((0, FREQUENCIES)), result.get((0, VALUES)))
+        ropes = [by_name[number, name] for name in ROPE if (number, name) in by_name]
+        if ropes:
+            _check_rope(ropes, codecs[sides["k"].codec].dim if "k" in sides else keys[0].shape[-1] if keys else 0)
+    if has_frames or (0, FREQUENCIES) in by_name or (0, VALUES) in by_name:
+        _check_tables(by_name.get((0, FREQUENCIES)), by_name.get((0, VALUES)))
 
 
-def _check_frames_of(where: str, side: BasisSide | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
+def _check_frames_and_scales(where: str, side: BasisSide | None, dim: int, frames: StateEntry | None, scales: StateEntry | None) -> None:
     if side is None or frames is None or scales is None:
         missing = "rows" if side is None else "frames" if frames is None else "scales"
-        raise InvalidHeader(f"{where}: has no {missing}, expected rows, frames and scales")
+        raise InvalidHeader(f"{where}: has no {missing}, but frames require rows, frames and scales")
     count, columns = (side.heads, dim) if frames.shape[1:2] == (side.heads,) else (1, side.heads * dim)
     if frames.dtype not in ("F16", "F32") or frames.shape != (1, count, 1 + columns, columns):
         shapes = f"[1, {side.heads}, {1 + dim}, {dim}] or [1, 1, {1 + side.heads * dim}, {side.heads * dim}]"
@@ -115,10 +115,10 @@ def _check_frames_of(where: str, side: BasisSide | None, dim: int, frames: State
 
 
 def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | None, codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader unless the balanced frames of a layer and their parameters have the heads and the dim of its keys."""
+    """Raise InvalidHeader unless the states about a layer's keys have the heads and the head dim of the keys."""
     frames = states[0]
     if frames.name not in KEY_FRAMES.values():
-        raise InvalidHeader(f"{frames.where}: layer {number} has neither {' nor '.join(KEY_FRAMES.values())}, expected one of them with it")
+        raise InvalidHeader(f"{frames.where}: layer {number} must also have {' or '.join(KEY_FRAMES.values())}")
     heads, dim = (frames.shape[1], frames.shape[3]) if len(frames.shape) == 4 else (0, 0)
     if side is not None:
         heads, dim = side.heads, codecs[side.codec].dim
@@ -131,20 +131,20 @@ def _check_keys(number: int, states: Sequence[StateEntry], side: BasisSide | Non
             raise InvalidHeader(f"{state.where} is {state.dtype} {list(state.shape)}, expected {' or '.join(dtypes)} {list(shape)}")
 
 
-def _check_rope(turned: Sequence[StateEntry], dim: int) -> None:
-    if len(turned) > 1:
-        raise InvalidHeader(f"{turned[0].where} and {turned[1].where} are both present, expected only one of them")
-    (rope,) = turned
+def _check_rope(ropes: Sequence[StateEntry], dim: int) -> None:
+    if len(ropes) > 1:
+        raise InvalidHeader(f"{ropes[0].where} and {ropes[1].where} are both present, expected only one of them")
+    (rope,) = ropes
     if rope.dtype != "F32" or len(rope.shape) != 2 or 2 * rope.shape[1] > dim:
         raise InvalidHeader(f"{rope.where} is {rope.dtype} {list(rope.shape)}, expected F32 [1, pairs] of at most {dim // 2} pairs")
 
 
 def _check_tables(frequencies: StateEntry | None, values: StateEntry | None) -> None:
     if frequencies is None or values is None:
-        raise InvalidHeader(f"layer 0 has no {FREQUENCIES if frequencies is None else VALUES}, expected both for a basis with frames")
+        raise InvalidHeader(f"layer 0 has no {FREQUENCIES if frequencies is None else VALUES}, but a basis with frames must have both")
     shape = frequencies.shape
-    right = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= MAX_TABLES and shape[2] in range(4, MAX_ALPHABET + 1, 2)
-    if not right:
+    valid = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= MAX_TABLES and shape[2] in range(4, MAX_ALPHABET + 1, 2)
+    if not valid:
         raise InvalidHeader(
             f"{frequencies.where} is {frequencies.dtype} {list(shape)}, expected U16 [1, tables, symbols] of at most {MAX_TABLES} tables "
             f"and an even number of 4 to {MAX_ALPHABET} symbols"
@@ -165,6 +165,6 @@ def check_frame_values(state: StateEntry, array: Array) -> None:
             raise InvalidPayload(f"{state.where}: the frequencies of table {wrong} sum to {sums[wrong]}, expected {rans.TOTAL}")
     elif name in ROPE:
         values = read_values(array, 0, math.prod(array.shape))
-        odd = ~((values >= 0) & (values <= MAX_FREQUENCY))
-        if odd.any():
-            raise InvalidPayload(f"{state.where}: a frequency is {values[odd.argmax()]}, expected 0 to {MAX_FREQUENCY:g}")
+        invalid = ~((values >= 0) & (values <= MAX_FREQUENCY))
+        if invalid.any():
+            raise InvalidPayload(f"{state.where}: a frequency is {values[invalid.argmax()]}, expected 0 to {MAX_FREQUENCY:g}")

@@ -1,6 +1,6 @@
-"""Check the values of a header: a table has a rule for each field, and one function refuses every other value.
+"""Check the fields of a header against tables with one rule per field.
 
-Messages name the position (``where``), the rule and the refused value.
+Error messages name the position (``where``), the rule and the value.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A value of exactly the type ``kind``; a bool is not an integer.
+    """A rule for a value of exactly the type ``kind``; a bool is not an integer.
 
-    An integer must be from ``low`` to ``high``; for other kinds, ``high`` limits the UTF-8 bytes, bytes or entries. Text must be one of
-    ``choices``, if there are any. The entries of a list or tuple, and the values of a map from text, follow the rule ``each``.
+    An integer must be from ``low`` to ``high``. For other types, ``high`` limits the number of UTF-8 bytes, bytes or entries. If there are
+    ``choices``, text must be one of them. The entries of a list or tuple, and the values of a dict with text keys, must follow the rule
+    ``each``.
     """
 
     kind: Any
@@ -36,14 +37,15 @@ BINARY_BY_NAME = Rule(dict, MAX_NAMES, each=BINARY)
 
 
 def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
-    """Check the attributes of ``holder`` that ``rules`` names. Raises the errors of ``check``."""
+    """Check the attributes of ``holder`` that are keys of ``rules``. Raises the errors of ``check``."""
     for name, rule in rules.items():
         check(name, getattr(holder, name), rule)
 
 
 def check(where: str, value: Any, rule: Rule) -> None:
-    """Raise InvalidHeader for a wrong type, an integer below the minimum or a text that is not a choice, and LimitExceeded above the
-    maximum.
+    """Check ``value`` against ``rule``; ``where`` is its position for messages.
+
+    Raises InvalidHeader for a wrong type, an integer below the minimum or a text that is not a choice, and LimitExceeded above the maximum.
     """
     kind, high, low, choices, each = rule
     if type(value) is not kind:
@@ -52,10 +54,10 @@ def check(where: str, value: Any, rule: Rule) -> None:
         if value < low:
             raise InvalidHeader(f"{where} is {value}, expected at least {low}")
         if high is not None and value > high:
-            raise LimitExceeded(f"{where} is {value}, the limit is {high}")
+            raise LimitExceeded(f"{where} is {value}, but must be at most {high}")
         return
     if high is not None and (size := _size(where, value)) > high:
-        raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, the limit is {high}")
+        raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, but may have at most {high}")
     if choices and value not in choices:
         raise InvalidHeader(f"{where} is {value!r}, expected one of {', '.join(choices)}")
     if each is not None and kind is dict:
@@ -68,7 +70,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_argument(where: str, value: Any, rule: Rule) -> None:
-    """Run ``check`` for a caller's value. Raises InvalidParameter."""
+    """Run ``check`` on an argument from the caller. Raises InvalidParameter."""
     try:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:
@@ -76,7 +78,7 @@ def check_argument(where: str, value: Any, rule: Rule) -> None:
 
 
 def _size(where: str, value: Any) -> int:
-    """Return the length of ``value`` as stored. Raises InvalidHeader for text that UTF-8 cannot encode."""
+    """Return the size of ``value`` as a file stores it. Raises InvalidHeader for text that UTF-8 cannot encode."""
     try:
         return len(value.encode() if isinstance(value, str) else value)
     except UnicodeEncodeError:
@@ -84,12 +86,12 @@ def _size(where: str, value: Any) -> int:
 
 
 def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
-    """Raise InvalidHeader unless ``value`` is a map with exactly the ``expected`` keys, in order."""
+    """Raise InvalidHeader unless ``value`` is a dict with exactly the ``expected`` keys, in order."""
     check(where, value, Rule(dict))
     if tuple(value) != expected:
-        raise InvalidHeader(f"{where} has the keys {', '.join(map(_shown, value))}, expected {', '.join(expected)}")
+        raise InvalidHeader(f"{where} has the keys {', '.join(map(_escaped_name, value))}, expected {', '.join(expected)}")
 
 
-def _shown(name: Any) -> str:
-    """Return a name from a file with terminal control characters escaped."""
+def _escaped_name(name: Any) -> str:
+    """Return a name from a file with control characters escaped for the terminal."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)

@@ -1,4 +1,4 @@
-"""Ignorable features whose data does not fit one entry, stored as ``name.0``, ``name.1`` and so on."""
+"""Store ignorable features that are too large for one entry as ``name.0``, ``name.1`` and so on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:
-    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each; no data gives none."""
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each; empty if there is no data."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
 def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the data of the features that ``split`` creates, up to the first missing one."""
+    """Join the features that ``split`` created, up to the first missing one."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

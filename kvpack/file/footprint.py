@@ -1,9 +1,9 @@
-"""An upper bound of the memory that reading a file takes, computed in advance and compared with a caller's ``memory_limit``.
+"""Estimate an upper bound of the memory that reading a file takes, to compare it with ``memory_limit``.
 
-``memory_limit`` bounds the bytes of the file plus the bytes of its decoded tensors plus everything else that opening, verifying,
-attending, unpacking and slicing allocate (tables, copies, Python objects), except the tensors that they return. Up to
-``FREE_BYTES`` of these are not counted. The interpreter, the tiles being decoded, and the codec tables cached for all files
-take at most ``CONSTANT_BYTES`` more, and ``THREAD_BYTES`` for each further thread of torch.
+``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that opening, verifying, attending, unpacking and slicing
+allocate (tables, copies, Python objects), except the tensors that they return. Allocations of up to ``FREE_BYTES`` are not counted. In
+addition, the interpreter, the tiles being decoded and codec tables cached for all files take at most ``CONSTANT_BYTES``, plus
+``THREAD_BYTES`` for each PyTorch thread after the first.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Bytes that are not counted, because an ordinary file uses less."""
+"""Number of bytes that are not counted, because ordinary files need fewer."""
 CONSTANT_BYTES = 1 << 26
-"""Maximum number of bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
+"""Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
-"""Bytes more for every thread of torch except the first: each decodes its own tile."""
+"""Additional memory in bytes per PyTorch thread after the first, for the tile that it decodes."""
 
 HEADER_FACTOR = 48
-"""Bytes of Python objects per byte of kvpack.header, at most."""
+"""Maximum memory in bytes of Python objects per byte of kvpack.header."""
 JSON_FACTOR = 4
-"""Copies of the JSON header: as stored, as expected, and the rows that make the expected one."""
+"""Number of copies of the JSON header in memory: as stored, as rebuilt, and the strings from which it is rebuilt."""
 RUN_BYTES = 1024
 TENSOR_BYTES = 3072
 SIDE_BYTES = 8192
 LAYER_BYTES = 512
 CODEC_BYTES = 8192
-"""Bytes for each run, tensor, side, layer and codec of a file once it is loaded and used."""
+"""Memory in bytes per run, tensor, side, layer and codec of a file that is loaded and used."""
 VALUE_BYTES = 40
-"""Temporary bytes per value while it is decoded and attended."""
+"""Temporary memory in bytes per value that is decoded and attended."""
 
 
 def check_size(size: int, memory_limit: int) -> None:
-    """Raise LimitExceeded for a file of more than ``memory_limit``."""
+    """Raise LimitExceeded if a file of ``size`` bytes is larger than ``memory_limit``."""
     if size > memory_limit:
         raise LimitExceeded(f"has {size} bytes, but memory_limit is {memory_limit}: pass a higher limit to load it")
 
 
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded for a file whose parsed header could need too much memory."""
+    """Raise LimitExceeded if the file and its parsed header could need more than ``memory_limit``."""
     parts = {f"the {size} bytes of the file": size, f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes)}
     _check(parts, memory_limit)
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
-    """Raise LimitExceeded, which names each part and its bytes, for a file that takes more than ``memory_limit``."""
+    """Raise LimitExceeded if a file could need more than ``memory_limit``. The message lists the largest parts."""
     sizes = {name: layout_bytes(layout) for name, layout in header.layouts.items()}
     if (decoded := sum(sizes.values())) > memory_limit:
         raise LimitExceeded(
@@ -65,7 +65,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
     values = max((side.batch * side.heads * _values_at_once(header, side) for side in sides), default=0)
     parts = {
         f"the {size} bytes of the file": size,
-        # A frame being decoded exists twice.
+        # The frame being decoded is in memory twice.
         f"{len(frames)} zstd tensors, decoded": sum(frames) + max(frames, default=0),
         f"{len(header.tensors)} tensors of {len(header.layers)} layers and {len(header.codecs)} codecs": objects,
         f"a header of {header_bytes} bytes, parsed": _front_bytes(json_bytes, header_bytes),
@@ -76,7 +76,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return the values of a head that are decoded together: those of a token group, and of a row of its run."""
+    """Return the number of values per head that are decoded together: a token group, and the rows that a run stores once."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.run_values if longest else 0)
 
@@ -86,10 +86,10 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
 
 
 def _check(parts: dict[str, int], memory_limit: int) -> None:
-    """Raise LimitExceeded, naming the largest parts, when ``parts`` exceed ``memory_limit`` plus ``FREE_BYTES``."""
+    """Raise LimitExceeded, listing the largest ``parts``, if they exceed ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
     if total > memory_limit + FREE_BYTES:
-        named = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)
-        text = ", ".join(f"{size} for {part}" for size, part in named)
+        largest = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)
+        text = ", ".join(f"{size} for {part}" for size, part in largest)
         more = f"but memory_limit is {memory_limit} (plus {FREE_BYTES} that are always allowed): pass a higher limit"
-        raise LimitExceeded(f"takes up to {total} bytes in memory ({text}), {more}")
+        raise LimitExceeded(f"could take {total} bytes in memory ({text}), {more}")

@@ -1,7 +1,7 @@
-"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, which determines both (spec/container.md).
+"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, from which both follow (spec/container.md).
 
-``kvpack.header`` is a Header as canonical msgpack. A reader never parses the JSON. It takes the position of ``kvpack.header`` from the
-fixed beginning and, once that tensor's digest matches, rebuilds the whole front and compares.
+``kvpack.header`` is a Header as canonical msgpack. Readers never parse the JSON. They find ``kvpack.header`` by the fixed first bytes of
+the JSON, check its digest, rebuild the whole front from it, and compare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,18 @@ from kvpack.formats.errors import (
 
 from .checks import TEXT, Rule, check, check_keys
 from .footprint import check_front, check_header
-from .header import DIGEST_BYTES, FEATURES, FORMAT, Header, LayerEntry, SideEntry, TensorEntry, lacking, layout_bytes, within
+from .header import (
+    DIGEST_BYTES,
+    FEATURES,
+    FORMAT,
+    Header,
+    LayerEntry,
+    SideEntry,
+    TensorEntry,
+    layout_bytes,
+    missing_feature_message,
+    within,
+)
 from .header_scan import unknown_features
 from .limits import (
     MAX_BINARY_BYTES,
@@ -49,20 +60,20 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 DATA_ALIGNMENT = 4096
-"""The data section starts at a multiple of this in the file."""
+"""The data section of a file starts at a multiple of this number of bytes."""
 TENSOR_ALIGNMENT = 64
-"""Every payload tensor starts at a multiple of this in the data section."""
+"""Each payload tensor starts at a multiple of this number of bytes in the data section."""
 LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
-DIGEST_PLACE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
-"""The position of kvpack.header's digest in a file, in hexadecimal digits."""
+DIGEST_SLICE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
+"""Where a file has the digest of kvpack.header, as hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
 )
 _BEGINNING_BYTES = 256
-"""More bytes than the JSON header can take up to the end of the entry of kvpack.header."""
+"""Upper bound of the size in bytes of the JSON header up to the end of the entry of kvpack.header."""
 _OTHERS = {
     b"GGUF": "a GGUF file",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
@@ -77,15 +88,15 @@ _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if fiel
 _LIST = Rule(list)
 _TENSOR_KEYS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 _BYTES_PER_CONTAINER = 16
-"""Minimum number of bytes per array or map in a valid header, apart from the top-level keys and layers without sides."""
+"""Minimum size in bytes per array or map of a valid header, not counting the top-level keys and empty layers."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
 _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
-"""Codecs by their packed maps and the registered classes: files of one recipe have the same ones, which are checked and made once."""
+"""Cache of codecs by their packed parameters and the registered codec classes, because files often have the same codecs."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The position of a payload tensor in the data section: its pad starts at ``pad``, its bytes are ``[begin, end)``."""
+class TensorPlace:
+    """Where a payload tensor is in the data section: its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
 
     pad: int
     begin: int
@@ -94,25 +105,28 @@ class Place:
 
 @dataclass(frozen=True)
 class Front:
-    """The bytes before the payload (``text`` up to the data section, then ``tensor``: kvpack.header), payload positions, and the size."""
+    """The bytes of a file before the payload, with the places of the payload tensors and the size of the file.
+
+    ``text`` is everything up to the data section, and ``tensor`` is kvpack.header.
+    """
 
     text: bytes
     tensor: bytes
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     file_bytes: int
 
 
 def make_front(header: Header) -> Front:
-    """Build the front of the file with ``header``. Raises LimitExceeded."""
+    """Return the front of the file with ``header``. Raises LimitExceeded."""
     front = _front_of(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
     return front
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Build the front of the file whose ``kvpack.header`` is ``tensor``, the bytes of ``header``."""
+    """Return the front of the file with ``header``, whose bytes as ``kvpack.header`` are ``tensor``."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -128,17 +142,17 @@ def _front_of(header: Header, tensor: bytes) -> Front:
         end = begin + entry.stored_bytes
         dtype, shape = (entry.dtype, entry.shape) if entry.filter == "none" else ("U8", (entry.stored_bytes,))
         rows.append(_row(entry.name, dtype, shape, begin, end))
-        places[entry.name] = Place(pad, begin, end)
+        places[entry.name] = TensorPlace(pad, begin, end)
     json = ("{" + ",".join(rows) + "}").encode()
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
     front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places, LENGTH_BYTES + len(json) + end)
     if front.file_bytes > MAX_FILE_BYTES:
-        raise LimitExceeded(f"the file has {front.file_bytes} bytes, the limit is {MAX_FILE_BYTES}")
+        raise LimitExceeded(f"the file has {front.file_bytes} bytes, but may have at most {MAX_FILE_BYTES}")
     return front
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Build the front of an uncompressed file of ``contents`` with zeros as digests; its positions and sizes are final.
+    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Its places and sizes are final.
 
     Raises LimitExceeded.
     """
@@ -150,7 +164,7 @@ def undigested_front(contents: Contents) -> Front:
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
-    """Read the header and the front of the file ``source``, checking every byte of the front and the length of the file.
+    """Read the header and the front of a file, and check every byte of the front and the length of the file.
 
     Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
     """
@@ -161,9 +175,9 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         raise NotKvpack(_not_kvpack(first, size, length))
     version = _VERSION.match(beginning)
     if version and int(version[1]) > FORMAT:
-        raise UnsupportedVersion(newer(int(version[1])))
+        raise UnsupportedVersion(newer_format_message(int(version[1])))
     if length > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {length} bytes, the limit is {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
         raise Truncated(f"has {size} bytes, but its JSON header ends at {start}")
@@ -184,48 +198,48 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     header = parse_header(tensor)
     if memory_limit is not None:
         check_header(header, size, start, header_bytes, memory_limit)
-    # parse_header takes no other bytes than those of the header that it returns.
+    # parse_header accepts only the canonical bytes of the header that it returns.
     front = _front_of(header, tensor)
     data = bytes(source.read(0, min(size, len(front.text))))
     if data != front.text:
-        at = _first_difference(data, front.text[: len(data)])
-        raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {at} of the file")
+        offset = _first_difference(data, front.text[: len(data)])
+        raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {offset} of the file")
     if size != front.file_bytes:
-        raise Truncated(f"has {size} bytes, but its header gives {front.file_bytes}: copy or download the file again")
+        raise Truncated(f"has {size} bytes, but according to its header {front.file_bytes}: copy or download the file again")
     return header, front
 
 
 def aligned(end: int) -> int:
-    """Return the first position, from ``end`` on, at which a tensor may begin."""
+    """Return the first offset from ``end`` on at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
 def begins_file(beginning: bytes) -> bool:
-    """Return True if the first bytes of a file (64 are enough) are those of a kvpack file of any version."""
+    """Return True if a file with these first bytes (at least 64) is a kvpack file of any version."""
     return beginning.startswith(_PREFIX, LENGTH_BYTES)
 
 
 def front_bytes(beginning: bytes | memoryview) -> int:
-    """Return the end of kvpack.header in the file that begins with ``beginning`` (4 KiB are enough); 0 if it is not a kvpack file."""
+    """Return the end of kvpack.header in a file with these first bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first different byte of two texts of equal length, using integers instead of one step per byte."""
+    """Return the index of the first difference between two byte strings of equal length. Integers avoid a step per byte."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
 def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None:
-    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of the ``stored`` bytes of tensor ``name``."""
-    if (found := xxhash.xxh3_128_digest(stored)) != expected:
-        check_hash(name, len(stored), found, expected)
+    """Raise DigestMismatch unless ``expected`` is the XXH3-128 of ``stored``, the stored bytes of tensor ``name``."""
+    if (actual := xxhash.xxh3_128_digest(stored)) != expected:
+        check_hash(name, len(stored), actual, expected)
 
 
-def check_hash(name: str, size: int, found: bytes, expected: bytes) -> None:
-    """Raise DigestMismatch unless ``found``, the digest of the ``size`` bytes of tensor ``name``, is the ``expected`` one."""
-    if found != expected:
-        raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {found.hex()}, expected {expected.hex()}")
+def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
+    """Raise DigestMismatch if ``actual`` differs from ``expected``: digests of the ``size`` bytes of tensor ``name``."""
+    if actual != expected:
+        raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
 
 def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
@@ -233,7 +247,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 
 def other_format(first: bytes) -> str:
-    """Return the name of a known format that begins with ``first``; empty for any other."""
+    """Return the name of another known format whose files begin with ``first``; empty if there is none."""
     return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
 
 
@@ -248,18 +262,18 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Header) -> bytes:
-    """Return the bytes of the header tensor. Raises LimitExceeded for more bytes than the format allows."""
-    return _packed(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
+    """Return the bytes of kvpack.header. Raises LimitExceeded if the format does not allow that many."""
+    return _pack(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
 
 
 def pack_contents(contents: Contents) -> bytes:
-    """Return the header's map without tensors: the description of a page in a row. Raises LimitExceeded."""
-    return _packed(contents, [])
+    """Return the header map without tensors, which describes a page in a row. Raises LimitExceeded."""
+    return _pack(contents, [])
 
 
-def _packed(header: Contents, tensors: list[Any]) -> bytes:
-    # Most layers are equal.
-    sides = {side: _packed_side(side) for side in {side for layer in header.layers for _, side in layer.sides()}}
+def _pack(header: Contents, tensors: list[Any]) -> bytes:
+    # Most layers have equal entries, which are packed once.
+    sides = {side: _pack_side(side) for side in {side for layer in header.layers for _, side in layer.sides()}}
     data: bytes = msgpack.packb(
         {
             "format": FORMAT,
@@ -278,16 +292,16 @@ def _packed(header: Contents, tensors: list[Any]) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse the bytes that ``pack_header`` creates, and refuse all others.
+    """Parse bytes that ``pack_header`` created, and reject all others.
 
     Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the position. Unknown versions, features and codecs
     are reported first, whatever else the header contains.
     """
     try:
-        return _parsed(data)
+        return _parse(data)
     except UnknownCodec:
         _refuse_unknown(data)
-        # The first of several ids counts, and it is known.
+        # If a map has several ids, the first one counts, and that one is known.
         raise InvalidHeader("kvpack.header is not canonical msgpack: the key id occurs twice in the map of a codec") from None
     except (InvalidHeader, LimitExceeded):
         _refuse_unknown(data)
@@ -295,18 +309,18 @@ def parse_header(data: bytes) -> Header:
 
 
 def _refuse_unknown(data: bytes) -> None:
-    """Raise UnsupportedVersion for a later format or an unknown required feature, UnknownCodec for an unknown codec."""
-    found = unknown_features(data, FEATURES, CODECS)
-    if found.format is not None and found.format > FORMAT:
-        raise UnsupportedVersion(newer(found.format))
-    if found.feature is not None:
-        raise UnsupportedVersion(lacking(found.feature))
-    if found.codec is not None:
-        codec_class(found.codec)
+    """Raise UnsupportedVersion for a later format or an unknown required feature, and UnknownCodec for an unknown codec."""
+    unknown = unknown_features(data, FEATURES, CODECS)
+    if unknown.format is not None and unknown.format > FORMAT:
+        raise UnsupportedVersion(newer_format_message(unknown.format))
+    if unknown.feature is not None:
+        raise UnsupportedVersion(missing_feature_message(unknown.feature))
+    if unknown.codec is not None:
+        codec_class(unknown.codec)
 
 
-def _parsed(data: bytes) -> Header:
-    top = unpacked_header(data)
+def _parse(data: bytes) -> Header:
+    top = unpack_header(data)
     check("kvpack.header", top, Rule(dict))
     check("format", top.get("format"), Rule(int))
     if top["format"] != FORMAT:
@@ -348,27 +362,27 @@ def _is_canonical(top: dict[str, Any], data: bytes) -> bool:
     return ignorable == sorted(ignorable) and model == sorted(model) and bool(msgpack.packb(top) == data)
 
 
-def newer(version: int) -> str:
-    """Return the message for a file with a later major version."""
+def newer_format_message(version: int) -> str:
+    """Return the error message about a file with a later major version."""
     return f"written by a newer kvpack in format {version}, but this one reads format {FORMAT}: upgrade kvpack"
 
 
-def _packed_side(side: SideEntry) -> dict[str, Any]:
+def _pack_side(side: SideEntry) -> dict[str, Any]:
     packed = {name: getattr(side, name) for name in _SIDE_KEYS}
     return {**packed, "entries": dict(side.entries)} if side.entries else packed
 
 
-def unpacked_header(data: bytes) -> Any:
-    """Unpack the msgpack of a header tensor within the limits of the format. Raises InvalidHeader and LimitExceeded."""
+def unpack_header(data: bytes) -> Any:
+    """Unpack the msgpack of kvpack.header within the limits of the format. Raises InvalidHeader and LimitExceeded."""
     check_header_size(len(data))
-    limit = left = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
+    limit = remaining = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
 
-    def counted(container: Any) -> Any:
-        # One byte of msgpack can take seventy in memory.
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, the limit for its length")
+    def count_container(container: Any) -> Any:
+        # One byte of msgpack can take 70 bytes in memory.
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
+            raise LimitExceeded(f"kvpack.header has more than {limit} arrays and maps, which is the maximum for its size")
         return container
 
     try:
@@ -378,10 +392,10 @@ def unpacked_header(data: bytes) -> Any:
             max_bin_len=MAX_BINARY_BYTES,
             max_array_len=MAX_ENTRIES,
             max_map_len=MAX_NAMES,
-            # This format has no extension types, but a later one may; its headers must be reported as newer.
+            # This format has no extension types, but headers of later formats may, and must be reported as newer.
             max_ext_len=MAX_BINARY_BYTES,
-            list_hook=counted,
-            object_hook=counted,
+            list_hook=count_container,
+            object_hook=count_container,
         )
     except LimitExceeded:
         raise
@@ -391,18 +405,18 @@ def unpacked_header(data: bytes) -> Any:
 
 
 def check_header_size(size: int) -> None:
-    """Raise LimitExceeded for a ``kvpack.header`` of more bytes than the format allows."""
+    """Raise LimitExceeded if ``size`` is too large for kvpack.header."""
     if size > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"kvpack.header has {size} bytes, the limit is {MAX_HEADER_BYTES}")
+        raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """Create the codec of a map; also return True if the map is the codec's stored form."""
+    """Return the codec with ``params``, and True if ``params`` are exactly what the codec stores."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)
     except ValueError:
-        # It is nested more deeply than any codec.
+        # It is nested more deeply than the parameters of any codec.
         return _new_codec(where, params), False
     key = packed, (*CODECS.values(), *SIDE_CARS.values())
     codec = _codecs.get(key)
@@ -453,8 +467,8 @@ def _side(where: str, side: Any) -> SideEntry:
 def _tensor(number: int, row: Any) -> TensorEntry:
     if type(row) is not list or len(row) != len(_TENSOR_KEYS) or type(row[2]) is not list:
         raise InvalidHeader(f"tensors[{number}] is {row!r:.200}, expected [{', '.join(_TENSOR_KEYS)}]")
-    name, dtype, shape, chosen, stored_bytes, digest = row
+    name, dtype, shape, filter_name, stored_bytes, digest = row
     try:
-        return TensorEntry(name, dtype, tuple(shape), chosen, stored_bytes, digest)
+        return TensorEntry(name, dtype, tuple(shape), filter_name, stored_bytes, digest)
     except (InvalidHeader, LimitExceeded) as error:
         raise within(f"tensors[{number}]", error) from None

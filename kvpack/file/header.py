@@ -1,7 +1,7 @@
 """The header of a kvpack file as frozen dataclasses (spec/container.md, Fields).
 
-Constructors check every rule, so every Header object is valid, whether it was read or will be written. Messages name the position as the
-header spells it, such as ``layers[3].k.codec``.
+Constructors check all rules, so that every Header object is valid, whether read or about to be written. Error messages name the position as
+the header does, such as ``layers[3].k.codec``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 FORMAT = 1
-"""The major version of the format."""
+"""Major version of the format."""
 
 CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
-"""The required features that stand for parameters of codecs, and for side-cars (``Codec.features``)."""
+"""Required features for parameters and side-cars of codecs (``Codec.features``)."""
 
 FEATURES = CODEC_FEATURES | {
     basis.FEATURE,
@@ -42,7 +42,7 @@ FEATURES = CODEC_FEATURES | {
     layer_states.FEATURE,
     position_offsets.FEATURE,
 }
-"""Required features that this kvpack supports."""
+"""Required features that this version of kvpack supports."""
 
 FILTERS = ("none", "zstd")
 DIGEST_BYTES = 16
@@ -66,18 +66,18 @@ CONTENTS_RULES = {
     "codecs": Rule(tuple, MAX_CODECS),
     "layers": Rule(tuple, MAX_LAYERS),
 }
-"""The rules of the fields of a side, a tensor and the whole, in the order in which they are checked."""
+"""Rules for the fields of a side, of a tensor and of the whole header, in the order in which they are checked."""
 
 _features = attrgetter("summary.features")
 
 
 @dataclass(frozen=True)
 class SideEntry:
-    """The keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens of ``tail_dtype``.
+    """The header entry for the keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens.
 
-    ``codec`` is an index into the codec list. ``window`` is the number of raw tokens at which a writer encodes the tail.
-    ``entries`` maps the name of each stream with one row per entry to its number of rows.
-    Raises InvalidHeader or LimitExceeded, which name the field.
+    ``codec`` is an index into the codec list, ``runs`` are token counts, and ``window`` is the number of raw tokens that are encoded
+    together. ``entries`` has the number of rows of each stream with one row per entry. Raises InvalidHeader or LimitExceeded, which name
+    the field.
     """
 
     codec: int
@@ -98,7 +98,7 @@ class SideEntry:
 
     @property
     def packed(self) -> int:
-        """Number of packed tokens: all except the tail."""
+        """Number of packed tokens, without the tail."""
         return sum(self.runs)
 
     @property
@@ -108,7 +108,7 @@ class SideEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer; an absent side is None. Raises InvalidHeader if the sides differ in batch or tokens."""
+    """The header entry for one layer; absent keys or values are None. Raises InvalidHeader if they differ in batch or tokens."""
 
     k: SideEntry | None
     v: SideEntry | None
@@ -117,12 +117,12 @@ class LayerEntry:
         if self.k is None or self.v is None:
             return
         if self.k.batch != self.v.batch:
-            raise InvalidHeader(f"k.batch is {self.k.batch} and v.batch {self.v.batch}, expected the same")
+            raise InvalidHeader(f"k.batch is {self.k.batch}, but v.batch is {self.v.batch}")
         if self.k.tokens != self.v.tokens:
-            raise InvalidHeader(f"k.tokens is {self.k.tokens} and v.tokens {self.v.tokens}, expected the same")
+            raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
-        """Yield the sides that are present, as ("k" or "v", side)."""
+        """Yield ("k" or "v", side) for the sides that are present."""
         if self.k is not None:
             yield "k", self.k
         if self.v is not None:
@@ -131,7 +131,7 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One stored tensor: ``digest`` is the XXH3-128 (canonical: big-endian) of its ``stored_bytes`` stored bytes.
+    """The header entry for one stored tensor. ``digest`` is the big-endian XXH3-128 of its ``stored_bytes`` bytes.
 
     Raises InvalidHeader or LimitExceeded, which name the field.
     """
@@ -144,7 +144,7 @@ class TensorEntry:
     digest: bytes
 
     def __post_init__(self) -> None:
-        # True equals 1 in Python, also in the comparison with the layout.
+        # True equals 1 in Python, so the comparison with the layout would accept it.
         if not {int}.issuperset(map(type, self.shape)):
             raise InvalidHeader(f"shape is {list(self.shape)}, expected integers")
         check_fields(self, TENSOR_RULES)
@@ -152,16 +152,17 @@ class TensorEntry:
             raise InvalidHeader(f"digest has {len(self.digest)} bytes, expected {DIGEST_BYTES}")
 
     def check_against(self, name: str, layout: Layout) -> None:
-        """Raise InvalidHeader or LimitExceeded unless this is the tensor ``name`` of ``layout``."""
-        for field, found, expected in (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape)):
-            if found != expected:
-                raise InvalidHeader(f"{field} is {found!r}, expected {expected!r} from the layers and codecs ({name})")
+        """Raise InvalidHeader or LimitExceeded unless this is the entry of tensor ``name`` with ``layout``."""
+        fields = (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape))
+        for field, actual, expected in fields:
+            if actual != expected:
+                raise InvalidHeader(f"{field} is {actual!r}, expected {expected!r} from the layers and codecs ({name})")
         size = layout_bytes(layout)
         if self.filter == "none" and self.stored_bytes != size:
             raise InvalidHeader(f"stored_bytes is {self.stored_bytes}, expected {size} for the shape without a filter ({name})")
         if self.filter == "zstd" and size > MAX_RATIO * self.stored_bytes:
             raise LimitExceeded(
-                f"stored_bytes is {self.stored_bytes} for {size} decoded bytes, the limit is {MAX_RATIO} per stored byte ({name})"
+                f"stored_bytes is {self.stored_bytes} for {size} decoded bytes, but the ratio may be at most {MAX_RATIO} ({name})"
             )
 
 
@@ -169,10 +170,9 @@ class TensorEntry:
 class Contents:
     """The contents of a file, before its tensors are stored.
 
-    ``model`` is the identity of the model, ``recipe`` is informative, ``start`` is the first position of the range that all
-    layers share, and ``starts`` says where each layer starts in it. Readers preserve an ``ignorable`` feature that they do not
-    know; an unknown ``required`` feature raises UnsupportedVersion.
-    Raises InvalidHeader or LimitExceeded, which name the place.
+    ``model`` is the identity of the model, ``recipe`` is informative, and ``start`` is the first position of the range that all layers
+    share; ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them; an unknown
+    ``required`` feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, which name the position.
     """
 
     codecs: tuple[Codec, ...]
@@ -188,7 +188,7 @@ class Contents:
         for number, feature in enumerate(self.required):
             check(f"required[{number}]", feature, TEXT)
             if feature not in FEATURES:
-                raise UnsupportedVersion(lacking(feature))
+                raise UnsupportedVersion(missing_feature_message(feature))
         if [*self.required] != sorted({*self.required}):
             raise InvalidHeader(f"required is {list(self.required)}, expected names in ascending order")
         check_fields(self, CONTENTS_RULES)
@@ -199,9 +199,9 @@ class Contents:
                 raise within(f"layers[{number}].{name}", error) from None
         for number, layer in enumerate(self.layers):
             if layer.v is not None and self.codecs[layer.v.codec].summary.keys_only:
-                raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is for keys only")
-        if (named := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
-            names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (named, used))
+                raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is only for keys")
+        if (listed := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
+            names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (listed, used))
             raise InvalidHeader(f"required lists the codec features {names}, but the codecs use {uses}")
         _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
@@ -215,7 +215,7 @@ class Contents:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Position of the first token of every layer."""
+        """First position of each layer."""
         data = self._entry(layer_positions.FEATURE)
         return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
 
@@ -227,19 +227,19 @@ class Contents:
 
     @cached_property
     def batch(self) -> int:
-        """Smallest number of sequences of any layer with sides or states; 0 if none has any."""
+        """Smallest number of sequences in any layer; 0 if all layers are empty."""
         sides = (side.batch for layer in self.layers for _, side in layer.sides())
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens of the file's range; 0 if no layer has sides."""
+        """Number of tokens from the file's first position to its last one; 0 if no layer has keys or values."""
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
         return max(ends, default=self.start) - self.start
 
     @cached_property
     def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
-        """Tokens that no query may attend to."""
+        """Tokens to which no query may attend."""
         data = self._entry(hidden_tokens.FEATURE)
         if data is None:
             return ()
@@ -247,20 +247,20 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """Difference between position and token index after the range, for each sequence; None if the file does not record it."""
+        """Difference between position and token index after the last token, for each sequence; None if the file does not record it."""
         data = self._entry(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
     def _entry(self, feature: str) -> bytes | None:
-        """Return the bytes of a required feature that has an entry in ``ignorable``; None without it. Raises InvalidHeader."""
-        named, ignorable = feature in self.required, feature in self.ignorable
-        if named != ignorable:
-            places = ("required", "ignorable") if named else ("ignorable", "required")
-            raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected both")
-        return self.ignorable[feature] if named else None
+        """Return the ``ignorable`` data of a required feature; None if the file does not have the feature. Raises InvalidHeader."""
+        listed, ignorable = feature in self.required, feature in self.ignorable
+        if listed != ignorable:
+            places = ("required", "ignorable") if listed else ("ignorable", "required")
+            raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected it in both")
+        return self.ignorable[feature] if listed else None
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
-        """Return the states of layer ``number``, by ascending names."""
+        """Return the states of layer ``number``, sorted by name."""
         return self._states_by_layer.get(number, []) if self.states else []
 
     @cached_property
@@ -272,7 +272,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """Each distinct side at its first occurrence; most layers are equal, so one check covers them."""
+        """The first occurrence of each distinct side, so that equal sides, as in most layers, are checked only once."""
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -283,19 +283,20 @@ class Contents:
         if side.codec >= len(self.codecs):
             raise InvalidHeader(f"codec is {side.codec}, but the file has {len(self.codecs)} codecs")
         codec = self.codecs[side.codec]
-        facts = codec.summary
-        if facts.fixed_heads not in (None, side.heads):
-            raise InvalidHeader(f"heads is {side.heads}, but the widths of codec {codec.id} are for {facts.fixed_heads} heads")
-        if facts.token_group == 1 and len(side.runs) > 1 and not facts.has_run_rows:
-            raise InvalidHeader(f"runs has {len(side.runs)} entries, expected at most 1 for a codec that encodes tokens one by one")
-        if (names := tuple(dict(side.entries))) != facts.entries:
-            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, expected {', '.join(facts.entries) or 'none'} from the codec")
-        if side.window % facts.token_group:
-            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {facts.token_group}")
+        summary = codec.summary
+        if summary.fixed_heads not in (None, side.heads):
+            raise InvalidHeader(f"heads is {side.heads}, but the widths of codec {codec.id} are for {summary.fixed_heads} heads")
+        if summary.token_group == 1 and len(side.runs) > 1 and not summary.has_run_rows:
+            raise InvalidHeader(f"runs has {len(side.runs)} entries, expected at most 1 for a codec that encodes each token separately")
+        if (names := tuple(dict(side.entries))) != summary.entries:
+            expected = ", ".join(summary.entries) or "none"
+            raise InvalidHeader(f"entries names {', '.join(names) or 'none'}, expected {expected} from the codec")
+        if side.window % summary.token_group:
+            raise InvalidHeader(f"window is {side.window}, expected a multiple of the codec's token group {summary.token_group}")
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Name, dtype and shape of every payload tensor, in file order."""
+        """Layout of each payload tensor by name, in file order."""
         result = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():
@@ -307,7 +308,7 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """The tensors of every side by stream name, in file order; equal sides share one entry."""
+        """Layouts of the tensors of each distinct side, by stream name and in file order."""
         result = {}
         for side in self._first_uses.values():
             result[side] = side_tensors(self.codecs[side.codec], side)
@@ -316,7 +317,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Header(Contents):
-    """The whole header: ``tensors`` lists every payload tensor in file order and must match the layers and codecs."""
+    """The complete header. ``tensors`` lists all payload tensors in file order and must match the layers and codecs."""
 
     tensors: tuple[TensorEntry, ...]
 
@@ -333,12 +334,12 @@ class Header(Contents):
 
     @classmethod
     def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
-        """Create the header of ``contents`` stored as ``tensors``."""
+        """Return the header of ``contents`` whose tensors are stored as ``tensors``."""
         return cls(**{field.name: getattr(contents, field.name) for field in dataclasses.fields(Contents)}, tensors=tensors)
 
 
 def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, Layout]:
-    """Return the name (after ``prefix``), dtype and shape of every tensor of a side, in file order (spec/container.md, Runs and tail)."""
+    """Return the layout of each tensor of a side by ``prefix`` and stream name, in file order (spec/container.md, Runs and tail)."""
     result, entries, rows_by_size = {}, dict(side.entries), {1: sum(side.runs)}
     for stream, layout in codec.run_layouts(side.batch, side.heads).items():
         rows, size = len(side.runs), layout.tokens_per_row
@@ -355,20 +356,20 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Return the size of a tensor in bytes before any filter."""
+    """Return the size of a tensor in bytes without a filter."""
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
 def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
-    """Return the required features of ``codecs``, ascending."""
+    """Return the required features of ``codecs``, in ascending order."""
     return tuple(sorted(frozenset().union(*map(_features, codecs))))
 
 
-def lacking(feature: str) -> str:
-    """Return the error message for a required feature that this kvpack does not support."""
+def missing_feature_message(feature: str) -> str:
+    """Return the error message about a required feature that this version of kvpack does not support."""
     return f"the file needs the feature {feature!r:.200}, which this kvpack does not support: install a newer kvpack"
 
 
 def within(where: str, error: KvpackError) -> KvpackError:
-    """Return ``error`` with ``where`` prepended to the field with which its message begins."""
+    """Return ``error`` with ``where`` prepended to the field name at the beginning of its message."""
     return type(error)(f"{where}.{error}")

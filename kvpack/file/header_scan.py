@@ -1,6 +1,6 @@
-"""Find unknown features of a header by walking over its msgpack without building objects (spec/container.md, Header tensor).
+"""Find unknown features of a header by scanning its msgpack without building objects (spec/container.md, Header tensor).
 
-A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The walk looks only
+A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The scan looks only
 for ``format``, ``required`` and the ids of ``codecs``, and stops where the bytes end.
 """
 
@@ -16,61 +16,61 @@ _INTEGER, _STRING, _ARRAY, _MAP, _OTHER = range(5)
 
 _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
-"""Values with a one-byte head that only values follow: containers (for one pattern, of at least one entry) and plain values."""
-_ADDED = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""The number of values that follow a head of one byte."""
+"""Patterns of one-byte values: containers with at least one entry, whose entries follow, and other one-byte values and containers."""
+_CONTAINED_VALUES = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
+"""Number of values inside the container that a one-byte head starts, by the head's byte; 0 for other bytes."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
     0xD9: (_STRING, 1), 0xDA: (_STRING, 2), 0xDB: (_STRING, 4),
     0xDC: (_ARRAY, 2), 0xDD: (_ARRAY, 4), 0xDE: (_MAP, 2), 0xDF: (_MAP, 4),
 }  # fmt: skip
-"""Forms with a length: their kind, and the bytes of the length."""
+"""Kind and number of length bytes, by the first byte of values that store a length."""
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Extension types with a length: the bytes of the length. The type takes one byte more."""
+"""Number of length bytes, by the first byte of extension values. One more byte has the type."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Floats and extension types of a fixed length: the bytes after the first one."""
+"""Number of bytes after the first one, for floats and extension values of fixed length."""
 
 
 class UnknownFeatures(NamedTuple):
-    """The ``format`` of a header (None if it is not an integer), its first unknown feature, and its first unknown codec."""
+    """The ``format`` of a header (None if it is not an integer), its first unknown feature and its first unknown codec."""
 
     format: int | None
     feature: str | None
     codec: str | None
 
 
-class _Ended(Exception):
-    """The bytes end within a value."""
+class _EndOfBytes(Exception):
+    """Raised if the bytes end within a value."""
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Return the features and codecs of the header ``data`` that a reader with ``features`` and ``codecs`` does not know.
+    """Return what a reader that supports ``features`` and ``codecs`` does not support in the header ``data``.
 
-    The walk takes linear time.
+    The scan takes linear time.
     """
-    walk = _Walk(data)
+    scanner = _Scanner(data)
     result: dict[str, int | str | None] = {}
     try:
-        kind, count = walk.value()
+        kind, count = scanner.value()
         for _ in range(count if kind == _MAP else 0):
-            name = walk.string()
+            name = scanner.string()
             if name in result or name not in ("format", "required", "codecs"):
-                walk.skip(1)
+                scanner.skip(1)
                 continue
             result[name] = None
-            kind, size = walk.value()
+            kind, size = scanner.value()
             if name == "format" and kind == _INTEGER:
                 result[name] = size
             elif name != "format" and kind == _ARRAY:
                 for _ in range(size):
-                    entry = walk.string() if name == "required" else walk.entry("id")
+                    entry = scanner.string() if name == "required" else scanner.entry("id")
                     if result[name] is None and entry is not None and entry not in (features if name == "required" else codecs):
                         result[name] = entry
             else:
-                walk.leave(kind, size)
-    except _Ended:
+                scanner.leave(kind, size)
+    except _EndOfBytes:
         pass
     version, feature, codec = result.get("format"), result.get("required"), result.get("codecs")
     return UnknownFeatures(
@@ -80,14 +80,16 @@ def unknown_features(data: bytes, features: Collection[str], codecs: Collection[
     )
 
 
-class _Walk:
-    """A position in msgpack. Methods raise ``_Ended`` when the bytes end inside the value that they read."""
+class _Scanner:
+    """A position in msgpack bytes. Methods raise ``_EndOfBytes`` if the bytes end within the value that they read."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def value(self) -> tuple[int, int]:
-        """Enter the next value; return its kind and the value of an integer, the bytes of a string or the number of entries of a container.
+        """Read the start of the next value and return its kind with a number.
+
+        The number is the value of an integer, the length of a string or other value in bytes, or the number of entries of a container.
         """
         first = self._take(1)[0]
         if first < 0x80:
@@ -106,19 +108,19 @@ class _Walk:
         return _OTHER, _FIXED.get(first, 0)
 
     def leave(self, kind: int, size: int) -> None:
-        """Skip the rest of a value that was entered."""
+        """Skip the rest of a value after ``value``."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip ``values`` values and their contents without recursion, because the bytes could nest to any depth."""
-        # Regular expressions and sums handle many bytes per step. An opening container leaves at least as many values to skip
-        # as before it, and n bytes of short values end at most n values.
+        """Skip ``values`` values with their contents. Not recursive, because the bytes may nest to any depth."""
+        # Regular expressions handle many bytes per step. A container's first byte leaves at least as many values to skip as before, and
+        # n bytes of one-byte values complete at most n values.
         while values:
-            values += self._short(_OPENING, len(self._data))
-            values += self._short(_SHORT, self._at + values)
+            values += self._skip_short(_OPENING, len(self._data))
+            values += self._skip_short(_SHORT, self._at + values)
             if values:
                 kind, size = self.value()
                 values -= 1
@@ -127,16 +129,16 @@ class _Walk:
                 elif kind != _INTEGER:
                     values += size if kind == _ARRAY else 2 * size
 
-    def _short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip the one-byte heads that follow, up to ``end``; return how many more values are left to skip."""
+    def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
+        """Skip one-byte values that match ``values``, up to ``end``; return by how much the number of values to skip changes."""
         match = values.match(self._data, self._at, end)
         if match is None:
             return 0
         self._at = match.end()
-        return sum(match[0].translate(_ADDED)) - len(match[0])
+        return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def string(self) -> str | None:
-        """Skip the next value; return it if it is a string, otherwise None."""
+        """Skip the next value and return it if it is a string; otherwise return None."""
         kind, size = self.value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -144,22 +146,22 @@ class _Walk:
         return None
 
     def entry(self, key: str) -> str | None:
-        """Skip the next value, a map; return its first value for ``key`` if that is a string, or None."""
+        """Skip the next value, a map, and return its first value for ``key`` if that is a string; otherwise return None."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)
             return None
-        found, seen = None, False
+        result, seen = None, False
         for _ in range(count):
             if self.string() == key and not seen:
-                found, seen = self.string(), True
+                result, seen = self.string(), True
             else:
                 self.skip(1)
-        return found
+        return result
 
     def _take(self, size: int) -> bytes:
         taken = self._data[self._at : self._at + size]
         if len(taken) < size:
-            raise _Ended
+            raise _EndOfBytes
         self._at += size
         return taken

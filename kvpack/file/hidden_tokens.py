@@ -1,4 +1,4 @@
-"""The required feature ``hidden-tokens``: the tokens that no query may attend to (spec/container.md, Hidden tokens)."""
+"""The required feature ``hidden-tokens``: tokens to which no query may attend (spec/container.md, Hidden tokens)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FEATURE = "hidden-tokens"
-"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 
 _RECORD = struct.Struct("<IQQ")
 _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class Hidden(NamedTuple):
-    """The positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
+    """A range of positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
 
     row: int
     start: int
@@ -28,18 +28,18 @@ class Hidden(NamedTuple):
 
 
 def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with hidden tokens. Raises LimitExceeded for more than an entry can list."""
-    data = b"".join(_RECORD.pack(*stretch) for stretch in hidden)
+    """Return ``required`` and ``ignorable`` for a file with hidden tokens. Raises LimitExceeded if there are too many ranges."""
+    data = b"".join(_RECORD.pack(*token_range) for token_range in hidden)
     if len(data) > MAX_BINARY_BYTES:
         raise LimitExceeded(
-            f"the attention mask hides {len(data) // _RECORD.size} ranges of tokens, the limit is {MAX_BINARY_BYTES // _RECORD.size}: "
-            "save fewer sequences in a file, such as cache.select(range(1000))"
+            f"the attention mask hides {len(data) // _RECORD.size} ranges of tokens, but a file can have at most "
+            f"{MAX_BINARY_BYTES // _RECORD.size}: save fewer sequences per file, such as cache.select(range(1000))"
         )
     return ((FEATURE,), {FEATURE: data}) if data else ((), {})
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidden, ...]:
-    """Return the hidden tokens in the entry ``data`` of a file with ``batch`` sequences and the range ``[start, stop)``.
+    """Parse ``data`` of the feature in a file with ``batch`` sequences and positions ``[start, stop)``.
 
     Raises InvalidHeader, which names the record.
     """
@@ -47,14 +47,15 @@ def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidde
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each range, and at least one range")
     hidden = tuple(Hidden(*record) for record in _RECORD.iter_unpack(data))
     last = Hidden(-1, 0, 0)
-    for number, stretch in enumerate(hidden):
+    for number, token_range in enumerate(hidden):
         where = f"{_PLACE}: record {number}"
-        if stretch.row >= batch:
-            raise InvalidHeader(f"{where} names sequence {stretch.row}, but the file has {batch} sequences")
-        if not start <= stretch.start < stretch.stop <= stop:
-            raise InvalidHeader(f"{where} covers positions {stretch.start} to {stretch.stop}, expected a range within {start} to {stop}")
-        if stretch.row < last.row or (stretch.row == last.row and stretch.start <= last.stop):
+        if token_range.row >= batch:
+            raise InvalidHeader(f"{where} names sequence {token_range.row}, but the file has {batch} sequences")
+        if not start <= token_range.start < token_range.stop <= stop:
+            positions = f"[{token_range.start}:{token_range.stop}]"
+            raise InvalidHeader(f"{where} covers positions {positions}, expected a range within [{start}:{stop}]")
+        if token_range.row < last.row or (token_range.row == last.row and token_range.start <= last.stop):
             before = tuple(last)
-            raise InvalidHeader(f"{where} is {tuple(stretch)} after {before}, expected ascending ranges with tokens between them")
-        last = stretch
+            raise InvalidHeader(f"{where} is {tuple(token_range)} after {before}, expected ascending ranges with tokens between them")
+        last = token_range
     return hidden

@@ -1,4 +1,4 @@
-"""The inputs of a cache: the known token ids, and everything that token ids do not determine."""
+"""The inputs of a cache: known token ids, and descriptions of everything else that determined its values."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
 
 FEATURE = "inputs"
-"""The name of the ignorable feature that contains the inputs in a file."""
+"""Name of the ignorable feature with the inputs in a file."""
 IDS_FEATURE = "token-ids"
-"""Prefix of the names of the ignorable features with all known ids, if ``inputs`` does not contain them."""
+"""Prefix of the names of the ignorable features with all known ids, if they do not fit into ``inputs``."""
 ROWS_FEATURE = "row-ids"
-"""Prefix of the names of the ignorable features with the ids of each row, if rows differ."""
+"""Prefix of the names of the ignorable features with the ids of each sequence, if sequences differ."""
 EARLIER_FEATURE = "earlier-ids"
-"""The name of the ignorable feature with digests of the ids before a file's first token."""
+"""Name of the ignorable feature with digests of the ids before a file's first token."""
 _DIGEST_BYTES = 32
 MAX_IDS = 2**20
-"""Maximum number of ids that a file keeps, those of all rows together: they fill half of the largest header."""
+"""Maximum number of ids in a file, over all sequences. They fill half of the largest header."""
 ID_BYTES = 4
-"""The bytes of a token id: unsigned, little-endian."""
+"""Size of a token id in bytes: unsigned, little-endian."""
 
 ROWS_DIFFER = "differ from row to row of the batch"
-"""End of the clause about tokens whose ids differ between rows."""
+"""End of the clause about tokens whose ids differ between sequences."""
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
-"""End of the clause about tokens whose ids are not in the file."""
+"""End of the clause about tokens whose ids did not fit into the file."""
 NOT_READABLE = "what its tokens came from is not readable"
-"""The clause about a feature of another form."""
+"""Clause about inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
-"""End of the clause about tokens computed with a mask that is not known."""
+"""End of the clause about tokens computed with an unknown attention mask."""
 PADDED = "were computed with an attention mask that hides padding"
-"""End of the clause about tokens whose mask hides only ``hidden``, and whose positions count only visible tokens."""
+"""End of the clause about tokens whose attention mask hides only ``hidden``, with positions that count only visible tokens."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs that the tokens of a cache were computed from.
+    """The inputs from which a cache's values were computed.
 
     Args:
-        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If rows of a batch differ, only the ids
-            that all rows begin with.
-        undetermined: Inputs that the ids do not determine, each as a clause such as "tokens 8 to 15 came from embeddings".
-        starts: First token of each of ``undetermined`` (default: 0); a prefix that ends before it does not depend on the input.
-        rows: Ids of each row of a batch, the same number for each, if rows differ.
-        hidden: Tokens that an attention mask hid, such as padding; no later token may attend to them.
+        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids
+            with which all of them begin.
+        undetermined: Inputs other than ids, each described by a clause such as "tokens 8 to 15 came from embeddings".
+        starts: First token that each of ``undetermined`` affects (default: 0). Prefixes that end before it do not depend on the input.
+        rows: Ids of each sequence of a batch, equally many for each, if sequences differ.
+        hidden: Tokens hidden by an attention mask, such as padding, as (sequence, start, stop). No later token may attend to them.
         first: Position of the first token.
-        count: Number of tokens that the inputs were recorded for.
-        sums: Checksums of keys and values ``[row, token]`` by layer and side, each with the position of its first token.
-        before: Ids of each row up to the first token, of the cache that these tokens were cut from; None if they are not known.
-        earlier: SHA-256 of the ids of each row from position 0 up to the first token, as a file records it instead of ``before``.
+        count: Number of tokens for which the inputs were recorded.
+        sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
+        before: If the cache is a slice, ids of each sequence before the first token; None if unknown.
+        earlier: If the cache is from a file, SHA-256 of the ids of each sequence before the first token; None if unknown.
 
     Raises:
-        InvalidParameter: The values contradict one another.
+        InvalidParameter: The arguments have the wrong form or contradict one another.
 
     >>> import struct
     >>> inputs = kvpack.Inputs(struct.pack("<3I", 5, 6, 7))
@@ -83,32 +83,34 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
-            raise InvalidParameter(f"token_ids are bytes, {ID_BYTES} for each id; got {_described(self.token_ids)}")
+            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_described(self.token_ids)}")
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
-            raise InvalidParameter(f"starts is {describe(self.starts)}, expected a tuple of positions, integers from 0")
+            raise InvalidParameter(f"starts is {describe(self.starts)}, expected a tuple of positions (integers of at least 0)")
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):
-            raise InvalidParameter(f"starts has {len(self.starts)} positions, and undetermined {len(self.undetermined)} texts")
+            raise InvalidParameter(f"starts has {len(self.starts)} positions, but undetermined has {len(self.undetermined)} texts")
         if not _is_tuple(self.rows, bytes):
-            raise InvalidParameter(f"rows is {describe(self.rows)}, expected a tuple of bytes, the ids of each row")
+            raise InvalidParameter(f"rows is {describe(self.rows)}, expected a tuple with the ids of each sequence as bytes")
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
-            raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (row, start, stop)")
+            raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (sequence, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
-            raise InvalidParameter(f"rows are bytes of one length, {ID_BYTES} for each id; got {', '.join(map(_described, self.rows))}")
+            lengths = ", ".join(map(_described, self.rows))
+            raise InvalidParameter(f"rows must have equal lengths, {ID_BYTES} bytes for each id, but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
-            raise InvalidParameter("token_ids must be the ids that all rows begin with; got a row that begins with others")
-        object.__setattr__(self, "hidden", tuple(Hidden(*stretch) for stretch in self.hidden))
+            raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
+        object.__setattr__(self, "hidden", tuple(Hidden(*token_range) for token_range in self.hidden))
 
     @classmethod
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[Hidden, ...], first: int) -> Inputs:
-        """Return the inputs of a cache from position ``first`` on whose ``rows`` have these ids, the same number for each.
+        """Return the inputs of a cache from position ``first`` on, given the ids of each sequence, equally many for each.
 
-        ``undetermined`` has texts with the positions of their first tokens; a text about differing rows is added if it is missing.
+        ``undetermined`` has clauses with the positions of the first tokens that they affect. A clause about differing sequences is added if
+        needed.
         """
-        token_ids, known, result = _rows(rows, first)
+        token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
         if result and not any(text.endswith(ROWS_DIFFER) for text, _ in items):
             items += result
@@ -116,30 +118,30 @@ class Inputs:
 
     @property
     def tokens(self) -> int:
-        """Number of known ids of each row."""
+        """Number of known ids per sequence."""
         return len(self.known[0]) // ID_BYTES
 
     @property
     def known(self) -> tuple[bytes, ...]:
-        """Known ids of each row; one element if all rows have the same."""
+        """Known ids of each sequence; one element if all sequences have the same ids."""
         return self.rows or (self.token_ids,)
 
     @property
     def rows_are_unknown(self) -> bool:
-        """True if rows have different ids, some of which are not known."""
+        """True if sequences have different ids, and some of these ids are unknown."""
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
-        """Return the inputs of tokens ``[start, stop)``, counted from the cache's first token, at position ``first``.
+        """Return the inputs of tokens ``[start, stop)`` of a cache whose first token is at position ``first``.
 
-        Every token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
+        Each token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
         """
         kept = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
         rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in kept) else ()
         begin, end = first + start, first + stop
-        clipped = (Hidden(row, max(begin, first_hidden), min(end, two)) for row, first_hidden, two in self.hidden)
-        hidden = tuple(stretch for stretch in clipped if stretch.start < stretch.stop)
+        clipped = (Hidden(row, max(begin, hidden_start), min(end, hidden_stop)) for row, hidden_start, hidden_stop in self.hidden)
+        hidden = tuple(token_range for token_range in clipped if token_range.start < token_range.stop)
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
         cut_inputs = _joined_inputs(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
@@ -153,7 +155,7 @@ class Inputs:
         return replace(cut_inputs, sums=sums)
 
     def _before(self, start: int) -> tuple[bytes, ...] | None:
-        """The ids of each row up to token ``start``, as far back as all are known; None if none are."""
+        """Return the known ids of each sequence before token ``start``; None if one of them is unknown."""
         if not start:
             return self.before
         if self.tokens < start:
@@ -161,21 +163,21 @@ class Inputs:
         return _following(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
-        """Return the inputs of the rows ``indices``, in that order, of a cache whose first token is at position ``first``."""
+        """Return the inputs of the sequences ``indices``, in that order, of a cache whose first token is at position ``first``."""
         items = [(selected_text(text, indices), start) for text, start in zip(self.undetermined, self.starts, strict=True)]
         token_ids, rows = self.token_ids, self.rows
         if rows:
             rows = tuple(rows[index] for index in indices)
             differ = next((start for text, start in items if text.endswith(ROWS_DIFFER)), first)
-            # Rows that differ before the first token have different values, whatever their ids are from there on.
+            # Sequences that differ before the first token have different values even if their ids are the same from there on.
             if len(set(indices)) == 1 or differ >= first:
                 items = [(text, start) for text, start in items if not text.endswith(ROWS_DIFFER)]
-                token_ids, rows, result = _rows(rows, first)
+                token_ids, rows, result = _common_ids(rows, first)
                 items += result
-        by_row: dict[int, list[Hidden]] = {}
-        for stretch in self.hidden:
-            by_row.setdefault(stretch.row, []).append(stretch)
-        hidden = tuple(Hidden(row, *stretch[1:]) for row, index in enumerate(indices) for stretch in by_row.get(index, ()))
+        hidden_by_row: dict[int, list[Hidden]] = {}
+        for token_range in self.hidden:
+            hidden_by_row.setdefault(token_range.row, []).append(token_range)
+        hidden = tuple(Hidden(row, *token_range[1:]) for row, index in enumerate(indices) for token_range in hidden_by_row.get(index, ()))
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
         sums = None if self.sums is None else {place: (position, kept[list(indices)]) for place, (position, kept) in self.sums.items()}
@@ -183,7 +185,7 @@ class Inputs:
         return replace(selected, before=_select_rows(self.before, indices), earlier=_select_rows(self.earlier, indices))
 
     def to_bytes(self) -> bytes:
-        """Return the feature ``inputs`` of a file (spec/container.md): the undetermined inputs, then as many ids as fit."""
+        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, then as many ids as fit."""
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
@@ -196,9 +198,9 @@ class Inputs:
     def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
         """Return the required and the ignorable features of a file with these inputs.
 
-        The ignorable feature ``inputs`` is always present; ``token-ids.0`` and on if it does not hold all ids, ``row-ids.0`` and on if rows
-        differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known. Raises LimitExceeded for more
-        hidden tokens than a file lists.
+        The ignorable feature ``inputs`` is always present, ``token-ids.0`` and following if it does not contain all ids, ``row-ids.0``
+        and following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known.
+        Raises LimitExceeded if there are more hidden tokens than a file can list.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
@@ -220,7 +222,7 @@ class Inputs:
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
-        """Return the clauses about the ids that do not fit a file with room for only ``count`` ids per row."""
+        """Return the inputs with a clause about the ids that do not fit into a file with room for ``count`` ids per sequence."""
         if not self.rows or count * ID_BYTES == len(self.rows[0]):
             return self
         differ = next(start for text, start in zip(self.undetermined, self.starts, strict=True) if text.endswith(ROWS_DIFFER))
@@ -231,9 +233,10 @@ class Inputs:
     def from_features(
         cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int | None = None
     ) -> Inputs | None:
-        """Return the inputs in the ignorable features of a file of ``batch`` sequences with ``hidden`` tokens; None if it has none.
+        """Return the inputs in the features of a file with ``batch`` sequences; None if it has none.
 
-        The file's first token is at position ``start``; ids beyond its ``tokens`` (default: any number) are ignored.
+        ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. Ids beyond ``tokens`` (default: no limit)
+        are ignored.
         """
         stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
@@ -247,14 +250,14 @@ class Inputs:
             known = tuple((inputs.token_ids + rows[at : at + size])[:limit] for at in range(12, len(rows), size))
             if len(set(known)) > 1:
                 items = list(zip(inputs.undetermined, inputs.starts, strict=True))
-                differ = [] if _differ(inputs) else _rows(known, start)[2]
+                differ = [] if _differ(inputs) else _common_ids(known, start)[2]
                 inputs = _joined_inputs(inputs.token_ids, [*items, *differ], known)
             else:
                 inputs = replace(inputs, token_ids=known[0])
         if stored is None and not inputs.tokens and not hidden:
             return None
         if hidden and not any(text.endswith((MASKED, PADDED)) for text in inputs.undetermined):
-            reason = (f"tokens from {hidden[0].start} on {MASKED}", min(stretch.start for stretch in hidden))
+            reason = (f"tokens from {hidden[0].start} on {MASKED}", min(token_range.start for token_range in hidden))
             inputs = _joined_inputs(inputs.token_ids, [*zip(inputs.undetermined, inputs.starts, strict=True), reason], inputs.rows)
         earlier = ignorable.get(EARLIER_FEATURE, b"")
         digests = tuple(earlier[at : at + _DIGEST_BYTES] for at in range(0, len(earlier), _DIGEST_BYTES))
@@ -263,7 +266,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse the result of ``to_bytes``; any other bytes give inputs that are not known."""
+        """Parse the result of ``to_bytes``. Any other bytes result in unknown inputs (``NOT_READABLE``)."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -284,8 +287,8 @@ class Inputs:
 def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
 
-    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than those that it would
-    follow.
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than the ones
+    before it in ``parts``.
     """
     if all(inputs is None for inputs, _ in parts):
         return None
@@ -302,31 +305,31 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs
             ids += inputs.token_ids
             known = len(inputs.token_ids) == tokens * ID_BYTES
         if rows_known:
-            # Where rows are the same, each has the ids of all.
+            # If a part's sequences have the same ids, they apply to each sequence.
             input_rows = inputs.rows or (inputs.token_ids,) * count
             rows = [row + more for row, more in zip(rows, input_rows, strict=True)]
             rows_known = len(input_rows[0]) == tokens * ID_BYTES
         undetermined += zip(inputs.undetermined, inputs.starts, strict=True)
-        for stretch in inputs.hidden:
-            own_row = hidden.setdefault(stretch.row, [])
-            if own_row and own_row[-1].stop == stretch.start:
-                own_row[-1] = Hidden(stretch.row, own_row[-1].start, stretch.stop)
+        for token_range in inputs.hidden:
+            ranges_of_row = hidden.setdefault(token_range.row, [])
+            if ranges_of_row and ranges_of_row[-1].stop == token_range.start:
+                ranges_of_row[-1] = Hidden(token_range.row, ranges_of_row[-1].start, token_range.stop)
             else:
-                own_row.append(stretch)
+                ranges_of_row.append(token_range)
         position += tokens
-    in_order = tuple(stretch for row in sorted(hidden) for stretch in hidden[row])
-    whole = _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), in_order, beginning.first)
+    all_hidden = tuple(token_range for row in sorted(hidden) for token_range in hidden[row])
+    whole = _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), all_hidden, beginning.first)
     return replace(whole, before=beginning.before, earlier=beginning.earlier)
 
 
 def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, start: int, position: int) -> None:
-    """Raise InvalidParameter if ``inputs``, of part ``number`` at ``position``, were computed after other tokens than those joined so far.
+    """Raise InvalidParameter if ``inputs``, of part ``number`` at ``position``, were computed after other tokens than those joined.
 
-    The latter have these known ``ids`` in each row, from position ``start`` on, and follow the ids before ``beginning``.
+    Those start at position ``start``, have the known ``ids``, given per sequence, and follow the ids in ``beginning.before``.
     """
     joined_ids = _following(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
-    # Both end where the part begins.
+    # Both end just before the part's first token.
     size = min(len(before[0]), len(joined_ids[0]))
     count = max(len(before), len(joined_ids))
     for row, pair in enumerate(zip(_for_rows(before, count), _for_rows(joined_ids, count), strict=True)):
@@ -334,8 +337,8 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
         if computed != here:
             back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens than those before it here: {back} before its first, row {row} had the "
-                f"id {computed[-back]}, and here it has {here[-back]}; join slices of one cache"
+                f"caches[{number}] was computed after other tokens: {back} before its first token, sequence {row} had the id "
+                f"{computed[-back]}, but here it has {here[-back]}: join only slices of the same cache"
             )
     if len(joined_ids[0]) == position * ID_BYTES:
         digests, expected = inputs.earlier, joined_ids
@@ -349,8 +352,8 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
     for row, (digest, row_ids) in enumerate(zip(_for_rows(digests, count), _for_rows(expected, count), strict=True)):
         if digest != hashlib.sha256(row_ids).digest():
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens than those before it here: the SHA-256 of the ids of row {row} up to "
-                f"position {len(row_ids) // ID_BYTES} differs; join slices of one cache"
+                f"caches[{number}] was computed after other tokens: the SHA-256 of the ids of sequence {row} before position "
+                f"{len(row_ids) // ID_BYTES} differs: join only slices of the same cache"
             )
 
 
@@ -366,12 +369,12 @@ def _select_rows(values: tuple[bytes, ...] | None, indices: Sequence[int]) -> tu
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
-    """Return the ids of each of ``count`` rows; one element stands for all rows."""
+    """Return ids for each of ``count`` sequences. A single element stands for all of them."""
     return ids * count if len(ids) == 1 else ids
 
 
 def rows_differ(start: int, stop: int) -> str:
-    """Return a clause about tokens ``[start, stop)`` whose ids differ between rows."""
+    """Return the clause about tokens ``[start, stop)`` whose ids differ between sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
@@ -379,8 +382,10 @@ def _differ(inputs: Inputs) -> bool:
     return any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
 
 
-def _rows(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids with which all ``rows`` begin; if rows differ, also the rows, and the clause about the difference with its position.
+def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
+    """Return the ids with which all ``rows`` begin.
+
+    If rows differ, also return the rows, and the clause about the difference with its position.
     """
     if len(set(rows)) == 1:
         return rows[0], (), []

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEATURE = "layer-positions"
-"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 START_BYTES = 8
-"""The bytes of a start: unsigned, little-endian."""
+"""Size of a position in bytes: unsigned, little-endian."""
 
 
 class HasSides(Protocol):
-    """A layer with its sides, None if absent."""
+    """A layer with keys and values, each None if absent."""
 
     @property
     def k(self) -> object: ...
@@ -29,7 +29,7 @@ class HasSides(Protocol):
 
 
 def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file that begins at ``start`` and has layers at ``starts``. Raises LimitExceeded."""
+    """Return ``required`` and ``ignorable`` for a file from position ``start`` with layers at ``starts``. Raises LimitExceeded."""
     for number, first in enumerate(starts):
         check(f"the first position of layers[{number}]", first, Rule(int, MAX_TOKENS, start))
     if all(first == start for first in starts):
@@ -38,18 +38,18 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Parse the first position of every layer from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
+    """Parse the first position of each layer from ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))
     for number, (first, layer) in enumerate(zip(starts, layers, strict=True)):
         _check_start(number, first, start, layer)
     if all(first == start for first in starts):
-        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, like the file: expected no such feature")
+        raise InvalidHeader(f"{FEATURE} is present, but every layer starts at {start}, like the file, so the feature must be absent")
     return starts
 
 
 def _check_start(number: int, first: int, start: int, layer: HasSides) -> None:
     check(f"ignorable[{FEATURE!r}][{number}]", first, Rule(int, MAX_TOKENS, start))
     if first != start and layer.k is None and layer.v is None:
-        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, expected the file's start {start} for a layer without sides")
+        raise InvalidHeader(f"ignorable[{FEATURE!r}][{number}] is {first}, expected the file's start {start} for an empty layer")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 FEATURE = "layer-state"
-"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
-"""Dtypes of a state; its record contains an index into them."""
+"""Dtypes of states. The record of a state contains an index into them."""
 MAX_SIZES = 8
 MAX_NAME_BYTES = 28
 _RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
@@ -29,21 +29,21 @@ _PLACE = f"ignorable[{FEATURE!r}]"
 
 
 class HasBatch(Protocol):
-    """A side of a layer with a batch."""
+    """The keys or values of a layer, with a number of sequences."""
 
     @property
     def batch(self) -> int: ...
 
 
 class HasSides(Protocol):
-    """A layer that iterates over its sides by name."""
+    """A layer with keys and values."""
 
     def sides(self) -> Iterator[tuple[str, HasBatch]]: ...
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """State ``name`` of layer ``layer``: ``shape`` is ``[batch, ...]``, ``dtype`` one of ``DTYPES``.
+    """The description of state ``name`` of layer ``layer``, with shape ``[batch, ...]`` and a dtype of ``DTYPES``.
 
     Raises InvalidHeader or LimitExceeded, which name the state.
     """
@@ -66,7 +66,7 @@ class StateEntry:
 
     @property
     def where(self) -> str:
-        """Name of its tensor in a file."""
+        """Name of the state's tensor in a file."""
         return f"{self.layer}.state.{self.name}"
 
     @property
@@ -75,7 +75,7 @@ class StateEntry:
 
 
 def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded for more than an entry holds."""
+    """Return ``required`` and ``ignorable`` for a file with ``states``. Raises LimitExceeded if there are too many."""
     ordered = sorted(states, key=lambda state: (state.layer, state.name))
     if not ordered:
         return (), {}
@@ -83,18 +83,18 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
         if len(state.name) > MAX_NAME_BYTES or len(state.shape) > MAX_SIZES:
             raise LimitExceeded(
                 f"the state {state.where} has a name of {len(state.name)} bytes and {len(state.shape)} sizes, "
-                f"the limits are {MAX_NAME_BYTES} and {MAX_SIZES}"
+                f"but may have at most {MAX_NAME_BYTES} and {MAX_SIZES}"
             )
     if len(ordered) * _RECORD.size > MAX_BINARY_BYTES:
-        raise LimitExceeded(f"the layers have {len(ordered)} states, the limit is {MAX_BINARY_BYTES // _RECORD.size}")
-    return (FEATURE,), {FEATURE: b"".join(map(_packed, ordered))}
+        raise LimitExceeded(f"the layers have {len(ordered)} states, but a file can have at most {MAX_BINARY_BYTES // _RECORD.size}")
+    return (FEATURE,), {FEATURE: b"".join(map(_pack, ordered))}
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the states in the entry ``data``, in file order. Raises InvalidHeader or LimitExceeded, which name the position."""
+    """Parse the states in ``data``, in file order. Raises InvalidHeader or LimitExceeded, which name the position."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
-    states = tuple(_parsed(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
+    states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))
     last = (-1, "")
     batches: defaultdict[int, dict[str, int]] = defaultdict(dict)
     for state in states:
@@ -103,32 +103,32 @@ def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, .
         if (state.layer, state.name) <= last:
             raise InvalidHeader(f"{_PLACE} has {state.where} after {last[0]}.state.{last[1]}, expected ascending layers and names")
         last = state.layer, state.name
-        of_layer = batches[state.layer]
-        of_layer |= {name: side.batch for name, side in layers[state.layer].sides()}
-        of_layer[state.where] = state.shape[0]
-        if len(set(of_layer.values())) > 1:
-            found = ", ".join(f"{batch} in {name}" for name, batch in of_layer.items())
-            raise InvalidHeader(f"{_PLACE}: layer {state.layer} has different numbers of sequences: {found}")
+        batch_by_name = batches[state.layer]
+        batch_by_name |= {name: side.batch for name, side in layers[state.layer].sides()}
+        batch_by_name[state.where] = state.shape[0]
+        if len(set(batch_by_name.values())) > 1:
+            batches_text = ", ".join(f"{batch} in {name}" for name, batch in batch_by_name.items())
+            raise InvalidHeader(f"{_PLACE}: layer {state.layer} has different numbers of sequences: {batches_text}")
     return states
 
 
-def _packed(state: StateEntry) -> bytes:
+def _pack(state: StateEntry) -> bytes:
     sizes = (*state.shape, *[0] * (MAX_SIZES - len(state.shape)))
     return _RECORD.pack(state.layer, DTYPES.index(state.dtype), len(state.shape), *sizes, state.name.encode())
 
 
-def _parsed(number: int, record: bytes) -> StateEntry:
+def _parse(number: int, record: bytes) -> StateEntry:
     layer, dtype, count, *sizes, name = _RECORD.unpack(record)
     if dtype >= len(DTYPES):
         raise InvalidHeader(f"{_PLACE}: record {number} has the dtype {dtype}, expected one below {len(DTYPES)}")
     state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
-    if _packed(state) != record:
+    if _pack(state) != record:
         raise InvalidHeader(f"{_PLACE}: record {number} has {count} sizes of {sizes}, expected 1 to {MAX_SIZES}, and zeros after them")
     return state
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter for an array that a file cannot store as a state; ``dtype`` is None if the format has none for it."""
+    """Raise InvalidParameter if a file cannot store an array as a state. ``dtype`` is None if the format does not have the dtype."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has the shape {list(shape)} and the dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -1,32 +1,32 @@
-"""The limits of the format, for writers and readers (spec/container.md, Limits). Each is the largest value allowed."""
+"""Limits of the format, for writers and readers (spec/container.md, Limits). Each is the largest value allowed."""
 
 from __future__ import annotations
 
 MAX_FILE_BYTES = 2**60 - 1
-"""Bytes of a file."""
+"""Maximum size of a file in bytes."""
 MAX_JSON_BYTES = 2**24
-"""Bytes of the JSON header with its padding."""
+"""Maximum size of the JSON header in bytes, including padding."""
 MAX_HEADER_BYTES = 2**23
-"""Bytes of the header tensor."""
+"""Maximum size of the header tensor in bytes."""
 MAX_CODECS = 4096
-"""Entries of ``codecs``."""
+"""Maximum number of entries of ``codecs``."""
 MAX_LAYERS = 4096
-"""Entries of ``layers``."""
+"""Maximum number of entries of ``layers``."""
 MAX_ENTRIES = 2**17
-"""Entries of any array, such as ``tensors`` and the ``runs`` of a side."""
+"""Maximum number of entries of any array, such as ``tensors`` and ``runs``."""
 MAX_BATCH = 65536
-"""``batch`` of a side."""
+"""Maximum number of sequences (``batch``)."""
 MAX_HEADS = 65536
-"""``heads`` of a side."""
+"""Maximum number of KV heads (``heads``)."""
 MAX_TOKENS = 2**40 - 1
-"""Tokens of one side, its ``window``, and ``start``."""
+"""Maximum number of tokens of a layer, and maximum ``window`` and ``start``."""
 MAX_NAMES = 256
-"""Entries of each of ``required``, ``ignorable`` and ``model``, and of any msgpack map."""
+"""Maximum number of entries of ``required``, ``ignorable``, ``model``, and any msgpack map."""
 MAX_STRING_BYTES = 4096
-"""UTF-8 bytes of any string."""
+"""Maximum number of UTF-8 bytes of a string."""
 MAX_BINARY_BYTES = 65536
-"""Bytes of any binary value."""
+"""Maximum number of bytes of a binary value."""
 MAX_WINDOW_BYTES = 2**23
-"""Window of a zstd frame."""
+"""Maximum window of a zstd frame in bytes."""
 MAX_RATIO = 256
-"""Decoded bytes of a zstd tensor per stored byte."""
+"""Maximum number of decoded bytes of a zstd tensor per stored byte."""

@@ -1,4 +1,4 @@
-"""The ignorable feature ``metadata``: short texts and numbers which kvpack stores without interpreting them (spec/container.md)."""
+"""The ignorable feature ``metadata``: texts and numbers that kvpack stores without interpreting them (spec/container.md)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .limits import MAX_BINARY_BYTES, MAX_NAMES, MAX_STRING_BYTES
 
 FEATURE = "metadata"
 CHAT = "chat."
-"""The beginning of the names under which a chat keeps its messages (kvpack.integrations.transformers.Chat)."""
+"""Prefix of the names under which a chat stores its messages (kvpack.integrations.transformers.Chat)."""
 CHAT_MESSAGES = f"{CHAT}messages"
-"""The name of their number."""
+"""Name under which a chat stores the number of its messages."""
 MAX_NAME_BYTES = 255
-"""UTF-8 bytes of a name."""
+"""Maximum number of UTF-8 bytes of a name."""
 TEXT, INTEGER, NUMBER = range(3)
-"""The types of a value."""
+"""Type codes of values."""
 
 Value = str | int | float
 
 
 def to_bytes(metadata: Any) -> bytes:
-    """Return the feature's bytes for a map of names to texts, integers of 64 bits and finite floats.
+    """Return the feature's data for a dict from names to texts, 64-bit integers and finite floats.
 
-    Raises InvalidParameter for anything else, and LimitExceeded for too many or too long names and texts.
+    Raises InvalidParameter for anything else, and LimitExceeded if names or texts are too many or too long.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
@@ -36,7 +36,7 @@ def to_bytes(metadata: Any) -> bytes:
             raise InvalidParameter(f"a name in metadata is {name!r:.80}, expected a string that is not empty")
     _check_limit("metadata", len(metadata), "entries", MAX_NAMES)
     parts = []
-    # The order of code points is that of their UTF-8 bytes.
+    # Sorting by code points is the same as sorting by UTF-8 bytes.
     for name in sorted(metadata):
         key = _utf8("a name in metadata", name, MAX_NAME_BYTES)
         parts.append(bytes([len(key)]) + key + _value(f"metadata[{name!r:.80}]", metadata[name]))
@@ -46,7 +46,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Parse the map in the feature's bytes; empty for bytes that ``to_bytes`` does not create."""
+    """Parse the feature's data. Bytes that ``to_bytes`` cannot create result in an empty dict."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}
@@ -55,17 +55,17 @@ def from_bytes(data: bytes) -> dict[str, Value]:
 
 
 def _entries(data: bytes) -> Iterator[tuple[str, Value]]:
-    at = 0
-    while at < len(data):
-        name, kind = data[at + 1 : at + 1 + data[at]].decode(), data[at + 1 + data[at]]
-        at += 2 + data[at]
+    offset = 0
+    while offset < len(data):
+        name, kind = data[offset + 1 : offset + 1 + data[offset]].decode(), data[offset + 1 + data[offset]]
+        offset += 2 + data[offset]
         if kind == TEXT:
-            (size,) = struct.unpack_from("<I", data, at)
-            yield name, data[at + 4 : at + 4 + size].decode()
-            at += 4 + size
+            (size,) = struct.unpack_from("<I", data, offset)
+            yield name, data[offset + 4 : offset + 4 + size].decode()
+            offset += 4 + size
         else:
-            yield name, struct.unpack_from({INTEGER: "<q", NUMBER: "<d"}[kind], data, at)[0]
-            at += 8
+            yield name, struct.unpack_from({INTEGER: "<q", NUMBER: "<d"}[kind], data, offset)[0]
+            offset += 8
 
 
 def _value(where: str, value: Any) -> bytes:
@@ -94,4 +94,4 @@ def _utf8(where: str, text: str, limit: int) -> bytes:
 
 def _check_limit(where: str, size: int, what: str, limit: int) -> None:
     if size > limit:
-        raise LimitExceeded(f"{where} has {size} {what}, the limit is {limit}")
+        raise LimitExceeded(f"{where} has {size} {what}, but may have at most {limit}")

@@ -1,4 +1,4 @@
-"""The required feature ``position-offsets``: where text continues after images (spec/container.md, Position offsets)."""
+"""The required feature ``position-offsets``: where positions continue after images (spec/container.md, Position offsets)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from .layer_states import StateEntry
 
 FEATURE = "position-offsets"
-"""The name of the feature in ``required``, and of its entry in ``ignorable``."""
+"""Name of the feature in ``required``, and of its data in ``ignorable``."""
 OFFSET_BYTES = 8
-"""The bytes of an offset: two's complement, little-endian."""
+"""Size of an offset in bytes: two's complement, little-endian."""
 
 
 class HasTokens(Protocol):
-    """A side of a layer with a number of tokens."""
+    """The keys or values of a layer, with numbers of sequences and tokens."""
 
     @property
     def batch(self) -> int: ...
@@ -31,13 +31,13 @@ class HasTokens(Protocol):
 
 
 class HasSides(Protocol):
-    """A layer that iterates over its sides by name."""
+    """A layer with keys and values."""
 
     def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file whose sequences have these ``offsets``; None if they are not known."""
+    """Return ``required`` and ``ignorable`` for a file with the ``offsets`` of its sequences; None if they are unknown."""
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
@@ -46,7 +46,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the offset of each sequence from the entry ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
+    """Parse the offset of each sequence from ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

@@ -1,4 +1,7 @@
-"""Rows: pages of serving engines in a frame of fixed size, with a checksum that any device computes (spec/row.md). Needs no torch."""
+"""Rows of a fixed size that store pages of serving engines, with a checksum that any device can compute (spec/row.md).
+
+This module does not need PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from kvpack.formats.lazy import numpy
 
-from .front import pack_contents, unpacked_header
+from .front import pack_contents, unpack_header
 from .header import layout_bytes
 
 if TYPE_CHECKING:
@@ -18,28 +21,28 @@ if TYPE_CHECKING:
     from .header import Contents
 
 MAGIC = b"kvpack-row 1\n\0\0\0"
-"""The first bytes of a row of version 1."""
+"""First bytes of a row of version 1."""
 FRAME_BYTES = 128
 ALIGNMENT = 64
-"""The description, every stream and the end of a row are at multiples of it."""
+"""The description, all streams and the end of a row are at multiples of this number of bytes."""
 NAMESPACE_BYTES = KEY_BYTES = 32
 NAMESPACE_AT, KEY_AT = 32, 64
-"""Offsets of the namespace and the key in a frame."""
+"""Offsets in bytes of the namespace and the key in a frame."""
 MULTIPLIER = 0x9E3779B97F4A7C15
-"""Multiplier of the checksum: it is 5 modulo 8, so its powers repeat only after 2^62 words."""
+"""Multiplier of the checksum. It is 5 modulo 8, so that its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
-"""Maximum number of bytes of a row, up to which the checksum detects any two flipped bits."""
+"""Maximum size of a row in bytes, up to which the checksum detects any two flipped bits."""
 
 _FRAME = struct.Struct("<16sQQ32s32sI28x")
 _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Adds words to a checksum in C; None if it does not run. Set by ``kvpack.coding.dispatch``."""
+"""Function that adds words to a checksum in C, or returns None if C is unavailable. Set by ``kvpack.coding.dispatch``."""
 
 
 class Frame(NamedTuple):
-    """The fields of a frame."""
+    """The fields at the beginning of a row."""
 
     magic: bytes
     length: int
@@ -50,7 +53,7 @@ class Frame(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """The layout of a row: its bytes, its description, and the range ``[begin, end)`` of every stream by tensor name."""
+    """The layout of a row: its size, its description, and the range ``[begin, end)`` of each stream by tensor name."""
 
     nbytes: int
     description: bytes
@@ -58,54 +61,57 @@ class RowLayout(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """Offset of the first stream."""
+        """Offset of the first stream in bytes."""
         return _aligned(FRAME_BYTES + len(self.description))
 
     @property
     def pads(self) -> list[tuple[int, int]]:
-        """Padding ``[begin, end)`` after streams."""
+        """Ranges ``[begin, end)`` of padding after streams."""
         begins = [*(begin for begin, _ in self.places.values()), self.nbytes]
         ends = [self.payload, *(end for _, end in self.places.values())]
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
 
 def row_layout(contents: Contents) -> RowLayout:
-    """Return the layout of the row of a page with ``contents``. Raises LimitExceeded."""
+    """Return the layout of the row for a page with ``contents``. Raises LimitExceeded."""
     description = pack_contents(contents)
     places, end = {}, _aligned(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
         places[name] = end, end + layout_bytes(layout)
         end = _aligned(places[name][1])
     if end > MAX_ROW_BYTES:
-        raise LimitExceeded(f"the row of a page takes {end} bytes, the limit is {MAX_ROW_BYTES}: use pages of fewer tokens or layers")
+        raise LimitExceeded(f"the row of a page takes {end} bytes, but at most {MAX_ROW_BYTES} are allowed: use pages of fewer tokens")
     return RowLayout(end, description, places)
 
 
 def begins_row(beginning: bytes) -> bool:
-    """Return True if bytes begin as a row of this version does."""
+    """Return True if these first bytes belong to a row of version 1."""
     return beginning.startswith(MAGIC)
 
 
 def namespace_of(beginning: bytes) -> bytes | None:
-    """Return the namespace of a row from its first bytes, unchecked; None for anything other than a row of this version."""
+    """Return the namespace of a row from its first bytes, without checks; None if it is not a row of version 1."""
     return beginning[NAMESPACE_AT:KEY_AT] if begins_row(beginning) else None
 
 
 def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
-    """Return the frame without its checksum, the description and the zeros after it. Raises InvalidParameter for other sizes."""
+    """Return the frame without its checksum, followed by the description and padding.
+
+    Raises InvalidParameter if the namespace or the key has another size.
+    """
     if len(namespace) != NAMESPACE_BYTES or len(key) != KEY_BYTES:
-        raise InvalidParameter(f"namespace has {len(namespace)} bytes and key {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")
+        raise InvalidParameter(f"namespace has {len(namespace)} bytes and key has {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")
     front = _FRAME.pack(MAGIC, layout.nbytes, 0, namespace, key, len(layout.description)) + layout.description
     return front + bytes(layout.payload - len(front))
 
 
 def write_checksum(row: memoryview) -> None:
-    """Write the checksum of a row that is otherwise complete."""
+    """Compute and write the checksum of a row that is otherwise complete."""
     row[24:32] = checksum(row).to_bytes(8, "little")
 
 
 def checksum(row: memoryview) -> int:
-    """Return the checksum of a whole row, whose own 8 bytes count as zeros."""
+    """Return the checksum of a whole row, in which the 8 bytes of the checksum itself count as zeros."""
     return _added(row[32:], _added(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
@@ -124,7 +130,7 @@ def _added(data: memoryview, sum_: int) -> int:
 
 @cache
 def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
-    """Return the weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier, descending to 1."""
+    """Return the weights of ``_WORDS_AT_ONCE`` words: powers of the multiplier in descending order, ending with 1."""
     weights = numpy.ones(_WORDS_AT_ONCE, numpy.uint64)
     weights[1:] = MULTIPLIER
     with numpy.errstate(over="ignore"):
@@ -132,7 +138,10 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 
 
 def frame_of(data: memoryview, where: str) -> Frame:
-    """Return the frame at the beginning of ``data``; only its size is checked. Raises NotKvpack, UnsupportedVersion and Truncated."""
+    """Return the frame at the beginning of ``data``, and check only its magic and length.
+
+    Raises NotKvpack, UnsupportedVersion, InvalidHeader and Truncated.
+    """
     if len(data) < FRAME_BYTES:
         raise Truncated(f"{where}: has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
     frame = Frame(*_FRAME.unpack_from(data))
@@ -143,7 +152,7 @@ def frame_of(data: memoryview, where: str) -> Frame:
     if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} of at least {FRAME_BYTES}")
     if frame.length > len(data):
-        raise Truncated(f"{where}: has {len(data)} bytes, but the row has {frame.length}")
+        raise Truncated(f"{where}: has {len(data)} bytes, but the row needs {frame.length}")
     return frame
 
 
@@ -159,11 +168,11 @@ def check_row(data: memoryview, where: str) -> Frame:
     return frame
 
 
-def check_same(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader, which names the first difference, unless a checked row has this layout, namespace and key (None: any)."""
+def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
+    """Raise InvalidHeader about the first difference of a checked row from this layout, namespace and key (None: any key)."""
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
-        raise InvalidHeader(f"{where}: is the row of another page: {_difference_of(description, layout.description)}")
+        raise InvalidHeader(f"{where}: is the row of another page: {_description_difference(description, layout.description)}")
     if frame.length != layout.nbytes:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected {layout.nbytes}")
     pads = [(100, FRAME_BYTES), (FRAME_BYTES + len(layout.description), layout.payload), *layout.pads]
@@ -179,23 +188,23 @@ def _aligned(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
 
 
-def _difference_of(data: bytes, expected: bytes) -> str:
-    """Return the first field in which the map ``data`` differs from the map ``expected``, with both values, for messages."""
+def _description_difference(data: bytes, expected: bytes) -> str:
+    """Return the first field in which the msgpack map ``data`` differs from ``expected``, with both values, for messages."""
     try:
-        found = unpacked_header(data)
+        found = unpack_header(data)
     except (InvalidHeader, LimitExceeded) as error:
         return str(error)
-    return _difference("", found, unpacked_header(expected)) or f"its description has {len(data)} bytes, expected {len(expected)}"
+    return _difference("", found, unpack_header(expected)) or f"its description has {len(data)} bytes, expected {len(expected)}"
 
 
-def _difference(where: str, found: Any, expected: Any) -> str:
-    """Return the first difference of two values of msgpack; empty if there is none."""
-    if type(found) is type(expected) is dict and [*found] == [*expected]:
-        places = [(f"{where}.{name}".lstrip("."), found[name], expected[name]) for name in expected]
-    elif type(found) is type(expected) is list and len(found) == len(expected):
-        places = [(f"{where}[{number}]", *both) for number, both in enumerate(zip(found, expected, strict=True))]
-    elif type(found) is type(expected) is list:
-        return f"{where} has the length {len(found)}, expected {len(expected)}"
+def _difference(where: str, actual: Any, expected: Any) -> str:
+    """Return the first difference between two values of msgpack; empty if they are equal."""
+    if type(actual) is type(expected) is dict and [*actual] == [*expected]:
+        parts = [(f"{where}.{name}".lstrip("."), actual[name], expected[name]) for name in expected]
+    elif type(actual) is type(expected) is list and len(actual) == len(expected):
+        parts = [(f"{where}[{number}]", *both) for number, both in enumerate(zip(actual, expected, strict=True))]
+    elif type(actual) is type(expected) is list:
+        return f"{where} has the length {len(actual)}, expected {len(expected)}"
     else:
-        return "" if found == expected else f"{where or 'the description'} is {found!r:.200}, expected {expected!r:.200}"
-    return next((text for place in places if (text := _difference(*place))), "")
+        return "" if actual == expected else f"{where or 'the description'} is {actual!r:.200}, expected {expected!r:.200}"
+    return next((text for part in parts if (text := _difference(*part))), "")

@@ -1,4 +1,4 @@
-"""Digests of what an encoder was given, in the text of an undetermined input (``kvpack.file.inputs``)."""
+"""Digests of an encoder's inputs and outputs, as part of the text of an undetermined input (``kvpack.file.inputs``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FROM_ENCODER = "depend on what an encoder was given"
 """Middle or end of the clause about tokens of an encoder-decoder model."""
 _DIGESTS = f"{FROM_ENCODER}, by sequence sha256 of its input/output: "
 DIGEST = 32
-"""Number of hexadecimal digits of a digest: the first 128 bits of SHA-256."""
+"""Number of hexadecimal digits in a digest: the first 128 bits of SHA-256."""
 MAX_NAMED = 256
-"""Maximum number of sequences whose sources are named: they take half of the room for texts."""
+"""Maximum number of sequences whose sources are listed; their text takes half of the space for texts."""
 _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", re.ASCII)
 
 
 class Source(NamedTuple):
-    """The digests of an encoder's input, empty if it is not known, and of its output, for one sequence."""
+    """Digests of an encoder's input (empty if unknown) and output, for one sequence."""
 
     input: str
     output: str
@@ -28,23 +28,26 @@ class Source(NamedTuple):
         return f"{self.input}/{self.output}"
 
     def is_same(self, other: Source) -> bool:
-        """Return True if both name one source: outputs of one input may differ by rounding, and embeddings have the output of their ids."""
+        """Return True if both digests are of the same source.
+
+        One digest is enough: outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
+        """
         return self.output == other.output or (self.input == other.input != "")
 
 
 Sources = tuple[Source, ...]
-"""The source of each sequence of a batch; one element if all have the same."""
+"""The source of each sequence of a batch; one element if all have the same source."""
 
 
 def clause(sources: Sources) -> str:
-    """Return the text of an undetermined input that names ``sources``; more than ``MAX_NAMED`` are not named: a file has no room."""
+    """Return the text of an undetermined input that lists ``sources``, unless there are more than ``MAX_NAMED``."""
     if len(sources) > MAX_NAMED:
         return f"tokens {FROM_ENCODER}"
     return f"tokens {_DIGESTS}{' '.join(map(str, sources))}"
 
 
 def sources_in(text: str) -> Sources | None:
-    """Return the sources that a text of ``clause`` names; None for any other text."""
+    """Return the sources listed in a text of ``clause``; None for any other text."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
@@ -56,7 +59,7 @@ def selected(sources: Sources, indices: Sequence[int]) -> Sources:
 
 
 def selected_text(text: str, indices: Sequence[int]) -> str:
-    """Return the text for the sequences ``indices`` of a batch; one that names no sources stays as it is."""
+    """Return ``text`` for the sequences ``indices`` of a batch. A text that lists no sources is returned unchanged."""
     sources = sources_in(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
@@ -64,7 +67,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def differing(known: Sources, given: Sources) -> int | None:
-    """Return the first sequence whose source differs; None if all are the same."""
+    """Return the first sequence whose source differs; None if there is none."""
     count = max(len(known), len(given))
     if len(known) not in (1, count) or len(given) not in (1, count):
         return 0

@@ -1,6 +1,6 @@
-"""Write files whose tensors arrive in pieces, such as from a device: data first, each piece at its final position, then the header.
+"""Write files whose tensors arrive in pieces, such as from a device: first the data, each piece at its final offset, then the header.
 
-Only pieces in transit are in memory. Until the rename, the file has another name, as in ``container.write``.
+Only the pieces being written are in memory. As in ``container.write``, the file has another name until it is complete.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from .header import Contents
 
 PIECE_BYTES = 1 << 23
-"""The size of a piece to aim at: large enough that a call costs little, small enough that writing begins soon."""
+"""Recommended size of a piece in bytes: large enough to make few calls, small enough to start writing soon."""
 WRITES_AT_ONCE = 3
-"""File systems write one piece of a file at a time; more calls hide the time between two of them."""
+"""Number of concurrent writes. File systems write one piece of a file at a time, but further calls hide the time between two."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The next bytes of tensor ``name``. ``release`` is called, in any thread, once ``data`` is no longer read."""
+    """The next bytes of tensor ``name``. ``release`` is called, from any thread, when ``data`` is no longer needed."""
 
     name: str
     data: memoryview
@@ -44,15 +44,15 @@ def write_pieces(
 ) -> int:
     """Write an uncompressed file of ``contents`` atomically and return its size in bytes.
 
-    ``pieces`` yields the bytes of every nonempty tensor of ``contents.layouts``, in order; the caller's thread consumes them one by one,
-    ahead of those being written. ``progress(done, total)`` counts bytes. Raises InvalidParameter for more or fewer bytes than a tensor
-    needs, LimitExceeded, and WriteFailed as ``container.write`` does.
+    ``pieces`` yields the bytes of each nonempty tensor of ``contents.layouts`` in order. It runs in the caller's thread, ahead of the
+    writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, LimitExceeded, and
+    WriteFailed as ``container.write`` does.
     """
     front = undigested_front(contents)
 
     def write(descriptor: int) -> int:
         os.ftruncate(descriptor, front.file_bytes)
-        data = _Data(contents, len(front.text), {name: place.begin for name, place in front.places.items()})
+        payload = _PayloadTracker(contents, len(front.text), {name: place.begin for name, place in front.places.items()})
         done = len(front.text) + len(front.tensor)
 
         def write_piece(item: tuple[Piece, int]) -> int:
@@ -63,11 +63,11 @@ def write_pieces(
             finally:
                 piece.release()
 
-        for written in in_parallel(write_piece, data.placed(pieces), WRITES_AT_ONCE):
+        for written in in_parallel(write_piece, payload.assign_offsets(pieces), WRITES_AT_ONCE):
             done += written
             if progress is not None:
                 progress(done, front.file_bytes)
-        final = make_front(data.header())
+        final = make_front(payload.header())
         _write_at(descriptor, memoryview(final.text + final.tensor), 0)
         if progress is not None:
             progress(front.file_bytes, front.file_bytes)
@@ -76,16 +76,16 @@ def write_pieces(
     return replace_file(path, write, durable=durable)
 
 
-class _Data:
-    """Positions of pieces in the file, and digests of the tensors that they form."""
+class _PayloadTracker:
+    """Tracks the offsets of pieces in the file, and the digests of their tensors."""
 
     def __init__(self, contents: Contents, start: int, begins: dict[str, int]) -> None:
         self._contents, self._start, self._begins = contents, start, begins
         self._digests = {name: xxhash.xxh3_128() for name in contents.layouts}
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
-    def placed(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece with its position in the file, after adding it to its tensor's digest. Raises InvalidParameter."""
+    def assign_offsets(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
+        """Yield each piece with its offset in the file, after adding it to its tensor's digest. Raises InvalidParameter."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)
@@ -94,7 +94,7 @@ class _Data:
             yield piece, self._start + self._begins[piece.name] + size
 
     def header(self) -> Header:
-        """Return the header of the file. Raises InvalidParameter if a tensor is incomplete."""
+        """Return the complete header of the file. Raises InvalidParameter if a tensor is incomplete."""
         tensors = []
         for name, layout in self._contents.layouts.items():
             self._check(name, whole=True)

@@ -1,6 +1,6 @@
-"""Files named by a user: read whole and up to a limit, or open, read piece by piece and mapped when a tensor is requested.
+"""Read files that a user names: whole and up to a limit, in pieces, or mapped on demand.
 
-FIFOs and devices are refused, so that no read waits or runs forever.
+FIFOs and devices are rejected, so that no read blocks or runs forever.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 PIECE_BYTES = 1 << 22
-"""Bytes that a thread maps at a time."""
+"""Number of bytes that a thread maps at once."""
 THREADS = 16
-"""Maximum number of threads that map at a time: they wait for the disk, which needs many requests to be busy."""
+"""Maximum number of threads that map at once. They wait for the disk, which is fastest with many requests."""
 
 _PIECE_BYTES = 2**20
 _MAX_PATH = 4096
-"""Maximum number of bytes of a path that the system accepts."""
+"""Maximum length of a path in bytes."""
 _RELEASED = "the file was released"
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 def path_text(path: Any) -> str:
-    """Return ``path`` as text; an empty one appears as ``''`` in messages. Raises InvalidParameter for anything but a path."""
+    """Return ``path`` as text. An empty path appears as ``''`` in messages. Raises InvalidType if it is not a path."""
     if not isinstance(path, str | bytes | os.PathLike):
-        raise InvalidType(f"a path is text or os.PathLike, such as 'prompt.kvpack'; found {_shown(path)}")
+        raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_shown(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
-        raise InvalidType(f"{len(data)} bytes are not a path: give the path of a file, such as 'prompt.kvpack', and not its bytes")
+        raise InvalidType(f"{len(data)} bytes are not a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
     return os.fsdecode(path)
 
 
 def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> int:
-    """Open the regular file ``path`` for reading; the caller closes the descriptor. ``what`` names the file in messages.
+    """Open the regular file ``path`` for reading and return its descriptor, which the caller must close.
 
-    Raises MissingFile for a path that cannot be opened, and for a folder, a FIFO, a socket or a device, which is not opened.
+    ``what`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, a FIFO, a socket or a device;
+    these are never opened.
     """
     where = path_text(path)
     try:
         _check_kind(where, os.stat(where).st_mode, what)
-        # Without O_NONBLOCK, opening a FIFO that has replaced the file would wait for a writer.
+        # If a FIFO has replaced the file, opening it without O_NONBLOCK would wait for a writer.
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except MissingFile:
         raise
     except (OSError, ValueError) as error:
-        raise could_not_open(where, error, what) from None
+        raise open_error(where, error, what) from None
     try:
         _check_kind(where, os.fstat(descriptor).st_mode, what)
     except BaseException:
@@ -68,15 +69,15 @@ def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> 
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> bytes:
-    """Return the bytes of the regular file ``path``; ``what`` names it in messages, such as "a recipe file".
+    """Return the bytes of the regular file ``path``. ``what`` describes it in messages, such as "a recipe file".
 
-    Raises MissingFile as ``open_regular``, and for a file that cannot be read; LimitExceeded for more than ``max_bytes`` bytes.
+    Raises MissingFile if it cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
     """
     return _read(path, max_bytes, what)[0]
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> str:
-    """Read the text of a UTF-8 file, without a byte order mark.
+    """Return the text of a UTF-8 file, without a byte order mark.
 
     Raises the errors of ``read_bytes``, and InvalidParameter for other encodings.
     """
@@ -84,18 +85,18 @@ def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file"
 
 
 def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> tuple[str, int]:
-    """Return the text as ``read_text`` does, and the permission bits of the file."""
+    """Return the text, as ``read_text`` does, and the permission bits of the file."""
     data, mode = _read(path, max_bytes, what)
     try:
         return data.decode("utf-8-sig"), mode
     except UnicodeDecodeError as error:
-        raise InvalidParameter(f"{path_text(path)}: the byte at {error.start} is not UTF-8: {what} is text") from None
+        raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8, but {what} must be text") from None
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
-    """Return the value in a JSON file; ``what`` names the file in messages, such as "a JSON array of token ids".
+    """Return the value in a JSON file. ``what`` describes the file in messages, such as "a JSON array of token ids".
 
-    Raises the errors of ``read_text``, and InvalidParameter for invalid JSON and JSON nested too deeply.
+    Raises the errors of ``read_text``, and InvalidParameter if the JSON is invalid or nested too deeply.
     """
     import json
 
@@ -109,25 +110,25 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON 
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[bytes, int]:
-    """Return the bytes and the permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
+    """Return the bytes and permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
     where, descriptor = path_text(path), open_regular(path, what)
-    pieces, left = [], max_bytes + 1
+    pieces, remaining = [], max_bytes + 1
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        while left and (piece := os.read(descriptor, min(left, _PIECE_BYTES))):
+        while remaining and (piece := os.read(descriptor, min(remaining, _PIECE_BYTES))):
             pieces.append(piece)
-            left -= len(piece)
+            remaining -= len(piece)
     except OSError as error:
-        raise could_not_open(where, error, what) from None
+        raise open_error(where, error, what) from None
     finally:
         os.close(descriptor)
-    if not left:
-        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, the limit for {what}")
+    if not remaining:
+        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, which is the maximum for {what}")
     return b"".join(pieces), mode
 
 
-def could_not_open(where: str, error: OSError | ValueError, what: str = "a regular file") -> MissingFile:
-    """Return the error to raise when the system refuses to open ``where`` with ``error``."""
+def open_error(where: str, error: OSError | ValueError, what: str = "a regular file") -> MissingFile:
+    """Return the MissingFile to raise if the system could not open ``where`` and reported ``error``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {what}" if what != "a regular file" else ""
@@ -147,44 +148,44 @@ def _shown(value: Any) -> str:
 
 
 class Source(Protocol):
-    """The bytes of a file."""
+    """The bytes of a file, on disk or in memory."""
 
     size: int
 
     @property
     def descriptor(self) -> int | None:
-        """Descriptor of an open file; None for other bytes."""
+        """File descriptor, or None if the bytes are in memory."""
         ...
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Read the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
+        """Return the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
 
-        The copy goes ``into`` memory that the caller reuses, if it is given and large enough.
+        The bytes are copied to ``into``, which the caller can reuse, if it is large enough.
         """
         ...
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Read the current bytes from ``begin`` on into all of ``memory``. Raises Truncated and MissingFile."""
+        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated and MissingFile."""
         ...
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``[begin, end)`` as they are in memory or in the mapped file. Raises Truncated and MissingFile."""
+        """Return bytes ``[begin, end)`` as a view of the memory or of the mapped file. Raises Truncated and MissingFile."""
         ...
 
-    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Read bytes ``[begin, end)`` into memory for views, in order, and yield the end of the bytes read so far.
+    def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Read bytes ``[begin, end)`` into memory in order, so that views do not wait, and yield the end of the bytes read so far.
 
         Raises the errors of ``view``.
         """
         ...
 
     def close(self) -> None:
-        """Release the file; views stay valid."""
+        """Release the file. Views stay valid."""
         ...
 
 
 class InMemory:
-    """A file in memory; all results are views of it."""
+    """The bytes of a file in memory. All results are views."""
 
     descriptor = None
 
@@ -193,30 +194,30 @@ class InMemory:
         self.size = len(data)
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a view of the bytes."""
+        """Return a view of bytes ``[begin, end)``."""
         return self._view[begin:end]
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy the bytes."""
+        """Copy bytes from ``begin`` on into ``memory``."""
         memory[:] = self._view[begin : begin + len(memory)]
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return a view of the bytes."""
+        """Return a view of bytes ``[begin, end)``."""
         return self._view[begin:end]
 
-    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Return the end: all bytes are in memory."""
+    def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Yield ``end``, because all bytes are in memory."""
         yield end
 
     def close(self) -> None:
-        """Release the view."""
+        """Release the view of the bytes."""
         self._view.release()
 
 
 class OnDisk:
-    """An open file: ``read`` copies its bytes, ``view`` returns a view of a private mapping, created on first use.
+    """An open file. ``read`` copies bytes, and ``view`` returns a view of a private mapping, which is created on first use.
 
-    ``read`` raises Truncated if the file was cut meanwhile. Touching the mapping of such a file ends the process.
+    If another process truncates the file, ``read`` raises Truncated, but access to a view kills this process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -226,25 +227,25 @@ class OnDisk:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor."""
+        """File descriptor. Raises ValueError after ``close``."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a copy of the bytes."""
+        """Return a copy of bytes ``[begin, end)``."""
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
         self.read_into(begin, data)
         return data
 
     def read_whole(self) -> memoryview:
-        """Return a copy of the whole file, which is read past the page cache if it is not in it."""
+        """Return a copy of the whole file. If it is not in the page cache, it is read directly from disk."""
         data = read_cold(self.descriptor, self.size)
         return self.read(0, self.size) if data is None else data
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy the bytes."""
+        """Copy bytes from ``begin`` on into ``memory``."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         done = 0
@@ -252,45 +253,45 @@ class OnDisk:
             try:
                 count = os.preadv(self._descriptor, [memory[done:]], begin + done)
             except OSError as error:
-                raise _failed("read", error) from None
+                raise _system_error("read", error) from None
             if not count:
-                raise self._cut(begin + done)
+                raise self._truncated(begin + done)
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return a view of the mapping: writable and private."""
+        """Return a writable view of bytes ``[begin, end)`` of the private mapping."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         if self._mapping is None:
             try:
-                now = os.fstat(self._descriptor).st_size
+                current_size = os.fstat(self._descriptor).st_size
                 # A private mapping never changes the file.
-                mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if now >= self.size else None
+                mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_COPY) if current_size >= self.size else None
             except (OSError, ValueError) as error:
-                raise _failed("mapped", error, "; kvpack.load(path, copy=True) reads a file into memory instead") from None
+                raise _system_error("mapped", error, ": read it into memory instead with kvpack.load(path, copy=True)") from None
             if mapping is None:
-                raise self._cut(now)
+                raise self._truncated(current_size)
             self._mapping = memoryview(mapping)
         return self._mapping[begin:end]
 
-    def ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Map the pages of the next pieces in threads; with views alone, reading would wait for the disk at every page."""
+    def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Map pages in several threads, in order. With views only, every page would wait for the disk."""
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         memory = self.view(page, end)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if end > page else 0
 
-        def mapped(first: int) -> int:
+        def map_piece(first: int) -> int:
             last = min(first + PIECE_BYTES, end - page)
             populate(address + first, last - first)
             return page + last
 
         pieces = range(0, end - page, PIECE_BYTES)
         try:
-            with contextlib.closing(in_parallel(mapped, pieces, THREADS, 2 * THREADS)) as done:
+            with contextlib.closing(in_parallel(map_piece, pieces, THREADS, 2 * THREADS)) as done:
                 yield from done
         except OSError as error:
-            now = os.fstat(self._descriptor).st_size
-            raise (self._cut(now) if now < end else _failed("read", error)) from None
+            current_size = os.fstat(self._descriptor).st_size
+            raise (self._truncated(current_size) if current_size < end else _system_error("read", error)) from None
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -303,12 +304,12 @@ class OnDisk:
 
     __del__ = close
 
-    def _cut(self, size: int) -> Truncated:
+    def _truncated(self, size: int) -> Truncated:
         return Truncated(
             f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
         )
 
 
-def _failed(what: str, error: OSError | ValueError, instead: str = "") -> MissingFile:
+def _system_error(what: str, error: OSError | ValueError, remedy: str = "") -> MissingFile:
     reason = (error.strerror if isinstance(error, OSError) else None) or error
-    return MissingFile(f"could not be {what}: {reason}{instead}", number=getattr(error, "errno", None) or errno.EIO)
+    return MissingFile(f"could not be {what}: {reason}{remedy}", number=getattr(error, "errno", None) or errno.EIO)

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from kvpack.coding.blocks import single_threaded
-from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_same, front_of, write_checksum
+from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_row_matches, front_of, write_checksum
 from kvpack.formats.errors import KvpackError
 from kvpack.runtime.modes import float32_no_grad
 from kvpack.runtime.threads import WorkerThreads
@@ -45,7 +45,7 @@ class RowPlan(NamedTuple):
         """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
-            check_same(row[: frame.length], frame, self.layout, self.namespace, digest, where)
+            check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
             if values:
                 check_values(row[: frame.length], self.contents, self.layout, where)
         except KvpackError as error:

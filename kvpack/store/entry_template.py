@@ -21,7 +21,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.file.front import DIGEST_PLACE, pack_header
+from kvpack.file.front import DIGEST_SLICE, pack_header
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.raw_positions import POSITIONS, VALUES
 from kvpack.runtime.modes import float32_no_grad
@@ -116,9 +116,9 @@ class EntryTemplate:
         header = bytes(data[len(self.text) : header_end])
         text = bytearray(data[: len(self.text)])
         digest = xxhash.xxh3_128_hexdigest(header).encode()
-        if text[DIGEST_PLACE] != digest:
+        if text[DIGEST_SLICE] != digest:
             return None
-        text[DIGEST_PLACE] = self.text[DIGEST_PLACE]
+        text[DIGEST_SLICE] = self.text[DIGEST_SLICE]
         if text != self.text or header[self.start_place] != msgpack.packb(start):
             return None
         if any(data[header_end : self.payload]) or not torch.equal(_byte_tensor(header)[self.fixed], self.header):

@@ -90,7 +90,7 @@ def test_other_files_are_refused(header: Any, body: bytes, tmp_path: Path) -> No
         ({"a": of(shape=(2**40, 0), end=0)}, b"", "each size may be at most"),
         ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "nonzero sizes may have a product of at most"),
         ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, but may have at most 16"),
-        (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "its header has 4194306 bytes, the limit is 4194304"),
+        (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "its header has 4194306 bytes, but may have at most 4194304"),
     ],
 )
 def test_sizes_are_bounded(header: Any, body: bytes, message: str, tmp_path: Path) -> None:

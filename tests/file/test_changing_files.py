@@ -244,18 +244,18 @@ def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypat
     """Layers that nobody asked for are not read."""
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
-    ahead = user_files.OnDisk.ahead
+    ahead = user_files.OnDisk.read_ahead
     monkeypatch.setattr(user_files.OnDisk, "ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
     path.write_bytes(file_of(*[(random_side(GROUP, (64,), 5), random_side(COLUMNS, (64,), 5))] * 4))
     with container.open_file(path) as file:
         start = len(file.front.text)
         places = {name: (start + place.begin, start + place.end) for name, place in file.front.places.items()}
-        assert list(file.in_memory([0, 1, 3])) == [0, 1, 3]
+        assert list(file.read_ahead([0, 1, 3])) == [0, 1, 3]
         first, last = min(places.values())[0], max(end for name, (_, end) in places.items() if name.startswith("1."))
         assert asked[0] == (first, last)
         assert asked[1][0] == min(begin for name, (begin, _) in places.items() if name.startswith("3."))
         assert asked[1][1] == max(end for _, end in places.values())
-        assert list(file.in_memory([])) == []
+        assert list(file.read_ahead([])) == []
 
 
 def test_a_file_that_is_cut_once_it_is_mapped_is_truncated(path: Path) -> None:
@@ -264,4 +264,4 @@ def test_a_file_that_is_cut_once_it_is_mapped_is_truncated(path: Path) -> None:
         file.tensor("0.k.tail")
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(Truncated, match="another process truncated it"):
-            list(file.in_memory(range(4)))
+            list(file.read_ahead(range(4)))

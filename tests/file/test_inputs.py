@@ -94,7 +94,7 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
     kvpack.save(other, tmp_path / "other")
-    told = r"^caches\[1\] was computed after other tokens than those before it here: 5 before its first, row 0 had the id 50, .* has 3; "
+    told = r"^caches\[1\] was computed after other tokens: 5 before its first token, sequence 0 had the id 50, but here it has 3: "
     for tail in (other[:, 8:], other[:, 2:][:, 6:], kvpack.load(tmp_path / "other", tokens=(8, 12))):
         with pytest.raises(InvalidParameter, match=told):
             concat([one[:, :8], tail])
@@ -153,7 +153,7 @@ def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
     for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
         with pytest.raises(InvalidParameter, match=r"caches\[1\] was computed after other tokens .* row \d had the id"):
             concat([batch[:, :5].select(first), batch[:, 5:].select(second)])
-    with pytest.raises(InvalidParameter, match="1 before its first, row 0 had the id 24, and here it has 4"):
+    with pytest.raises(InvalidParameter, match="1 before its first token, sequence 0 had the id 24, but here it has 4"):
         concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])
 
 
@@ -178,10 +178,10 @@ def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token_ids": b"123"}, "4 for each id; got 3 bytes"),
-        ({"token_ids": [1, 2]}, "4 for each id; got a list"),
+        ({"token_ids": b"123"}, "4 for each id, but got 3 bytes"),
+        ({"token_ids": [1, 2]}, "4 for each id, but got a list"),
         ({"undetermined": ("",)}, "expected a tuple of nonempty strings"),
-        ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, and undetermined 2 texts"),
+        ({"undetermined": ("a", "b"), "starts": (1,)}, "starts has 1 positions, but undetermined has 2 texts"),
     ],
 )
 def test_bad_inputs_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -44,7 +44,7 @@ def hybrid(batch: int = 1, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
     return replace(packed, layers=layers)
 
 
-def check_same(found: kvpack.Cache, expected: kvpack.Cache) -> None:
+def check_row_matches(found: kvpack.Cache, expected: kvpack.Cache) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.states.keys() == theirs.states.keys()
         for name, state in theirs.states.items():
@@ -61,7 +61,7 @@ def test_a_file_keeps_every_bit(compress: bool, tmp_path: Path) -> None:
     assert header.required == ("layer-state",)
     assert [state.where for state in header.states] == ["0.state.conv.0", "0.state.recurrent.0", "2.state.conv.0", "2.state.recurrent.0"]
     loaded = kvpack.load(path)
-    check_same(loaded, cache)
+    check_row_matches(loaded, cache)
     kvpack.save(loaded, tmp_path / "again", compress=compress)
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     with safe_open(path, framework="pt") as file:
@@ -71,7 +71,7 @@ def test_a_file_keeps_every_bit(compress: bool, tmp_path: Path) -> None:
 def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
     cache, path = hybrid(), tmp_path / "cache.kvpack"
     kvpack.save(cache, path)
-    check_same(read_to(HostBus(), container.open_file(path)), cache)
+    check_row_matches(read_to(HostBus(), container.open_file(path)), cache)
     save_from(HostBus(), cache, tmp_path / "staged")
     assert (tmp_path / "staged").read_bytes() == path.read_bytes()
     with pytest.raises(OutOfBounds, match=r"layers\[0\]: tokens \[0:16\] of 32 were requested"):
@@ -81,9 +81,9 @@ def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
 def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
     cache, path = hybrid(), tmp_path / "cache.kvpack"
     kvpack.save(cache, path)
-    check_same(cache[:, :], cache)
+    check_row_matches(cache[:, :], cache)
     rest = replace(cache, layers=cache.layers[:2])[:, 0:TOKENS]
-    check_same(rest, replace(cache, layers=cache.layers[:2]))
+    check_row_matches(rest, replace(cache, layers=cache.layers[:2]))
     for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache[:, :31]):
         with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 only after the cache's last token"):
             cut()
@@ -99,7 +99,7 @@ def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
 def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
     first = hybrid()
     second = replace(first, start=TOKENS, layers=tuple(replace(x, states=states(seed=5)) if x.states else x for x in first))
-    check_same(kvpack.concat([first, second]), second)
+    check_row_matches(kvpack.concat([first, second]), second)
     without = replace(second, layers=tuple(replace(layer, states=MappingProxyType({})) for layer in second))
     with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states \['conv.0', 'recurrent.0'\], then \[\]"):
         kvpack.concat([first, without])
@@ -109,8 +109,8 @@ def test_sequences_are_selected_and_other_recipes_keep_states() -> None:
     cache = hybrid(2)
     chosen = cache.select([1, 1, 0])
     assert torch.equal(chosen[0].states["conv.0"], cache[0].states["conv.0"][[1, 1, 0]])
-    check_same(cache.convert("octopus-3"), cache)
-    check_same(cache.to("cpu"), cache)
+    check_row_matches(cache.convert("octopus-3"), cache)
+    check_row_matches(cache.to("cpu"), cache)
     with pytest.raises(OutOfBounds, match=r"layers\[0\]"):
         cache.select([2])
 
@@ -125,7 +125,7 @@ def test_pack_takes_the_states_of_a_models_cache() -> None:
     past = DynamicCache()
     past.layers = [linear, both]
     packed = kvpack.pack(past, "bf16")
-    check_same(packed, replace(packed, layers=tuple(replace(layer, states=given) for layer in packed)))
+    check_row_matches(packed, replace(packed, layers=tuple(replace(layer, states=given) for layer in packed)))
     assert packed[1].tokens == 8
     # The model goes on in place.
     linear.conv_states[0].zero_()
@@ -154,7 +154,7 @@ def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None
         store.save(list(range(TOKENS)), cache)
     with kvpack.Store(tmp_path, replace(identity, keeps_states=True), chunk=TOKENS) as store:
         assert store.save(list(range(TOKENS)), cache) == TOKENS
-        check_same(store.load(list(range(TOKENS)))[1], cache)
+        check_row_matches(store.load(list(range(TOKENS)))[1], cache)
 
 
 def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
 
 def test_limits_of_what_is_written() -> None:
     for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
-        with pytest.raises(LimitExceeded, match=r"the limits are 28 and 8"):
+        with pytest.raises(LimitExceeded, match=r"may have at most 28 and 8"):
             features_of([entry])
-    with pytest.raises(LimitExceeded, match="the layers have 683 states, the limit is 682"):
+    with pytest.raises(LimitExceeded, match="the layers have 683 states, but a file can have at most 682"):
         features_of(StateEntry(number, "n", "U8", (1,)) for number in range(683))

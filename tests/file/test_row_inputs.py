@@ -175,9 +175,9 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rows": (b"1234", b"12345678")}, "rows are bytes of one length"),
-        ({"rows": (b"123", b"123")}, "rows are bytes of one length"),
-        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "got a row that begins with others"),
+        ({"rows": (b"1234", b"12345678")}, "rows must have equal lengths"),
+        ({"rows": (b"123", b"123")}, "rows must have equal lengths"),
+        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "but one row begins with others"),
     ],
 )
 def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -201,7 +201,7 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
     ):
         with pytest.raises(InvalidHeader, match=message):
             read(*stretches)
-    with pytest.raises(LimitExceeded, match=r"hides 3277 ranges of tokens, the limit is 3276: save fewer sequences"):
+    with pytest.raises(LimitExceeded, match=r"hides 3277 ranges of tokens, but a file can have at most 3276: save fewer sequences"):
         features_of([Hidden(row, 0, 1) for row in range(3277)])
 
 

@@ -40,7 +40,7 @@ def test_the_bound_is_exact(size: int, tmp_path: Path) -> None:
     path.write_bytes(b"x" * size)
     assert len(read_bytes(path, size, "a file")) == size
     path.write_bytes(b"x" * (size + 1))
-    with pytest.raises(LimitExceeded, match=f"^{path}: has more than {size} bytes, the limit for a key file$"):
+    with pytest.raises(LimitExceeded, match=f"^{path}: has more than {size} bytes, which is the maximum for a key file$"):
         read_bytes(path, size, "a key file")
 
 
@@ -55,7 +55,7 @@ def test_a_sparse_file_is_not_read_beyond_the_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        (b"ab\xff", InvalidParameter, "the byte at 2 is not UTF-8: a JSON array is text"),
+        (b"ab\xff", InvalidParameter, "byte 2 is not valid UTF-8, but a JSON array must be text"),
         (b"[" * 100_000, InvalidParameter, "is not a JSON array: it is nested too deeply"),
         (b"[1,", InvalidParameter, r"is not a JSON array: .*line 1"),
         (b'{"a":' * 100_000, InvalidParameter, "is not a JSON array: it is nested too deeply"),
@@ -139,7 +139,7 @@ def test_a_socket_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [None, 3, 1.5, ["x"], {}], ids=repr)
 def test_what_is_no_path(path: Any) -> None:
     found = "None" if path is None else f"a {type(path).__name__}"
-    with pytest.raises(InvalidParameter, match=f"^a path is text or os.PathLike, such as 'prompt.kvpack'; found {found}$"):
+    with pytest.raises(InvalidParameter, match=f"^a path must be text or os.PathLike, such as 'prompt.kvpack', but got {found}$"):
         kvpack.load(path)
 
 

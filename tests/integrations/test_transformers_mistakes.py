@@ -100,7 +100,7 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
 
     monkeypatch.setattr("kvpack.file.user_files.mmap.mmap", refused)
     for call in (lambda: kvpack.load(file), lambda: KvpackCache.load(file, model)):
-        with pytest.raises(MissingFile, match=r"could not be mapped: No such device; kvpack\.load\(path, copy=True\) reads"):
+        with pytest.raises(MissingFile, match=r"mapped: No such device: read it into memory instead with kvpack\.load\(path, copy=True\)"):
             call()
     assert kvpack.load(file, copy=True).tokens == 40
     KvpackCache.load(file, model, copy=True).release()

@@ -202,7 +202,7 @@ def test_offsets_of_no_sequence_are_refused_in_a_file_without_sides() -> None:
 
 
 def test_no_row_is_longer_than_its_checksum_takes() -> None:
-    with pytest.raises(LimitExceeded, match="the limit is 4294967232: use pages of fewer tokens or layers"):
+    with pytest.raises(LimitExceeded, match="at most 4294967232 are allowed: use pages of fewer tokens"):
         PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 
     class Long(bytes):

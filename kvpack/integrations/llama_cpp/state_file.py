@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.file.user_files import could_not_open, open_regular, path_text
+from kvpack.file.user_files import open_error, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
@@ -146,7 +146,7 @@ class Reader:
             try:
                 count = os.preadv(self._descriptor, [buffer], offset)
             except OSError as error:
-                raise could_not_open(self.where, error) from None
+                raise open_error(self.where, error) from None
             if not count:
                 raise InvalidParameter(f"{self.where}: shrank from {self.size} to {offset} bytes while it was read: import it again")
             buffer, offset = buffer[count:], offset + count

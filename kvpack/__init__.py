@@ -76,10 +76,10 @@ _HOMES = {
     "Store": "store",
     "Tier": "store",
 }
-"""Module of each public name except the errors, which are all in ``errors``."""
+"""Module of each public name, except errors, which are all in ``errors``."""
 
 _MODULES = ("errors", "pages")
-"""Modules that are public, too."""
+"""Public modules."""
 
 __all__ = [
     "PRESETS",
@@ -125,11 +125,11 @@ __all__ = [
 ]
 
 
-# Type checkers see the imports above; a module's __getattr__ would hide misspelt names from them.
+# Type checkers use the imports above; with a __getattr__ they would accept misspelled names.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import public names on first use: most need torch, and errors need the codecs."""
+        """Import public names on first use, because most of them need torch."""
         if name not in __all__ and name not in _MODULES:
             raise AttributeError(f"module 'kvpack' has no attribute {name!r}")
         from importlib import import_module
@@ -141,5 +141,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, with the public ones that are not imported yet."""
+    """Return the module's names, including public ones that are not imported yet."""
     return sorted({*globals(), *__all__, *_MODULES})

@@ -1,4 +1,4 @@
-"""Parameter names under which models accept and return their caches: in transformers 5.24, ``past_key_values`` became ``cache``."""
+"""Names under which models accept and return caches: ``cache`` since transformers 5.24, ``past_key_values`` before."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 NAMES = ("cache", "past_key_values", "layer_past")
-"""Names of the cache argument of a model's forward. Models with custom code still use the older names."""
+"""Names of the cache parameter of a model's forward. Models with custom code still use the older names."""
 
 
-def over(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that passes ``cache`` to ``model``, or to its ``generate``."""
-    known = inspect.signature(getattr(model, "forward", model)).parameters
-    return {next((name for name in NAMES if name in known), NAMES[0]): cache}
+def passing(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that passes ``cache`` to ``model`` or to its ``generate``."""
+    parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    return {next((name for name in NAMES if name in parameters), NAMES[0]): cache}
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the ``arguments`` of a call; None without one."""
+    """Return the cache among a call's ``arguments``; None if there is none."""
     for name in NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache
@@ -28,5 +28,5 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 def cache_of(output: Any) -> Any:
     """Return the cache in the output of a forward pass; None if there is none."""
-    # Of outputs, the older name warns where there is the newer one.
+    # Access by the older name issues a warning if the output has the newer one.
     return next((getattr(output, name) for name in NAMES[:2] if hasattr(output, name)), None)

@@ -1,4 +1,4 @@
-"""The kvpack command line: names of the commands; kvpack/commands/ implements them."""
+"""The kvpack command line: the list of commands, which kvpack/commands/ implements, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, demo, bench, calibrate, tune, store)
-"""The commands in the order of the help text; each module has ``add``."""
+"""Command modules in the order of the help text; each has a function ``add``."""
 EXIT_CODES = {
     0: "done",
     1: "a file was rejected, or a check failed",
@@ -31,14 +31,14 @@ EXIT_CODES = {
     130: "interrupted",
     141: "the reading end of a pipe was closed",
 }
-"""Meaning of each exit code. A command with several files exits with the worst one (``kvpack.errors.WORST_FIRST``)."""
+"""Meaning of each exit code. A command for several files exits with the worst one (``kvpack.errors.WORST_FIRST``)."""
 SYSTEM_REFUSED = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
 class _Version(argparse.Action):
-    """Print the version and the backend of each kind of device, which is determined only on request."""
+    """The option ``--version``, which prints the version and the backend of each kind of device."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -49,7 +49,7 @@ class _Version(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+    """Return the parser for the whole command line."""
     result = Parser(
         prog="kvpack",
         description="Compressed KV caches as files.",
@@ -64,11 +64,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] = parser) -> int:
-    """Run one command of ``parser`` and return its exit code: 0, the error's ``exit_code``, 130 after Ctrl-C, 141 after a closed pipe.
+    """Run one command of ``parser`` and return its exit code.
 
-    An error's message goes to standard error as ``kvpack: <message>``: the Python message with control characters escaped.
+    The exit code is 0, the error's ``exit_code``, 130 after Ctrl-C, or 141 after a closed pipe. An error's message is printed to standard
+    error as ``kvpack: <message>``, with control characters escaped.
     """
-    # Python has no stream if the caller closed the descriptor.
+    # sys.stdout and sys.stderr are None if the caller closed the descriptors.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -78,17 +79,17 @@ def main(argv: Sequence[str] | None = None, parser: Callable[[], argparse.Argume
         try:
             return _run(parser, argv)
         finally:
-            # Flush here, also after --help: a failed write is then reported once, and not again when the interpreter exits.
+            # Flush here, also after --help, so that a failed write is reported once and not again when the interpreter exits.
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop(sys.stdout, sys.stderr)
+        _discard_output(sys.stdout, sys.stderr)
         return BROKEN_PIPE
     except OSError as error:
-        _drop(sys.stdout)
+        _discard_output(sys.stdout)
         with contextlib.suppress(OSError):
-            _complain(str(error))
+            _print_error(str(error))
         return SYSTEM_REFUSED
 
 
@@ -96,37 +97,37 @@ def _run(parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | No
     try:
         arguments = parser().parse_args(argv)
         with warnings.catch_warnings():
-            warnings.showwarning = partial(_warn, warnings.showwarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             code: int = arguments.run(arguments)
     except KvpackError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     except MemoryError:
-        _complain("there is not enough memory")
+        _print_error("out of memory")
         return SYSTEM_REFUSED
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        _complain("this needs PyTorch, which is not installed: pip install torch")
+        _print_error("this command needs PyTorch, which is not installed: pip install torch")
         return SYSTEM_REFUSED
     return code
 
 
-def _complain(message: str) -> None:
-    # Names in a message may come from a file.
+def _print_error(message: str) -> None:
+    # Parts of a message may come from a file.
     print("kvpack: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
 
 
-def _warn(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Show one of kvpack's own warnings as one line, and any other warning with ``show``."""
+def _show_warning(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
+    """Print kvpack's own rounding warnings as one line, and pass all other warnings to ``show``."""
     if issubclass(category, RoundedWarning):
-        _complain(f"warning: {message}")
+        _print_error(f"warning: {message}")
     else:
         show(message, category, *place)
 
 
-def _drop(*streams: TextIO) -> None:
-    """Discard buffered output that cannot be written: otherwise the interpreter tries again when it exits and reports it."""
+def _discard_output(*streams: TextIO) -> None:
+    """Discard buffered output that cannot be written, so that the interpreter does not try again at exit and report it."""
     for stream in streams:
         with contextlib.suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,9 @@
-"""The codecs as objects, from which a recipe can be built without its text::
+"""Codecs as objects, from which a recipe can be built without its text::
 
     Recipe(k=Octahedral(b=3), v=Group(b=3, group=32), window=32)
 
-The options are those of the recipe's text, by name: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of side-cars,
-are on the pages of spec/codecs/ and spec/side-cars.md; the recipe refuses others.
+Options have the same names as in a recipe's text: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of side-cars,
+are documented in spec/codecs/ and spec/side-cars.md; ``Recipe`` rejects other values.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _VALUE = re.compile(r"[^\s:;,=]+")
 
 
 class CodecChoice:
-    """A codec and its options, which ``str`` formats as in a recipe. Raises InvalidParameter for values that no recipe can hold.
+    """A codec with options; ``str`` returns it as in a recipe. Raises InvalidParameter for values that a recipe cannot contain.
 
-    An option is text, an integer, a number, or several integers.
+    An option is text, a number, or several integers.
     """
 
     id: ClassVar[str]
     long_names: ClassVar[dict[str, str]] = {}
-    """Names of options that may be written out, by their names in a recipe."""
+    """Alternative names of options, mapped to their names in a recipe."""
 
     def __init__(self, **options: str | float | tuple[int, ...]) -> None:
         self.options: dict[str, str] = {}
         for name, value in options.items():
             word = self.long_names.get(name, name)
             if word in self.options:
-                raise InvalidParameter(f"{type(self).__name__} has the option {word} twice")
+                raise InvalidParameter(f"{type(self).__name__} has the option {word} twice: pass it once")
             self.options[word] = _text(f"{type(self).__name__}({name}=...)", value)
 
     def __str__(self) -> str:
@@ -60,79 +60,79 @@ def _text(what: str, value: object) -> str:
 
 
 class Raw(CodecChoice):
-    """The values themselves."""
+    """Values stored unchanged, or rounded to another dtype."""
 
     id = "raw"
 
 
 class Lossless(CodecChoice):
-    """The values themselves, entropy-coded."""
+    """Values stored bit for bit, with entropy-coded exponents."""
 
     id = "lossless"
 
 
 class Group(CodecChoice):
-    """Affine codes with a scale and a center per group."""
+    """Integer codes with a scale and an offset per group of values (KIVI, OScaR, QuaRot)."""
 
     id = "group"
     long_names: ClassVar[dict[str, str]] = {"bits": "b", "group": "g"}
 
 
 class Minifloat(CodecChoice):
-    """Floats of 4 or 8 bits."""
+    """Floating-point numbers of 4 or 8 bits with shared scales (fp8, mxfp8, mxfp4, nvfp4)."""
 
     id = "minifloat"
 
 
 class Scalar(CodecChoice):
-    """Rotated coordinates by a table (TurboQuant)."""
+    """Rotated vectors, with each coordinate quantized by a table (TurboQuant)."""
 
     id = "scalar"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}
 
 
 class Octahedral(CodecChoice):
-    """Rotated triplets as directions on an octahedron (OCTOPUS)."""
+    """Rotated vectors, with triplets quantized as directions on an octahedron (OCTOPUS)."""
 
     id = "octahedral"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}
 
 
 class Angle(CodecChoice):
-    """Rotated pairs as angles and norms (TurboAngle)."""
+    """Rotated vectors, with pairs quantized as angles and norms (TurboAngle)."""
 
     id = "angle"
     long_names: ClassVar[dict[str, str]] = {"bins": "n"}
 
 
 class Polar(CodecChoice):
-    """A tree of angles (PolarQuant)."""
+    """Rotated vectors, quantized as a tree of angles (PolarQuant)."""
 
     id = "polar"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}
 
 
 class Quaternion(CodecChoice):
-    """Quadruples by a codebook of quaternions and a radius (HQMQ)."""
+    """Quadruples quantized by a codebook of quaternions, and a radius (HQMQ)."""
 
     id = "quaternion"
     long_names: ClassVar[dict[str, str]] = {"secondary": "s", "radius_bits": "r"}
 
 
 class Klt(CodecChoice):
-    """Columns of a calibrated basis; the recipe needs the basis."""
+    """Projections on a calibrated basis, quantized with a width per column. The recipe needs a basis."""
 
     id = "klt"
 
 
 class Transform(CodecChoice):
-    """Entropy-coded steps of the columns of a calibrated frame; the recipe needs the basis."""
+    """Projections on calibrated frames, quantized in steps and entropy-coded. The recipe needs a basis."""
 
     id = "transform"
 
 
 class Trellis(CodecChoice):
-    """Rotated coordinates as paths through a trellis (QTIP)."""
+    """Rotated vectors, quantized as paths through a trellis (QTIP)."""
 
     id = "trellis"
     long_names: ClassVar[dict[str, str]] = {"bits": "b"}

@@ -1,13 +1,13 @@
-"""Every error class, under the name that users look for: ``kvpack.errors.DigestMismatch``, or ``kvpack.DigestMismatch``.
+"""All error classes: ``kvpack.errors.DigestMismatch`` is also ``kvpack.DigestMismatch``.
 
-All errors are subclasses of ``KvpackError``, whose ``exit_code`` is that of the command line:
+All errors are subclasses of ``KvpackError``. Its ``exit_code`` is that of the command line:
 
-3. the system refused: a file that is missing or cannot be read or written, a full disk, too little memory
-2. the request is wrong: an unknown recipe, a shape or dtype that does not fit
-1. a file is refused: damaged, cut, of another kind, of a newer version
-0. nothing was refused
+3. the system refused: a file is missing or cannot be read or written, the disk is full, or there is too little memory
+2. the request is invalid: an unknown recipe, or a shape or dtype that is not supported
+1. a file was rejected: it is damaged, truncated, of another kind, or from a newer version
+0. no error
 
-A command that checks several files exits with the worst code, in this order: nothing is known of a file that could not be read.
+A command that checks several files exits with the worst code, in this order; 3 is the worst, because the file was not checked at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WORST_FIRST = (3, 2, 1, 0)
-"""Exit codes of several results in one command: the first that occurs is the command's."""
+"""Exit codes from worst to best; a command with several results exits with the first that occurs."""
 
 __all__ = [
     "WORST_FIRST",
@@ -67,10 +67,10 @@ __all__ = [
 
 
 class RoundedWarning(UserWarning):
-    """Values were rounded to the dtype that a recipe names for a raw codec."""
+    """Values were rounded to the dtype that the recipe sets for a raw codec."""
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return the exit code of a command from the exit codes of its parts: the first of ``WORST_FIRST`` among them, or 0 for none."""
+    """Return the worst of ``codes``, the exit codes of a command's parts; 0 if there are none."""
     result = {0, *codes}
     return next(code for code in WORST_FIRST if code in result)

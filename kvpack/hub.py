@@ -1,4 +1,4 @@
-"""Model folders: a path, or the name of a model on the hub, whose files are in huggingface_hub's cache."""
+"""Find the folder of a model: a path, or a name on the hub, whose files are in huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from kvpack.formats.errors import MissingFile, MissingPackage
 
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
-"""A model's name on the hub, such as gpt2 or HuggingFaceTB/SmolLM2-135M-Instruct."""
+"""Pattern of a model's name on the hub, such as gpt2 or HuggingFaceTB/SmolLM2-135M-Instruct."""
 
 _SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 _SECONDS = 10.0
 """Seconds that the hub has to answer whether it has a model."""
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of weights, the better kind first: a repository may contain both."""
+"""Patterns of weight files. The first is preferred if a repository has both."""
 
 
 def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of ``model``, given as a path or as a name on the hub.
+    """Return the folder of ``model``, which is a path or a name on the hub.
 
     A name selects ``revision``, or the newest one in huggingface_hub's cache. A model that is not in the cache is downloaded unless
-    HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises MissingFile, naming the command that downloads the model, and
+    HF_HUB_OFFLINE is set; without ``weights``, only its configuration. Raises MissingFile, whose message has the download command, and
     MissingPackage without huggingface_hub.
     """
     folder = Path(model)
@@ -34,13 +34,13 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revisio
         return folder
     name = os.fspath(model)
     if folder.exists() or not _NAME.fullmatch(name):
-        expected = "expected the folder of a transformers model, or a model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        expected = "expected the folder of a transformers model, or a name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         raise MissingFile(f"{name}: has no config.json, {expected}", filename=name)
-    return _cached(name, weights, revision) or _downloaded(name, weights, revision)
+    return _find_in_cache(name, weights, revision) or _download(name, weights, revision)
 
 
-def _cached(name: str, weights: bool, revision: str | None) -> Path | None:
-    """Return the folder in the cache, or None unless it is complete."""
+def _find_in_cache(name: str, weights: bool, revision: str | None) -> Path | None:
+    """Return the model's folder in huggingface_hub's cache, or None if it is incomplete."""
     config = _library(name).try_to_load_from_cache(name, "config.json", revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder is not None and _is_complete(folder, weights) else None
@@ -51,7 +51,7 @@ def _is_complete(folder: Path, weights: bool) -> bool:
 
 
 def _has_weights(folder: Path, pattern: str) -> bool:
-    """Return True if ``folder`` has all weights of this kind, according to the index of a model with several files."""
+    """Return True if ``folder`` has all weight files that match ``pattern``, as listed in the index if there is one."""
     for index in folder.glob(f"{pattern}.index.json"):
         try:
             return all((folder / part).is_file() for part in json.loads(index.read_bytes())["weight_map"].values())
@@ -60,7 +60,7 @@ def _has_weights(folder: Path, pattern: str) -> bool:
     return any(True for _ in folder.glob(pattern))
 
 
-def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
+def _download(name: str, weights: bool, revision: str | None) -> Path:
     hub = _library(name)
     reason = "it has no config.json, or no weights"
     refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_unreachable(hub))
@@ -75,8 +75,8 @@ def _downloaded(name: str, weights: bool, revision: str | None) -> Path:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     command = f"hf download {name}{'' if weights else ' config.json'}{'' if revision is None else f' --revision {revision}'}"
     raise MissingFile(
-        f"{name}: is not a folder with a config.json, and not complete in huggingface_hub's cache, and it cannot be downloaded "
-        f"({reason}); where the hub can be reached, get it with: {command}; or give the folder of a model",
+        f"{name}: is not a folder with a config.json, is not complete in huggingface_hub's cache, and cannot be downloaded ({reason}): "
+        f"download it with '{command}' on a machine that can reach the hub, or pass the folder of a model",
         filename=name,
     )
 
@@ -92,6 +92,6 @@ def _library(name: str) -> Any:
         import huggingface_hub
     except ImportError:
         raise MissingPackage(
-            f"{name}: is not a folder with a config.json, and names on the hub need huggingface_hub: pip install 'kvpack[transformers]'"
+            f"{name}: is not a folder with a config.json, and names on the hub require huggingface_hub: pip install 'kvpack[transformers]'"
         ) from None
     return huggingface_hub

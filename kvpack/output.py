@@ -1,4 +1,4 @@
-"""Output of commands: JSON, or tables and progress through rich, which is imported only when needed."""
+"""Print the output of commands: JSON, or tables and progress bars with rich, which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json``, which every command has."""
+    """Add the option ``--json``, which all commands have."""
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of text")
 
 
 def print_json(value: Any) -> None:
-    """Print ``value``, with bytes as hexadecimal digits."""
+    """Print ``value`` as JSON, with bytes as hexadecimal digits."""
     print(json.dumps(value, indent=2, default=lambda item: item.hex()))
 
 
 def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None], arguments: argparse.Namespace) -> None:
-    """Print a measurement's report: as one JSON value with ``--json``, otherwise by ``show``."""
+    """Print a report as JSON if ``--json`` is set; otherwise call ``show``."""
     if arguments.json:
         print_json(report)
     else:
@@ -33,7 +33,7 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None],
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table with ``left`` text columns first and numbers after them; it is as wide as its cells, never cut."""
+    """Print a table whose first ``left`` columns are text and whose other columns are numbers. Cells are never truncated."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -46,7 +46,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_row(*map(Text, row))
     console = Console()
     console.width = console.measure(table, options=console.options.update(width=1000)).maximum
-    # Printed here: on a closed pipe, rich would end the process with another code than the command line's.
+    # Print without rich, which would exit with another code if the pipe is closed.
     with console.capture() as capture:
         console.print(table)
     print(f"\n{title}\n{capture.get()}", end="")
@@ -54,7 +54,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show a progress bar on standard error, and yield its callback; None with ``--json`` or without a terminal."""
+    """Show a progress bar on standard error and yield its callback; yield None with ``--json`` or without a terminal."""
     if arguments.json or not sys.stderr.isatty():
         yield None
         return
@@ -68,7 +68,7 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
-    """Return a function that reports one more of ``total`` steps, of which ``done`` are done, to ``progress`` on each call."""
+    """Return a function that reports one more step to ``progress`` per call; ``done`` of ``total`` steps are already done."""
 
     def step() -> None:
         nonlocal done
@@ -85,10 +85,10 @@ def bytes_text(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return ``count`` with thousands separators and its noun, with an s in the plural."""
+    """Return ``count`` with thousands separators, followed by ``noun`` in the singular or plural."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def printable(text: str) -> str:
-    """Escape every control character in text from a file, so that a terminal does not interpret it."""
+    """Escape all control characters in ``text``, so that a terminal does not interpret them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import tokenized
+from kvpack.evaluation.models import tokenize
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
 from kvpack.formats.arguments import as_integer, check_callback, describe
@@ -135,7 +135,7 @@ def evaluate(
     requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
     parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
-    words = [tokenized(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
+    words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
     places, sizes = _places(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from kvpack import cache_names
-from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed
+from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed_cache
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -43,13 +43,13 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
     """Return the ``tokens`` that the model samples after ``prompt`` ``[1, token]``, one by one, and its predictions of them."""
     pairs = prefill(model, prompt[:, :-1])
     # Copies: the cache that grows may write behind the tokens that it holds.
-    cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
+    cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation("kvpack")
     ids, predicted = [prompt[:, -1:]], []
     numbers = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for _ in range(tokens):
-            logits = model(ids[-1], **cache_names.over(model, cache)).logits[0]
+            logits = model(ids[-1], **cache_names.passing(model, cache)).logits[0]
             predicted.append(functional.log_softmax(logits.float(), -1))
             ids.append(_drawn(predicted[-1], numbers)[None])
     text, log_probabilities = torch.cat([prompt[:, :-1], *ids], 1), torch.cat(predicted)

@@ -85,7 +85,7 @@ def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
     with torch.inference_mode():
         for question, value in prompt.questions:
             tokens = torch.tensor([[*question, *value[:-1]]], device=model.device)
-            logits = model(tokens, **cache_names.over(model, cache())).logits[0, -len(value) :]
+            logits = model(tokens, **cache_names.passing(model, cache())).logits[0, -len(value) :]
             right.append(logits.argmax(-1).tolist() == [*value])
     return right
 

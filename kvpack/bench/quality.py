@@ -23,7 +23,7 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.models import Text, own_text, read_text, vocabulary
+from kvpack.evaluation.models import Text, bundled_text, read_text, vocabulary
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
@@ -36,7 +36,7 @@ from kvpack.evaluation.windows import (
     prefill,
     read_exactly,
     read_forgotten,
-    uncompressed,
+    uncompressed_cache,
 )
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
@@ -152,8 +152,8 @@ def run(
             network = network.to("cuda", torch.bfloat16)
         ids_below = vocabulary(network)
         is_own = text is None and model is not None
-        words = own_text(TEXT, folder, ids_below) if is_own else read_text(text, folder, ids_below)
-        others = [own_text(name, folder, ids_below) for name in settings.others] if is_own else []
+        words = bundled_text(TEXT, folder, ids_below) if is_own else read_text(text, folder, ids_below)
+        others = [bundled_text(name, folder, ids_below) for name in settings.others] if is_own else []
         name = model_name(str(folder.resolve()))
     inserted = None if settings.inserted is None else _token_id(words, settings.inserted)
     most = positions(network)
@@ -346,7 +346,7 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(Asked.of, length, prompt.depths)
             # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
-            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed(self.model, _copied(pairs))))  # noqa: B023
+            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copied(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)

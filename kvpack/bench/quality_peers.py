@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.evaluation.windows import compared, read_over
+from kvpack.evaluation.windows import compare_predictions, read_over
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasure
     with torch.inference_mode():
         for number, pair in enumerate(exact.first):
             cache.update(*(x.to(torch.bfloat16).to(x.dtype).contiguous() for x in pair), number)
-    log_perplexity, kl_divergence, same_choices = compared(exact, read_over(model, exact, cache, step))
+    log_perplexity, kl_divergence, same_choices = compare_predictions(exact, read_over(model, exact, cache, step))
     kept = [x for layer in cache.layers for x in _kept(layer)]
     values = sum(k.numel() + v.numel() for k, v in exact.pairs)
     return PeerMeasured(log_perplexity, kl_divergence, same_choices, sum(map(_bytes, kept)), values)

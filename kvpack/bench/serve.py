@@ -355,14 +355,14 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     wait(device)
     begin = time.perf_counter()
-    model.generate(ids, **cache_names.over(model, past), **options)
+    model.generate(ids, **cache_names.passing(model, past), **options)
     wait(device)
     return (time.perf_counter() - begin) / count
 
 
 def _steps(model: Any, past: Any, batch: int, device: str) -> float:
     """Return the seconds of one decode step, the mean of several after those that compile."""
-    token, over = torch.full((batch, 1), 5, device=device), cache_names.over(model, past)
+    token, over = torch.full((batch, 1), 5, device=device), cache_names.passing(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
@@ -388,7 +388,7 @@ def _first_token_rows(
     row = {"tokens": tokens, "suffix": suffix}
 
     def logits(past: Any, given: torch.Tensor) -> None:
-        model(given, **cache_names.over(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
+        model(given, **cache_names.passing(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     calls: dict[str, Callable[[], None]] = {
         "recompute": lambda: logits(library.DynamicCache(config=model.config), ids),

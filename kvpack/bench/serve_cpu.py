@@ -58,7 +58,7 @@ def step_rows(
         runs += [(model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
         generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = interleaved(
-            [partial(_step, model, cache_names.over(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
+            [partial(_step, model, cache_names.passing(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
         )
     rows = [
         {
@@ -74,7 +74,7 @@ class _Generation:
     """Each call adds STEPS tokens to ``past``."""
 
     def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
-        self._model, self._over, self._ids = model, cache_names.over(model, past), ids
+        self._model, self._over, self._ids = model, cache_names.passing(model, past), ids
 
     def __call__(self) -> None:
         # Of ids alone, generate would hide those that it made and that are the padding's.

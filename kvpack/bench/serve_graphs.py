@@ -110,7 +110,7 @@ def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> fl
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)
 
-    given = cache_names.over(model, past)
+    given = cache_names.passing(model, past)
 
     def step() -> None:
         model(token, position_ids=position, **given, use_cache=True, logits_to_keep=1)

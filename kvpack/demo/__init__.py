@@ -1,1 +1,1 @@
-"""Demos of files and of the store, run by ``kvpack demo``."""
+"""Demos of files and of the store, which ``kvpack demo`` runs."""

@@ -1,7 +1,8 @@
-"""The demo: a small model's KV cache packed with several recipes; each file is continued in its own process.
+"""The file demo: pack a small model's KV cache with several recipes, and continue each file in its own process.
 
-The writing process prefills 2,000 tokens of real text that contains five key lines, packs and saves. A reading process sees only the file:
-it attends over the packed layers, answers the five keys, continues the text, and scores the 500 bytes that really follow. Tokens are bytes.
+The writing process prefills 2,000 tokens of real text that contains five lines with keys, packs and saves. Each reading process has only
+the file: it attends over the packed layers, looks up the five keys, continues the text, and scores the 500 bytes that really follow. Tokens
+are bytes.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
-"""The uncompressed baseline, then every family of codecs, from most bits to fewest."""
+"""The uncompressed baseline, then one recipe of each family of codecs, in descending order of bits."""
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
 READERS = 2
-"""The number of concurrent reading processes."""
+"""Number of concurrent reading processes."""
 IDENTITY = {"name": "tinylm"}
 
 _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 
 
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write one file per recipe, read each in a fresh process, and report sizes, errors, answers and times as JSON values.
+    """Write one file per recipe, read each in a new process, and return sizes, errors, answers and times as JSON values.
 
-    ``out`` is a folder that keeps the files; ``progress`` counts files written and read. Raises InvalidParameter, and
-    KvpackError when transformers is not installed or a reader fails.
+    ``out`` is a folder that keeps the files. ``progress`` counts files written and read. Raises InvalidParameter, and KvpackError if
+    transformers is not installed or a reader fails.
     """
     for recipe in recipes:
         parse_recipe(recipe)
-    # The model's tensors are small, and on a busy machine more threads wait for one another.
+    # The tensors are small, and on a busy machine several threads would wait for each other.
     with one_thread(), tempfile.TemporaryDirectory(prefix="kvpack-demo-") as temporary:
         folder = Path(out or temporary)
         try:
@@ -74,24 +75,24 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
             rows.append(write(pairs, recipe, folder / f"{number}-{_file_name(recipe)}.kvpack"))
             step()
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
-            for row, outcome in zip(rows, readers.map(_read_elsewhere, [row["file"] for row in rows]), strict=True):
+            for row, outcome in zip(rows, readers.map(_read_in_process, [row["file"] for row in rows]), strict=True):
                 row.update(outcome)
                 step()
     return {"prompt_tokens": PROMPT_BYTES, "uncompressed": plain, "files": rows}
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the (k, v) of every layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
+    """Return the (k, v) of each layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
     transformers = transformers_library()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
-        model(torch.tensor([[BOS, *prompt]]), **cache_names.over(model, cache))
+        model(torch.tensor([[BOS, *prompt]]), **cache_names.passing(model, cache))
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
 @rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
-    """Pack and save, and compare the packed values with the original."""
+    """Pack and save ``pairs``, and compare the decoded values with the original ones."""
     pack, save = kvpack.pack, kvpack.save
     started = time.perf_counter()
     cache = pack(pairs, recipe, model=IDENTITY)
@@ -116,7 +117,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 def read(path: str) -> dict[str, Any]:
     """Load and verify the file in a reading process, and continue it without unpacking."""
     load = kvpack.load
-    # What was imported is garbage-collected once; the time of loading is not to include that.
+    # Collect garbage from imports now, so that it does not count as loading time.
     gc.collect()
     started = time.perf_counter()
     cache = load(path)
@@ -126,27 +127,27 @@ def read(path: str) -> dict[str, Any]:
 
 @rounding_is_shown()
 def continue_from(past: Cache | Any) -> dict[str, Any]:
-    """Answer the keys, continue, and score the true continuation, all from one prefilled cache.
+    """Look up the keys, continue the text, and score the true continuation, all from the same prefilled cache.
 
-    ``past`` is a packed Cache, attended directly, or a transformers cache. It contains BOS and all of the prompt except its last byte.
+    ``past`` is a packed Cache, which is attended directly, or a transformers cache. It contains BOS and the prompt without its last byte.
     """
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack" if isinstance(past, kvpack.Cache) else "sdpa")
     text = demo_text()
-    prompt, rest = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
+    prompt, continuation = text[:PROMPT_BYTES], text[PROMPT_BYTES:]
 
-    def fresh() -> Any:
+    def new_cache() -> Any:
         return KvpackCache.of(past) if isinstance(past, kvpack.Cache) else _dense([(layer.keys, layer.values) for layer in past.layers])
 
     answers = []
     with torch.inference_mode():
         for key, value in _KEY_LINE.findall(prompt):
-            answer = _greedy(model, fresh(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
+            answer = _greedy(model, new_cache(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
             answers.append({"key": key.decode(), "value": value.decode(), "answer": answer, "right": answer == value.decode()})
-        sample = _greedy(model, fresh(), prompt[-1:], SAMPLE_BYTES)
-        logits = model(torch.tensor([[*prompt[-1:], *rest[:-1]]]), **cache_names.over(model, fresh())).logits[0]
-        loss = functional.cross_entropy(logits.float(), torch.tensor([*rest])).item()
+        sample = _greedy(model, new_cache(), prompt[-1:], SAMPLE_BYTES)
+        logits = model(torch.tensor([[*prompt[-1:], *continuation[:-1]]]), **cache_names.passing(model, new_cache())).logits[0]
+        loss = functional.cross_entropy(logits.float(), torch.tensor([*continuation])).item()
     return {
         "answers": answers,
         "right": sum(answer["right"] for answer in answers),
@@ -157,7 +158,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and, under it, the text that each file's reader generated next."""
+    """Print a table of the files, and below it the text that each reader generated."""
     plain = report["uncompressed"]
     columns = [
         "recipe", "file\nbytes", "bits per\nvalue", "nominal\nbits", "smaller\nthan bf16", "K\ncosine", "V\ncosine",
@@ -192,7 +193,7 @@ def _answer(source: dict[str, Any]) -> tuple[str, str]:
     return f"{printable(first['answer'])} {'right' if first['right'] else 'wrong'}", f"{source['right']} of {source['asked']}"
 
 
-def _read_elsewhere(path: str) -> dict[str, Any]:
+def _read_in_process(path: str) -> dict[str, Any]:
     reader = subprocess.run([sys.executable, "-m", "kvpack.demo.files", "reader", path], capture_output=True, text=True, check=False)
     if reader.returncode:
         raise kvpack.KvpackError(f"the process that reads {path} failed: {reader.stderr.strip().rpartition(chr(10))[2]}")
@@ -200,18 +201,18 @@ def _read_elsewhere(path: str) -> dict[str, Any]:
     return report
 
 
-def _greedy(model: Any, cache: Any, given: bytes, count: int) -> str:
-    """Return the ``count`` most likely bytes after ``given``, one after another."""
-    tokens, result = torch.tensor([[*given]]), []
+def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
+    """Generate ``count`` bytes after ``prompt``, always the most likely one."""
+    tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
-        token = int(model(tokens, **cache_names.over(model, cache)).logits[0, -1, :BOS].argmax())
+        token = int(model(tokens, **cache_names.passing(model, cache)).logits[0, -1, :BOS].argmax())
         result.append(token)
         tokens = torch.tensor([[token]])
     return bytes(result).decode(errors="backslashreplace")
 
 
 def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor | None]) -> float:
-    """Return the cosine between original and decoded vectors, averaged over layers, heads and tokens."""
+    """Return the cosine similarity between original and decoded vectors, averaged over layers, heads and tokens."""
     cosines = [functional.cosine_similarity(x, y, dim=-1).mean().item() for x, y in zip(originals, decoded, strict=True) if y is not None]
     return sum(cosines) / len(cosines)
 
@@ -225,7 +226,7 @@ def _file_name(recipe: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``python -m kvpack.demo.files reader FILE``: print the reader's findings as JSON."""
+    """Run ``python -m kvpack.demo.files reader FILE``: print the reader's results as JSON."""
     command, path = words
     if command != "reader":
         raise SystemExit(f"unknown command {command!r}, expected reader")

@@ -1,6 +1,6 @@
-"""The store's demo: process A prefills a prompt and saves it; B and C load the prefix and produce the same tokens.
+"""The store demo: process A prefills a prompt and saves it; processes B and C load the prefix and produce the same tokens.
 
-Each process knows the model, the prompt and the location, and nothing about the others.
+Each process has the model, the prompt and the store's location, and does not communicate with the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NEW_TOKENS = 40
 
 
 def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Run the processes one after another on the store at ``location``; return their results as JSON values.
+    """Run the processes one after another on the store at ``location``, and return their results as JSON values.
 
-    ``progress`` counts processes. Raises InvalidParameter, and KvpackError when transformers is not installed or a process fails.
+    ``progress`` counts processes. Raises InvalidParameter, and KvpackError if transformers is not installed or a process fails.
     """
     transformers_library()
     parse_recipe(recipe)
@@ -51,35 +51,36 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
     return {"store": location, "recipe": recipe, "processes": rows, "same": len({tuple(row["tokens"]) for row in rows}) == 1}
 
 
-def use(location: str, recipe: str) -> dict[str, Any]:
-    """Do one process's work: load the longest stored prefix, or prefill and save if there is none, and continue from it."""
+def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
+    """Run one process's part: load the longest stored prefix, or prefill and save it if there is none, and continue from it."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")
     prompt = [BOS, *demo_text()[: PROMPT_BYTES - 1]]
     with kvpack.Store(location, kvpack.Identity.of(model, recipe, name="tinylm")) as store, torch.inference_mode():
         started = time.perf_counter()
-        # A model continues from a token, so the last one is never taken from the store.
+        # The model needs a token to continue from, so the last one is never loaded from the store.
         found, cache = store.load(prompt[:-1])
         if cache is None:
             dense = transformers_library().DynamicCache()
-            model(torch.tensor([prompt[:-1]]), **cache_names.over(model, dense))
+            model(torch.tensor([prompt[:-1]]), **cache_names.passing(model, dense))
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
-            # All processes continue from the stored bytes, and so produce the same tokens.
+            # Continue from the stored bytes, so that all processes produce the same tokens.
             _, cache = store.load(prompt[:-1])
         if cache is None:
-            raise kvpack.KvpackError(f"nothing could be stored: {store.counters()['faults']}")
-        past, given, tokens = KvpackCache.of(cache), torch.tensor([prompt[cache.tokens :]]), []
+            faults = store.counters()["faults"]
+            raise kvpack.KvpackError(f"the prefix could not be stored ({faults}): check that the location is writable")
+        past, next_ids, tokens = KvpackCache.of(cache), torch.tensor([prompt[cache.tokens :]]), []
         for _ in range(NEW_TOKENS):
-            tokens.append(int(model(given, **cache_names.over(model, past)).logits[0, -1, :BOS].argmax()))
+            tokens.append(int(model(next_ids, **cache_names.passing(model, past)).logits[0, -1, :BOS].argmax()))
             if len(tokens) == 1:
                 first = time.perf_counter() - started
-            given = torch.tensor([tokens[-1:]])
+            next_ids = torch.tensor([tokens[-1:]])
     return {"prompt": len(prompt), "found": found, "first_token_ms": 1000 * first, "tokens": tokens}
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per process, and the text that each produced."""
+    """Print one row per process with the text that it produced."""
     rows = [
         [
             row["process"],
@@ -100,7 +101,7 @@ def main(words: Sequence[str]) -> int:
     """Run ``python -m kvpack.demo.store LOCATION RECIPE``: print the results of one process as JSON."""
     location, recipe = words
     with one_thread():
-        print(json.dumps(use(location, recipe)))
+        print(json.dumps(load_or_prefill(location, recipe)))
     return 0
 
 

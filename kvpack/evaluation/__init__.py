@@ -1,1 +1,1 @@
-"""A model read over packed files of its own KV caches: its text, windows, twins and intervals, for bench, tune and calibrate."""
+"""Evaluate a model over packed caches of its own keys and values, for bench, tune and calibrate."""

@@ -1,4 +1,4 @@
-"""Confidence intervals of 95 %."""
+"""Compute 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRID = 1 << 18
 
 
 def student_t(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the interval of the mean of independent ``values``, by Student's t with one degree of freedom less; None for one value."""
+    """Return the confidence interval of the mean of independent ``values`` by Student's t distribution; None for a single value."""
     if len(values) < 2:
         return None
     mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))
@@ -24,9 +24,9 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is below that of the paired ``others`` by more than chance explains.
+    """Return True if the mean of ``values`` is significantly below that of the paired ``others``.
 
-    With a single pair, the difference alone decides.
+    For a single pair, the difference decides.
     """
     differences = [value - other for value, other in zip(values, others, strict=True)]
     interval = student_t(differences)
@@ -35,23 +35,23 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
 @cache
 def t_quantile(freedom: int) -> float:
-    """Return the t that Student's distribution with ``freedom`` degrees of freedom exceeds, in size, 5 % of the time.
+    """Return the two-sided 95 % quantile of Student's t distribution with ``freedom`` degrees of freedom.
 
-    With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which a sum over a grid integrates.
+    With t = sqrt(freedom) tan(angle), the density is proportional to cos(angle)^(freedom - 1), which is integrated on a grid.
     """
-    # Midpoints of equal cells; the quantile is where 95 % of the sum is reached.
+    # The grid points are midpoints of equal cells. The quantile is where the sum reaches 95 %.
     width = math.pi / 2 / _GRID
     density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (freedom - 1)
-    reached = numpy.concatenate([[0.0], numpy.cumsum(density)])
-    angle = numpy.interp(CONFIDENCE * reached[-1], reached, numpy.arange(_GRID + 1) * width)
+    cumulative = numpy.concatenate([[0.0], numpy.cumsum(density)])
+    angle = numpy.interp(CONFIDENCE * cumulative[-1], cumulative, numpy.arange(_GRID + 1) * width)
     return math.sqrt(freedom) * math.tan(angle)
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, from ``right`` of ``asked`` answers; ``asked`` is at least 1."""
+    """Return Wilson's score interval of the share ``right / asked``; ``asked`` is at least 1."""
     z = 1.959964
     share = right / asked
-    centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)
+    center = (share + z * z / (2 * asked)) / (1 + z * z / asked)
     half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
-    # At a share of 0 or 1 the interval ends there; rounding would leave it a little off.
-    return (0.0 if right == 0 else centre - half), (1.0 if right == asked else centre + half)
+    # At a share of 0 or 1 the bound is exact; rounding would be slightly off.
+    return (0.0 if right == 0 else center - half), (1.0 if right == asked else center + half)

@@ -1,4 +1,4 @@
-"""The language models and texts of the measurements: a transformers folder, and token ids."""
+"""Texts for measurements, as token ids of a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_TEXT_BYTES = 2**30
-"""Maximum number of bytes of a text."""
+"""Maximum size of a text in bytes."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text as token ids: ``start`` opens every sequence, ``ids`` is the text itself.
+    """A text as token ids: ``start`` are the ids at the start of each sequence, and ``ids`` are those of the text itself.
 
-    ``of_bytes``: the model has no tokenizer, an id is a byte value, and sequences start with id 256. ``encode`` converts other text to ids.
+    If ``of_bytes``, the model has no tokenizer: ids are byte values, and sequences start with id 256. ``encode`` converts other text to
+    ids.
     """
 
     name: str
@@ -34,43 +35,43 @@ class Text:
 
 
 def vocabulary(model: Any) -> int:
-    """Return the number of token ids that the model accepts; all ids are below it."""
+    """Return the number of token ids of the model; all ids are below it."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """Read the file ``path``, or the demo's text, as ids of the model in ``folder``, which accepts ids below ``ids_below``.
+    """Read the file ``path``, or the demo's text, as token ids of the model in ``folder``, whose ids are below ``ids_below``.
 
-    Raises MissingFile, LimitExceeded, or InvalidParameter when the folder has no tokenizer and the model cannot take bytes.
+    Raises MissingFile, LimitExceeded, and InvalidParameter if the folder has no tokenizer and the model does not support bytes.
     """
     if path is None:
         return _text("the demo's text", demo_text(), folder, ids_below)
     return _text(path, read_bytes(path, MAX_TEXT_BYTES, "a text"), folder, ids_below)
 
 
-def own_text(name: str, folder: Path, ids_below: int) -> Text:
-    """Read the text ``name`` that comes with kvpack (kvpack/bench/texts), as ``read_text`` does."""
+def bundled_text(name: str, folder: Path, ids_below: int) -> Text:
+    """Read the text ``name`` from kvpack/bench/texts, as ``read_text`` does."""
     return _text(f"kvpack's {name}", (files("kvpack.bench") / "texts" / f"{name}.txt").read_bytes(), folder, ids_below)
 
 
 def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
     tokenizer = load_tokenizer(folder)
     if tokenizer is not None:
-        return tokenized(name, data.decode(errors="replace"), tokenizer)
+        return tokenize(name, data.decode(errors="replace"), tokenizer)
     if ids_below <= BOS:
         raise InvalidParameter(
-            f"{folder}: has no tokenizer, so its tokens would be bytes after a first token {BOS}; the model has only {ids_below} tokens"
+            f"{folder}: has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {ids_below}: add a tokenizer"
         )
     return Text(name, (BOS,), data, of_bytes=True, encode=lambda text: [*text.encode()])
 
 
-def tokenized(name: str, text: str, tokenizer: Any) -> Text:
-    """Tokenize ``text`` with ``tokenizer``."""
+def tokenize(name: str, text: str, tokenizer: Any) -> Text:
+    """Return ``text`` as a Text, tokenized by ``tokenizer``."""
     ids = tokenizer(text)["input_ids"]
-    opened = bool(ids) and ids[0] == tokenizer.bos_token_id
-    return Text(name, tuple(ids[:opened]), ids[opened:], of_bytes=False, encode=partial(_encoded, tokenizer))
+    starts_with_bos = bool(ids) and ids[0] == tokenizer.bos_token_id
+    return Text(name, tuple(ids[:starts_with_bos]), ids[starts_with_bos:], of_bytes=False, encode=partial(_encode, tokenizer))
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -1,4 +1,4 @@
-"""Twins of a model, which compute the same function over keys with other statistics."""
+"""Modify models so that they compute the same function with other statistics of keys ("twins")."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter
 
-from .windows import prefill, uncompressed
+from .windows import prefill, uncompressed_cache
 
 OUTLIER_PAIRS = 2
-"""RoPE channel pairs of every KV head that the twin scales."""
+"""Number of RoPE channel pairs per KV head that a twin scales."""
 
 OFFSET_SHARE = 1 / 8
-"""The share of the keys' channels that get an offset."""
+"""Share of the keys' channels that get an offset."""
 
 TWIN_TOLERANCE = 1e-3
-"""The largest difference allowed between a logit of the twin and the model's own, relative to the largest logit."""
+"""Maximum difference between logits of the twin and the model, relative to the largest logit."""
 
 
 def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
-    """Multiply the keys' weights in two RoPE pairs of every KV head by ``factor``, and divide the queries' by it.
+    """Multiply the key weights of two RoPE pairs per KV head by ``factor``, and divide the query weights by it.
 
-    The function stays the same, while keys get the outlier channels that some larger models have. ``sample`` is token
-    ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit. Raises
-    InvalidParameter for a factor that is not above 0, a model without q_proj and k_proj, and one whose logits change
-    by more than TWIN_TOLERANCE (because it normalizes keys, for example).
+    The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` is token ids ``[batch,
+    token]``. Returns the largest difference of a logit on it, relative to the largest logit. Raises InvalidParameter for a factor that is
+    not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example, because it
+    normalizes keys).
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not (layers and 0 < factor < float("inf")):
         raise InvalidParameter(
-            f"--twin is {factor} for a model with {len(layers)} layers of k_proj and q_proj, expected a number above 0 and at least one "
-            "such layer"
+            f"--twin is {factor} for a model in which {len(layers)} layers have k_proj and q_proj, expected a number above 0 and at least "
+            "one such layer"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
@@ -43,8 +43,8 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
         difference = float((model(sample).logits - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the twin's logits differ from the model's by {difference:.1e} of the largest, the limit is {TWIN_TOLERANCE:.1e}: "
-            "its keys and queries are not the outputs of k_proj and q_proj rotated in pairs"
+            f"the twin's logits differ from the model's by {difference:.1e} of the largest, but may by at most {TWIN_TOLERANCE:.1e}: "
+            "--twin requires keys and queries that are outputs of k_proj and q_proj, rotated in pairs"
         )
     return difference
 
@@ -65,11 +65,11 @@ def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
 
 
 def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
-    """Add a constant to every key of the model, in an eighth of the channels of every KV head: ``factor`` times the channel's deviation.
+    """Add a constant to all keys in an eighth of the channels of each KV head: ``factor`` times the channel's standard deviation.
 
-    All scores of a query change by the same amount, so the function stays the same, while keys get offsets like those that biases cause in
-    some models. ``sample`` is token ids ``[batch, token]``; returns the largest difference of a logit on it, relative to the largest logit.
-    Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
+    All scores of a query change by the same amount, so the model computes the same function, but its keys get offsets like those that
+    biases cause in some models. ``sample`` is token ids ``[batch, token]``. Returns the largest difference of a logit on it, relative to
+    the largest logit. Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")
@@ -85,13 +85,13 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
     difference = float((after - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the logits of the model with moved keys differ from its own by {difference:.1e} of the largest, the limit is "
-            f"{TWIN_TOLERANCE:.1e}: its attention is not a plain softmax over the scores of keys"
+            f"the logits with key offsets differ from the model's by {difference:.1e} of the largest, but may by at most "
+            f"{TWIN_TOLERANCE:.1e}: --offset requires attention that is a plain softmax over scores"
         )
     return difference
 
 
 def _logits(model: Any, sample: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(sample, **cache_names.over(model, uncompressed(model))).logits
+        logits: torch.Tensor = model(sample, **cache_names.passing(model, uncompressed_cache(model))).logits
     return logits.float()

@@ -1,4 +1,4 @@
-"""One window of text: the predictions of the uncompressed model, and those of the model over a packed file."""
+"""Compare the predictions of the uncompressed model in a window of text with those over packed files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 QUERIES = 128
-"""The newest queries of a window, on which the attention's error is measured."""
+"""Number of newest queries of a window on which the error of attention is measured."""
 
 KEPT = 4
-"""The first tokens, on which models rest attention that they need nowhere else: they stay when the past is forgotten."""
+"""Number of first tokens that stay if the past is dropped, because models put attention on them that they need nowhere else."""
 
 PASS = 32
-"""Maximum number of scored tokens that enter the model at once. A pass longer than the cache's raw tail attends to its own tokens
-exactly.
-"""
+"""Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
 
 _ROWS = 64
 """Number of positions whose distributions are compared at once."""
@@ -44,12 +42,12 @@ _RECORDED = "kvpack-recorded"
 _OBSERVED = "kvpack-observed"
 
 _OTHER_WEIGHTS = ("s_aux", "position_bias")
-"""Options of attention that change its weights besides queries, keys and masks."""
+"""Options of attention, besides queries, keys and masks, that affect its weights."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One layer's newest queries ``[1, q_head, token, dim]``, their exact output, and the options of attention."""
+class RecordedAttention:
+    """A layer's newest queries ``[1, q_head, token, dim]``, their exact attention output, and the options of attention."""
 
     query: torch.Tensor
     output: torch.Tensor
@@ -58,10 +56,10 @@ class Seen:
 
 @dataclass
 class _Recorder:
-    """kvpack's attention function, which keeps the arguments and the result of the last forward pass."""
+    """kvpack's attention function, which also records the arguments and results of the last forward pass."""
 
-    layers: dict[int, Seen] = field(default_factory=dict)
-    weighed_by_more: bool = False
+    layers: dict[int, RecordedAttention] = field(default_factory=dict)
+    has_other_weights: bool = False
 
     def __call__(
         self, module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
@@ -69,14 +67,14 @@ class _Recorder:
         output, weights = attention(module, query, key, value, attention_mask, **options)
         newest = output[:, -QUERIES:].transpose(1, 2).clone()
         kept = {"scale": options.get("scaling")} | {name: options.get(name) for name in ("softcap", "sliding_window")}
-        self.weighed_by_more |= any(options.get(name) is not None for name in _OTHER_WEIGHTS)
-        self.layers[int(module.layer_idx)] = Seen(query[:, :, -QUERIES:].clone(), newest, kept)  # type: ignore[arg-type]
+        self.has_other_weights |= any(options.get(name) is not None for name in _OTHER_WEIGHTS)
+        self.layers[int(module.layer_idx)] = RecordedAttention(query[:, :, -QUERIES:].clone(), newest, kept)  # type: ignore[arg-type]
         return output, weights
 
 
 @dataclass
 class _Observer:
-    """kvpack's attention function, which first passes each call's layer and queries to ``observe``."""
+    """kvpack's attention function, which first calls ``observe`` with the layer and the queries."""
 
     observe: Callable[[int, torch.Tensor], object] | None = None
 
@@ -99,10 +97,10 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 @dataclass(frozen=True)
 class Exact:
-    """The uncompressed model's results in a window, in float32, on the model's device; keys and values are in its dtype.
+    """The uncompressed model's results in a window, in float32 on the model's device; keys and values are in the model's dtype.
 
-    ``tokens`` is ``[1, prefix + score + 1]``; ``pairs`` holds one (k, v) per layer of prefix + score tokens; ``log_probabilities``
-    is ``[score, vocabulary]`` and ``loss`` the mean negative log-probability of the tokens that follow.
+    ``tokens`` is ``[1, prefix + score + 1]``, ``pairs`` has one (k, v) of prefix + score tokens per layer, ``log_probabilities`` is
+    ``[score, vocabulary]``, and ``loss`` is the mean negative log-probability of the next tokens.
     """
 
     tokens: torch.Tensor
@@ -110,19 +108,20 @@ class Exact:
     pairs: Pairs
     log_probabilities: torch.Tensor
     loss: float
-    seen: dict[int, Seen]
+    seen: dict[int, RecordedAttention]
 
     @property
     def first(self) -> Pairs:
-        """The pairs of the prefix."""
+        """Keys and values of the prefix, per layer."""
         return [(k[:, :, : self.prefix], v[:, :, : self.prefix]) for k, v in self.pairs]
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The model's predictions over packed layers; ``whole`` is the cache with the scored tokens appended.
+    """The model's predictions over packed layers.
 
-    ``same_choices`` is the share of positions at which the model's first choice is that of the uncompressed model.
+    ``same_choices`` is the share of positions at which the top choice is the same as the uncompressed model's. ``whole`` is the cache after
+    the scored tokens were appended.
     """
 
     log_perplexity: float
@@ -134,7 +133,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The model's predictions without a window's past."""
+    """The model's predictions without the past of a window."""
 
     log_perplexity: float
     kl_divergence: float
@@ -143,7 +142,7 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one recipe in a window; errors are one number per layer."""
+    """Results of one recipe in a window. Errors have one number per layer."""
 
     log_perplexity: float
     kl_divergence: float
@@ -164,37 +163,37 @@ def prefill(
     positions: torch.Tensor | None = None,
     observe: Callable[[int, torch.Tensor], object] | None = None,
 ) -> Pairs:
-    """Return the (k, v) of every layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
+    """Return the (k, v) of each layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
-    ``positions``, of the same shape, are those of the tokens (default: from 0 on). ``observe(layer, queries)`` is called with the queries
-    ``[batch, q_head, token, dim]`` as attention receives them, unless the model computes attention itself. Raises InvalidParameter for a
-    model with layers that keep other states.
+    ``positions``, of the same shape, are the tokens' positions (default: from 0 on). ``observe(layer, queries)`` is called with the queries
+    ``[batch, q_head, token, dim]`` that attention receives, unless the model implements attention itself. Raises InvalidParameter for a
+    model with layers that have other states.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
         raise InvalidParameter(
-            f"{known.name} has layers that keep recurrent or convolution states, but only keys and values are supported: use a model whose "
-            "layers all have them"
+            f"{known.name} has layers with recurrent or convolution states, which are not supported: use a model in which all layers "
+            "have keys and values"
         )
-    cache, options = uncompressed(model), {} if positions is None else {"position_ids": positions}
+    cache, options = uncompressed_cache(model), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack" if observe is None else _OBSERVED)
     _observer.observe = observe
     try:
         with torch.inference_mode():
-            model.base_model(tokens, **cache_names.over(model, cache), **options)
+            model.base_model(tokens, **cache_names.passing(model, cache), **options)
     finally:
         _observer.observe = None
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
-    """Read a window ``[1, prefix + score + 1]`` over the uncompressed cache; the last token is scored but not read."""
+    """Evaluate a window ``[1, prefix + score + 1]`` with the uncompressed cache. The last token is scored but not read."""
     prefix = tokens.shape[1] - 1 - score
-    cache = uncompressed(model, prefill(model, tokens[:, :prefix]))
+    cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     with torch.inference_mode():
-        logits = model(tokens[:, prefix:-1], **cache_names.over(model, cache)).logits[0]
+        logits = model(tokens[:, prefix:-1], **cache_names.passing(model, cache)).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
     loss = functional.nll_loss(log_probabilities, tokens[0, prefix + 1 :]).item()
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
@@ -204,21 +203,21 @@ def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
 
 
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
-    """Return the share of the attention weight on the ``chosen`` tokens of each layer, averaged over heads and the newest queries.
+    """Return each layer's share of attention weight on the ``chosen`` tokens, averaged over heads and the newest queries.
 
-    ``tokens`` is ``[1, token]``; the first of them have ``pairs``, and ``chosen``, bool ``[token]`` by layer, covers these. Empty for
-    models that compute attention themselves, or whose attention weights have other terms, such as biases by distance.
+    ``tokens`` is ``[1, token]``; the first of them have ``pairs``. ``chosen``, bool ``[token]`` per layer, covers the tokens in ``pairs``.
+    Empty for models that implement attention themselves, or whose attention weights have other terms, such as position biases.
     """
     known = pairs[0][0].shape[2]
-    cache = uncompressed(model, [(k.clone(), v.clone()) for k, v in pairs])
+    cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
-    _recorder.weighed_by_more = False
+    _recorder.has_other_weights = False
     with torch.inference_mode():
-        model.base_model(tokens[:, known:], **cache_names.over(model, cache))
+        model.base_model(tokens[:, known:], **cache_names.passing(model, cache))
         seen = dict(_recorder.layers)
         _recorder.layers.clear()
-        if _recorder.weighed_by_more or not all(number in seen for number in range(len(chosen))):
+        if _recorder.has_other_weights or not all(number in seen for number in range(len(chosen))):
             return []
         shares = []
         for number, raw in enumerate(chosen):
@@ -227,7 +226,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     return shares
 
 
-def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
+def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     """Return the attention weights ``[1, q_head, query, token]`` of the newest queries over ``keys``."""
     query = seen.query.to(torch.float32)
     keys = keys.to(torch.float32).repeat_interleave(query.shape[1] // keys.shape[1], 1)
@@ -243,18 +242,18 @@ def _weights(seen: Seen, keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
-    """Read the scored tokens of a window, at their own positions, over only its first ``kept`` tokens: the rest is forgotten."""
-    cache = uncompressed(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
+    """Evaluate a window's scored tokens, at their own positions, over only its first ``kept`` tokens."""
+    cache = uncompressed_cache(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        logits = model(tokens, **cache_names.over(model, cache), position_ids=positions).logits[0]
-    return Forgotten(*compared(exact, functional.log_softmax(logits.float(), -1)))
+        logits = model(tokens, **cache_names.passing(model, cache), position_ids=positions).logits[0]
+    return Forgotten(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:
-    """Convert ``pairs`` to bf16, as models store them, pack them, save them to ``path``, and return the loaded cache."""
+    """Convert ``pairs`` to bf16, pack them, save them to ``path``, and return the loaded cache."""
     kvpack.save(_pack(pairs, recipe), path)
     return _load(path, recipe, pairs[0][0].device)
 
@@ -268,13 +267,13 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A packed cache that rounds new keys and values to bf16, as models store them, although the model computes in float32 on a CPU."""
+    """A packed cache that rounds new keys and values to bf16, because models store them so even if a CPU computes in float32."""
 
     _offsets: Any
 
     @classmethod
     def over(cls, model: Any, cache: Cache) -> Self:
-        """Create a cache over ``cache`` for ``model``, whose passes it does not record."""
+        """Return a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
         return past
@@ -285,29 +284,29 @@ class Bf16Cache(KvpackCache):
 
 
 class _OffsetCache(DynamicCache):  # type: ignore[misc]
-    """An uncompressed cache of a model whose keys are shifted by a constant per channel (``key_offsets``)."""
+    """An uncompressed cache that adds a constant per channel to keys (``key_offsets``)."""
 
     def __init__(self, offsets: dict[int, torch.Tensor], pairs: Pairs | None) -> None:
         super().__init__(pairs)
         self._offsets = offsets
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        # None while the constructor fills the layers with pairs, whose keys are moved already.
-        moved = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
-        result: tuple[Any, Any] = super().update(moved, value_states, layer_idx, *args, **kwargs)
+        # Unset while the constructor fills the layers with pairs, whose keys already have the offsets.
+        offset_keys = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
+        result: tuple[Any, Any] = super().update(offset_keys, value_states, layer_idx, *args, **kwargs)
         return result
 
 
-def uncompressed(model: Any, pairs: Pairs | None = None) -> Any:
-    """Create an uncompressed cache of the model that contains ``pairs``."""
+def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
+    """Return an uncompressed cache for the model that contains ``pairs``."""
     offsets = key_offsets(model)
     return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
 
 
 def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
-    """Return, by layer, the offset that ``kvpack.evaluation.twins.offset_keys`` adds to every key ``[kv_head, 1, dim]``.
+    """Return the offsets ``[kv_head, 1, dim]`` that ``kvpack.evaluation.twins.offset_keys`` adds to keys, by layer.
 
-    Returns None for an unchanged model.
+    Returns None for an unmodified model.
     """
     return getattr(model, "kvpack_key_offsets", None)
 
@@ -317,27 +316,27 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 
 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
-    """Read the scored tokens of a window over ``cache``, its packed prefix, at most ``step`` at a time; they are appended and packed."""
+    """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time. They are appended and packed."""
     over = Bf16Cache.over(model, cache)
     result = read_over(model, exact, over, step)
-    return Predicted(*compared(exact, result), result, over.packed)
+    return Predicted(*compare_predictions(exact, result), result, over.packed)
 
 
 def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
-    """Return the log-probabilities ``[score, vocabulary]`` of reading the scored tokens over ``cache``, at most ``step`` at a time."""
+    """Return the log-probabilities ``[score, vocabulary]`` of the scored tokens over ``cache``, read at most ``step`` at a time."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
         for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
-            logits = model(tokens, **cache_names.over(model, cache)).logits[0]
+            logits = model(tokens, **cache_names.passing(model, cache)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
     return torch.cat(read)
 
 
 def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True) -> Measured:
-    """Pack the window's first part, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at a time.
+    """Pack a window's prefix, save it to ``path``, load it, and evaluate the scored tokens over it, at most ``step`` at a time.
 
-    The bytes are those of a file of the whole window, including the appended tokens. Without ``errors``, those of layers are left out.
+    ``bytes`` is the size of a file of the whole window, including the appended tokens. Without ``errors``, errors per layer are omitted.
     """
     started = time.perf_counter()
     packed = _pack(exact.first, recipe)
@@ -367,7 +366,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
 
 
 def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
-    """Return the cosines of keys and values and the relative error of attention, for a layer with exact input."""
+    """Return the cosines of keys and values, and the relative error of attention, for a layer with exact inputs."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
@@ -380,28 +379,30 @@ def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float
 
 
 def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the cosine between the vectors of two tensors, averaged over heads and tokens."""
+    """Return the cosine similarity between the vectors of two tensors, averaged over heads and tokens."""
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
-def compared(exact: Exact, found: torch.Tensor) -> tuple[float, float, float]:
-    """Return the loss of the scored tokens' log-probabilities ``[position, vocabulary]``, their divergence, and the share of same choices.
+def compare_predictions(exact: Exact, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
+    """Compare log-probabilities ``[position, vocabulary]`` with the exact ones.
+
+    Returns the loss of the scored tokens, the KL divergence, and the share of positions with the same top choice.
     """
-    loss = functional.nll_loss(found, exact.tokens[0, exact.prefix + 1 :]).item()
-    same = (found.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
-    return loss, _divergence(exact.log_probabilities, found), same
+    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
+    same = (log_probabilities.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
+    return loss, _divergence(exact.log_probabilities, log_probabilities), same
 
 
-def _divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
-    """Return KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``, averaged over positions."""
-    return divergences(exact, found).mean().item()
+def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
+    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, averaged over positions."""
+    return divergences(exact, log_probabilities).mean().item()
 
 
-def divergences(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return KL(exact || found) in nats of log-probabilities ``[position, vocabulary]``: float64 ``[position]``."""
+def divergences(exact: torch.Tensor, log_probabilities: torch.Tensor) -> torch.Tensor:
+    """Return KL(exact || other) of log-probabilities ``[position, vocabulary]`` in nats, as float64 ``[position]``."""
     parts = []
     for first in range(0, len(exact), _ROWS):
-        p, q = exact[first : first + _ROWS].double(), found[first : first + _ROWS].double()
-        # The terms cancel to a millionth of themselves: hence float64.
+        p, q = exact[first : first + _ROWS].double(), log_probabilities[first : first + _ROWS].double()
+        # Use float64, because the terms cancel to a millionth of their size.
         parts.append(functional.kl_div(q, p, reduction="none", log_target=True).sum(-1))
     return torch.cat(parts)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding import dispatch
-from kvpack.runtime.threads import Begun, usable_cores
+from kvpack.runtime.threads import StartedCalls, usable_cores
 
 from .canonical_text import ALL, json_text, plain, tensor_digest, tensor_text
 
@@ -51,7 +51,7 @@ class Weights:
             else:
                 self._found[number] = plain(name, value)
         self._host_numbers = host
-        self._host = Begun(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
+        self._host = StartedCalls(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
         self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
 
     def hold(self) -> None:

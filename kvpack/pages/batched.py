@@ -23,7 +23,7 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
 from kvpack.formats.side_cars import WithSideCars
-from kvpack.runtime.modes import writing
+from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
                 costly = torch.minimum(count, costly + ((lost[1] > 1) & ~result.chosen).sum())
             left_out += torch.stack([count, costly])
             streams = result.streams
-        with writing(rows):
+        with writable(rows):
             for name, place in _streams(lane, rows[first : first + len(some)]).items():
                 place.copy_((encoded | streams)[name].view(place.shape))
 

@@ -15,7 +15,7 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
 from kvpack.formats.errors import DigestMismatch, KvpackError
-from kvpack.runtime.modes import float32_no_grad, writing
+from kvpack.runtime.modes import float32_no_grad, writable
 
 from . import batched
 from .buffer import PageBuffer
@@ -107,7 +107,7 @@ class DevicePages:
                 return PageJob.of(self._encode_by_host(pages, slots, rows, digests, range(len(slots))))
             status, measured = begun
             if target is not rows and isinstance(rows, torch.Tensor):
-                with writing(rows):
+                with writable(rows):
                     rows[:, : self._nbytes].copy_(target, non_blocking=True)
 
         def finish(found: list[int]) -> list[Outcome]:
@@ -168,7 +168,7 @@ class DevicePages:
         status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
         suspects, measured = torch.zeros(len(slots), dtype=torch.bool, device=self._device), []
         job = lanes.PageJob(slots, rows, status)
-        with writing(rows):
+        with writable(rows):
             rows[:, : self._front.numel()] = self._front
             if any(digests):
                 rows[:, KEY_AT : KEY_AT + KEY_BYTES] = self._keys(digests)

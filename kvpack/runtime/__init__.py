@@ -1,1 +1,1 @@
-"""Shared resources of the host process: threads, memory, file reads, locks and floating-point modes."""
+"""Process-wide resources: threads, memory, file reads, locks and floating-point modes."""

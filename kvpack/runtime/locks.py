@@ -1,4 +1,4 @@
-"""Locks that are free in a forked child, even if a thread of the parent held them."""
+"""Locks that are unlocked in a forked child, even if a thread of the parent held them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 
 class Lock:
-    """A ``threading.Lock`` that is replaced by a new one after a fork."""
+    """A ``threading.Lock`` that is replaced by a new one in a forked child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,9 +30,9 @@ class Lock:
 _ALL: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-def _renew() -> None:
+def _replace_locks() -> None:
     for lock in _ALL:
         lock._lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_replace_locks)

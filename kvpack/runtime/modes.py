@@ -1,4 +1,4 @@
-"""The torch modes in which kvpack computes, whatever modes its caller has set."""
+"""Set the PyTorch modes in which kvpack computes, whatever modes the caller has set."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 
 
 def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
-    """Encode and decode on ``device`` in true float32, on ordinary tensors without gradients.
+    """Return a context for encoding and decoding on ``device`` in true float32, with ordinary tensors and without gradients.
 
-    Autocast would round the rotation to bfloat16. Tensors made in inference mode cannot be used by other threads or by autograd later. A
-    cache with gradients would keep alive everything that its model computed. Products of reduced precision are left to
-    ``formats.products``, because their setting is global.
+    Autocast would round rotations to bfloat16. Tensors created in inference mode cannot be used later by other threads or by autograd. A
+    cache with gradients would keep everything alive that its model computed. The precision of products is a global setting, which
+    ``formats.products`` handles.
     """
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
         return _set_modes(device)
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
-def writing(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which ``tensor``, which belongs to someone else, can be written.
+def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which ``tensor``, which the caller owns, can be written to.
 
-    Tensors made in inference mode can only be written in that mode.
+    Tensors created in inference mode can be written to only in that mode.
     """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Compute float32 products in float32, and keep subnormal numbers."""
+    """Return a context in which float32 products are computed in float32, and subnormal numbers are kept."""
     autocast = torch.is_autocast_enabled(device.type)
     if flushes_subnormals():
-        return _keeping_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
+        return _keep_subnormals(torch.autocast(device.type, enabled=False) if autocast else contextlib.nullcontext())
     if not autocast:
-        # Autocast takes some microseconds to be set to what it is.
+        # Entering autocast takes microseconds even if nothing changes.
         return contextlib.nullcontext()
     off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
     return off
@@ -48,7 +48,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def flushes_subnormals() -> bool:
     """Return True if the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
 
-    The setting is of each thread, and of the threads that it starts. PyTorch has no function that returns it.
+    The setting is per thread and is inherited by threads that it starts. PyTorch has no function that returns it.
     """
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
@@ -57,11 +57,11 @@ _SMALLEST_NORMAL = sys.float_info.min
 
 
 @contextlib.contextmanager
-def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
-    """Keep subnormal numbers in the block, in a thread that flushes them."""
+def _keep_subnormals(inner_context: AbstractContextManager[None]) -> Iterator[None]:
+    """Keep subnormal numbers within this context, in a thread that flushes them."""
     torch.set_flush_denormal(False)
     try:
-        with inside:
+        with inner_context:
             yield
     finally:
         torch.set_flush_denormal(True)
@@ -69,7 +69,7 @@ def _keeping_subnormals(inside: AbstractContextManager[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit PyTorch, and libraries that use its thread count, to one thread in the block; restore the count afterwards."""
+    """Limit PyTorch, and libraries that use its thread count, to one thread within this context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

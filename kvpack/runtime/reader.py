@@ -1,4 +1,4 @@
-"""Reads of a file by threads, and past the page cache."""
+"""Read files with several threads, and directly from disk."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DIRECT_BYTES = 2**24
-"""A smaller file is read through the page cache, as fast."""
+"""Minimum size in bytes of a file that is read directly; for smaller ones the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
-"""Bytes of a direct read, and the number of threads that read: they wait for the disk, and not for a core."""
+"""Size of a direct read in bytes, and number of reading threads, which wait for the disk and need no cores."""
 _MILLISECONDS = 100
-"""The longest wait without a look for signals, whose handlers Python calls between two waits."""
+"""Maximum time of a wait, after which Python can run signal handlers."""
 
 
 BLOCK = 4096
-"""Direct reads are of whole blocks, in the file and in memory; disks with larger ones are rare, and read through the page cache."""
+"""Block size in bytes of direct reads, in the file and in memory. Disks with larger blocks are rare; there the page cache is used."""
 
 
 def open_direct(descriptor: int) -> int | None:
     """Return a new descriptor of the same open file whose reads bypass the page cache.
 
-    Returns None if the file system refuses them, as tmpfs does.
+    Returns None if the file system does not support that, as tmpfs.
     """
     try:
-        # Through the open file, which may have another name by now, or none.
+        # Open it via /proc, because the file may have been renamed or removed.
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (OSError, AttributeError):
         return None
@@ -47,9 +47,10 @@ def open_direct(descriptor: int) -> int | None:
 
 
 def read_cold(descriptor: int, size: int) -> memoryview | None:
-    """Read the first ``size`` bytes of an open file past the page cache into new memory, if the page cache has less than half of them.
+    """Read the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
 
-    Returns None if they are to be read through the page cache: because they are in it, the file is small or shorter, or direct reads fail.
+    Returns None if the page cache should be used: because at least half of the file is in it, the file is small or has become shorter, or
+    direct reads fail.
     """
     if size < DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
@@ -78,7 +79,7 @@ class Read(Structure):
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the reader's functions of the compiled library."""
+    """Declare the types of the reader's functions in the compiled library."""
     library.kvpack_reader_start.restype = c_void_p
     library.kvpack_reader_start.argtypes = c_int, POINTER(Read), c_int64, c_int64, c_int64, c_int64
     library.kvpack_reader_allow.restype, library.kvpack_reader_allow.argtypes = None, (c_void_p, c_int64)
@@ -87,12 +88,14 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class Reader:
-    """Runs ``reads`` of the open file ``descriptor`` in order; each has a first byte, a number of bytes, and a target address.
+    """Reads ranges of an open file in C threads, in order.
 
-    Threads share each read in pieces of up to ``piece_bytes``. With ``direct``, a result of ``open_direct`` that is closed at the end, they
-    bypass the page cache: reads and pieces begin at multiples of ``BLOCK``, in the file and in memory, which is written in whole blocks. No
-    read starts before ``allow``. Use it as a context manager: until it exits, the descriptor is read and ``memory``, which contains the
-    addresses and is kept alive, is written. Raises MemoryError if no thread can be started.
+    Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. With
+    ``direct``, a descriptor from ``open_direct`` that is closed at the end, reads bypass the page cache; reads and pieces must then begin
+    at multiples of ``BLOCK`` in the file and in memory, and whole blocks are written.
+
+    No read starts before ``allow``. Use the reader as a context manager: until it exits, the descriptor is read, and ``memory``, which
+    contains the addresses, is kept alive and written to. Raises MemoryError if no thread can be started.
     """
 
     def __init__(
@@ -128,12 +131,12 @@ class Reader:
 
     __del__ = _stop
 
-    def allow(self, upto: int) -> None:
-        """Let the reads below ``upto`` start."""
-        self._library.kvpack_reader_allow(self._reader, upto)
+    def allow(self, stop: int) -> None:
+        """Allow the reads with numbers below ``stop`` to start."""
+        self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, number: int) -> bool:
-        """Wait for read ``number`` and those before it; return True if it read all of its bytes."""
+        """Wait for the reads up to ``number``; return True if read ``number`` got all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

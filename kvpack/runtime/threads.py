@@ -1,7 +1,7 @@
-"""Threads: the number per call, threads kept between calls, and concurrent calls that do not wait for their threads to start.
+"""Threads for concurrent calls, without waiting for threads to start.
 
-``threading.Thread.start``, which ThreadPoolExecutor uses, waits for its thread, and waits forever if memory runs out before the thread
-runs. Here a call that no thread has started is made by the thread that requests its result.
+``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread, and forever if memory runs out before the thread runs.
+Here, a call that no thread has started yet is made by the thread that requests its result.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Result = TypeVar("Result")
 
 
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
-    """Yield ``call(item)`` for every item, in order, with up to ``at_once`` calls at a time, and ``waiting`` more items fetched.
+    """Yield ``call(item)`` for each item, in order, with up to ``at_once`` concurrent calls, and ``waiting`` more items fetched ahead.
 
-    With none waiting, finished threads wait until the first result is requested. When the iterator closes, it waits for running calls and
-    drops those not started.
+    If ``waiting`` is 0, idle threads wait until the next result is requested. Closing the iterator waits for running calls and drops those
+    not started.
     """
-    rest = iter(items)
-    jobs = deque(map(_Job, islice(rest, at_once + waiting)))
+    remaining = iter(items)
+    jobs = deque(map(_Job, islice(remaining, at_once + waiting)))
     queue: SimpleQueue[_Job | None] = SimpleQueue()
     for job in jobs:
         queue.put(job)
-    helpers = _start(call, queue, min(len(jobs), at_once) if len(jobs) > 1 else 0)
+    helpers = _start_threads(call, queue, min(len(jobs), at_once) if len(jobs) > 1 else 0)
     try:
         while jobs:
             job = jobs.popleft()
             job.run(call)
             result = job.result()
-            for new in map(_Job, islice(rest, 1)):
+            for new in map(_Job, islice(remaining, 1)):
                 jobs.append(new)
                 queue.put(new)
             yield result
@@ -49,8 +49,8 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
             job.cancel()
 
 
-class Begun(Generic[Item, Result]):
-    """Calls ``call(item)`` for every item in up to ``at_once`` threads; waiting threads make the calls that no thread has started."""
+class StartedCalls(Generic[Item, Result]):
+    """Calls ``call(item)`` for each item in up to ``at_once`` threads. Waiting threads make calls that no thread has started."""
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]
@@ -58,19 +58,19 @@ class Begun(Generic[Item, Result]):
         queue: SimpleQueue[_Job | None] = SimpleQueue()
         for job in self._jobs:
             queue.put(job)
-        # Threads that have not ended yet keep this object, and nothing that the calls needed.
-        for _ in range(_start(self._made, queue, min(len(self._jobs), at_once))):
+        # Threads that have not ended yet keep this object alive, but nothing that the calls needed.
+        for _ in range(_start_threads(self._call_item, queue, min(len(self._jobs), at_once))):
             queue.put(None)
 
-    def _made(self, item: Item) -> Result:
+    def _call_item(self, item: Item) -> Result:
         assert self._call is not None
         return self._call(item)
 
     def wait(self) -> None:
-        """Wait for all calls without raising their errors. Arguments that only the calls need are released."""
+        """Wait for all calls without raising their errors, and release arguments that only the calls need."""
         if self._call is not None:
             for job in self._jobs:
-                job.run(self._made)
+                job.run(self._call_item)
             for job in self._jobs:
                 job.wait()
             self._call = None
@@ -82,20 +82,20 @@ class Begun(Generic[Item, Result]):
 
 
 class _Job:
-    """One call: the thread that acquires the lock ``_begun`` makes it, and then releases ``_done``."""
+    """One call. The thread that acquires the lock ``_started`` makes the call and then releases ``_done``."""
 
-    __slots__ = ("_begun", "_done", "_error", "_item", "_result")
+    __slots__ = ("_done", "_error", "_item", "_result", "_started")
 
     def __init__(self, item: Any) -> None:
         self._item = item
-        self._begun, self._done = _thread.allocate_lock(), _thread.allocate_lock()
+        self._started, self._done = _thread.allocate_lock(), _thread.allocate_lock()
         self._done.acquire()
         self._result: Any = None
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[Any], Any]) -> None:
         """Make the call, unless another thread has started it."""
-        if self._begun.acquire(blocking=False):
+        if self._started.acquire(blocking=False):
             try:
                 self._result = call(self._item)
             except BaseException as error:
@@ -104,7 +104,7 @@ class _Job:
                 self._done.release()
 
     def wait(self) -> None:
-        """Wait until some thread has finished the call."""
+        """Wait until the call is finished."""
         with self._done:
             pass
 
@@ -117,32 +117,32 @@ class _Job:
 
     def cancel(self) -> None:
         """Prevent the call, or wait for it if it has started."""
-        if not self._begun.acquire(blocking=False):
+        if not self._started.acquire(blocking=False):
             self.wait()
 
 
-def _start(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start ``count`` threads that run jobs from a queue, or as many as the system allows."""
+def _start_threads(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
+    """Start up to ``count`` threads that run jobs from ``queue``, and return how many the system allowed."""
     for started in range(count):
         try:
-            _thread.start_new_thread(_help, (call, queue))
+            _thread.start_new_thread(_run_jobs, (call, queue))
         except (RuntimeError, MemoryError):
             return started
     return count
 
 
-def _help(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
+def _run_jobs(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None]) -> None:
     while (job := queue.get()) is not None:
         job.run(call)
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerThreads:
-    """``count`` threads named ``name``, which start on first use; a forked child starts its own."""
+    """A pool of ``count`` threads named ``name``, which start on first use. A forked child starts its own."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
@@ -150,15 +150,15 @@ class WorkerThreads:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Return the threads of this process.
+        """The thread pool of this process.
 
-        After a fork, the parent's threads do not run in the child, which would wait for them forever.
+        After a fork, the child needs its own pool, because the parent's threads do not run in it.
         """
         executor = self._pools.get(os.getpid())
-        # An executor that two threads make at once, and one keeps, has begun no thread.
+        # If two threads create an executor at once, the dropped one has not started any thread.
         return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for the threads' work and stop them; ``pool`` starts new ones."""
+        """Wait for the threads' work and stop them. ``pool`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

@@ -300,7 +300,7 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
-    flat, over = [leaf for pair in leaves for leaf in pair], cache_names.over(model, DynamicCache(leaves))
+    flat, over = [leaf for pair in leaves for leaf in pair], cache_names.passing(model, DynamicCache(leaves))
     with torch.enable_grad():
         logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):

@@ -52,7 +52,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         _ = named(network).fields
 
     def decode_step() -> None:
-        network(ids[:, :1], **cache_names.over(network, past))
+        network(ids[:, :1], **cache_names.passing(network, past))
         past.crop(-1)
 
     def prefill() -> None:

@@ -122,7 +122,7 @@ def test_concat_refuses_what_does_not_continue() -> None:
         kvpack.concat([a, a])
     with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([a, b.convert("kivi-4")])
-    with pytest.raises(InvalidParameter, match="followed by 2 layers"):
+    with pytest.raises(InvalidParameter, match="followed by one of 2 layers"):
         kvpack.concat([a, kvpack.pack(random_pairs(2, 64), "kivi-2", start=64)])
     with pytest.raises(InvalidParameter, match="model"):
         kvpack.concat([a, kvpack.pack(pairs, "kivi-2", start=64, model={"name": "model"})])
@@ -241,7 +241,7 @@ def test_layers_may_differ_and_a_side_may_be_missing() -> None:
     assert list(cache[2].sides) == ["k"]
     assert cache[3].unpack()[0] is None
     assert cache[:, :33].tokens == 33
-    with pytest.raises(OutOfBounds, match=r"layers\[1\], which holds 33"):
+    with pytest.raises(OutOfBounds, match=r"layers\[1\], which has 33"):
         cache[:, :34]
 
 
@@ -274,10 +274,10 @@ def test_raw_tails_keep_the_input_dtype(dtype: torch.dtype) -> None:
 X = torch.zeros(1, 2, 8, 64)
 LONG_RECIPE = ";".join(["kv=group:b=2", *(f"layers={n}00000:kv=group:b={2 + n % 7},g={32 << n % 3}" for n in range(1, 520))])
 BAD_INPUT = {
-    "rank": ([(X[0], X)], InvalidParameter, r"layers\[0\].k: rank 3"),
+    "rank": ([(X[0], X)], InvalidParameter, r"layers\[0\].k: shape \[2, 8, 64\]"),
     "dtype": ([(X.to(torch.int32), X)], InvalidType, r"layers\[0\].k: dtype torch.int32"),
     "float64": ([(X, X.to(torch.float64))], InvalidType, r"layers\[0\].v: dtype torch.float64"),
-    "tokens": ([(X, X[:, :, :7])], InvalidParameter, r"k is \[1, 2, 8, 64\] and v is \[1, 2, 7, 64\]"),
+    "tokens": ([(X, X[:, :, :7])], InvalidParameter, r"k is \[1, 2, 8, 64\], but v is \[1, 2, 7, 64\]"),
     "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must be the same"),
     "both missing": ([(None, None)], InvalidParameter, "k and v are both None"),
     "not a cache": (7, InvalidType, "a int is not a KV cache"),
@@ -426,7 +426,7 @@ def test_memory_that_does_not_fit_is_refused() -> None:
         (numpy.zeros((1, 2, 100, 64)), InvalidType, "expected a tensor, but got a ndarray"),
         (torch.zeros(1, 2, 100, 64, dtype=torch.int8), InvalidType, "torch.int8 cannot represent decoded values"),
         (torch.zeros(1, 2, 99, 64), InvalidParameter, r"shape \[1, 2, 99, 64\], expected \[1, 2, 100, 64\]"),
-        (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta and the cache is on cpu"),
+        (torch.zeros(1, 2, 100, 64, device="meta"), InvalidParameter, "the tensor is on meta, but must be on cpu"),
     ):
         with pytest.raises(error, match=message):
             side.unpack_into(out)  # type: ignore[arg-type]

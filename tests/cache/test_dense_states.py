@@ -214,7 +214,7 @@ class Unknown:
     [
         (indexed(DynamicIndexedLayer()), r"layers\[1\] is a DynamicIndexedLayer: its indexer_keys cannot be packed"),
         (indexed(StaticIndexedLayer(max_cache_len=9)), r"StaticIndexedLayer: its indexer_keys and indexer_cumulative_length"),
-        (DynamicIndexedLayer(), r"layers\[1\] is a DynamicIndexedLayer: what it holds cannot be packed"),
+        (DynamicIndexedLayer(), r"layers\[1\] is a DynamicIndexedLayer: a cache of this class cannot be packed"),
         (WithMore(torch.zeros(1)), r"layers\[1\] is a WithMore: its more cannot be packed"),
         (WithMore({"states": [None, (torch.zeros(1),)]}), "its more cannot be packed"),
         (WithMore(object()), "its more cannot be packed"),
@@ -240,7 +240,7 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaForCausalLM(config).eval()
     for cache, message in (
-        (transformers.QuantizedCache("fp8", config), "the cache is a QuantizedCache: what it holds cannot be packed"),
+        (transformers.QuantizedCache("fp8", config), "the cache is a QuantizedCache: a cache of this class cannot be packed"),
         (MtpCache(config=config), "the cache is a MtpCache: what it holds"),
     ):
         with pytest.raises(InvalidParameter, match=message):

@@ -164,7 +164,7 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     with pytest.raises(InvalidParameter, match="2 runs with different scales, the first of 37 tokens: slice"):
         kvpack.pages.Minifloats.of(side)
     assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
-    with pytest.raises(InvalidParameter, match="the codec group with side-cars, expected minifloat"):
+    with pytest.raises(InvalidParameter, match="the codec is group with side-cars, expected minifloat"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
     with pytest.raises(InvalidType, match=r"expected packed keys or values, such as cache\[0\].k, but got a Layer"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
@@ -214,13 +214,13 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (
             with_code("fp8 tensor", "elements", 0xFF),
             InvalidParameter,
-            r"an e4m3 of elements at \[0, 1, 2, 1\] is 0xff, which is NaN or infinite",
+            r"the e4m3 element at \[0, 1, 2, 1\] is 0xff, which is NaN or infinite",
         ),
-        (with_code("fp8 e5m2 head", "elements", 0x7C), InvalidParameter, r"an e5m2 of elements at .* is 0x7c"),
-        (with_code("mxfp8", "scales", 0xFF), InvalidParameter, r"an e8m0 of scales at \[0, 1, 2, 1\] is 0xff, which is NaN"),
-        (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"an e4m3 of scales at .* is 0x80, which is NaN or below zero"),
+        (with_code("fp8 e5m2 head", "elements", 0x7C), InvalidParameter, r"the e5m2 element at .* is 0x7c"),
+        (with_code("mxfp8", "scales", 0xFF), InvalidParameter, r"the e8m0 scale at \[0, 1, 2, 1\] is 0xff, which is NaN"),
+        (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"the e4m3 scale at .* is 0x80, which is NaN or below zero"),
         (with_code("mxfp8", "scales", 0xFE), InvalidParameter, r"the value \(element times scale\) at .* is -?inf"),
-        (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "a number of scale at .* is nan"),
+        (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "scale at .* is nan"),
         (changed("fp8 tensor", scales=1.0), InvalidType, "scales: expected a tensor, but got a float: write a number as torch.tensor"),
         (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: expected a tensor, but got a float"),
         (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: expected a tensor, but got a list"),

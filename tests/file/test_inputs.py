@@ -151,7 +151,7 @@ def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
     for kept in ([0, 1], [1, 0], [1]):
         assert torch.equal(concat([batch[:, :5].select(kept), batch[:, 5:].select(kept)]).token_ids, batch.select(kept).token_ids)
     for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
-        with pytest.raises(InvalidParameter, match=r"caches\[1\] was computed after other tokens .* row \d had the id"):
+        with pytest.raises(InvalidParameter, match=r"caches\[1\] was computed after other tokens: .* sequence \d had the id"):
             concat([batch[:, :5].select(first), batch[:, 5:].select(second)])
     with pytest.raises(InvalidParameter, match="1 before its first token, sequence 0 had the id 24, but here it has 4"):
         concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])

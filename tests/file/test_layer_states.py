@@ -101,7 +101,7 @@ def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
     second = replace(first, start=TOKENS, layers=tuple(replace(x, states=states(seed=5)) if x.states else x for x in first))
     check_row_matches(kvpack.concat([first, second]), second)
     without = replace(second, layers=tuple(replace(layer, states=MappingProxyType({})) for layer in second))
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states \['conv.0', 'recurrent.0'\], then \[\]"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states \['conv.0', 'recurrent.0'\] in one cache, but \[\]"):
         kvpack.concat([first, without])
 
 

@@ -168,7 +168,7 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     assert part.inputs is not None
     with pytest.raises(InvalidParameter, match=r"recorded for tokens \[4:12\] of a sequence, but the cache has tokens \[0:8\]"):
         kvpack.pack([(k[:, :, :8], k[:, :, :8])], "raw", inputs=part.inputs)
-    with pytest.raises(InvalidParameter, match="inputs are for 3 rows, but the cache has 2 sequences"):
+    with pytest.raises(InvalidParameter, match="inputs are for 3 sequences, but the cache has 2"):
         kvpack.pack([(k, k)], "raw", inputs=of_rows(*ROWS))
 
 
@@ -193,7 +193,7 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
     for stretches, message in (
         ([(2, 3, 4)], "record 0 names sequence 2, but the file has 2"),
-        ([(0, 2, 4)], "positions 2 to 4, expected a range within 3 to 9"),
+        ([(0, 2, 4)], r"positions \[2:4\], expected a range within \[3:9\]"),
         ([(0, 3, 10)], "positions 3 to 10, expected a range within 3 to 9"),
         ([(0, 4, 4)], "positions 4 to 4, expected a range within 3 to 9"),
         ([(0, 3, 4), (0, 4, 5)], r"is \(0, 4, 5\) after \(0, 3, 4\), expected ascending ranges"),

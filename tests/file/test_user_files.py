@@ -151,5 +151,5 @@ def test_an_empty_path_is_named() -> None:
 def test_a_recipe_file_that_is_no_text_stays_an_invalid_recipe(tmp_path: Path) -> None:
     path = tmp_path / "recipe.txt"
     path.write_bytes(b"\xff")
-    with pytest.raises(InvalidParameter, match="not UTF-8"):
+    with pytest.raises(InvalidParameter, match="not valid UTF-8"):
         parse_recipe(path)

@@ -35,10 +35,10 @@ class Named(torch.nn.Module):
 
 
 def test_the_argument_of_a_model_is_that_of_its_forward() -> None:
-    assert cache_names.over(Named(lambda ids, past_key_values=None, **more: None), 1) == {"past_key_values": 1}
-    assert cache_names.over(Named(lambda ids, layer_past=None: None), 1) == {"layer_past": 1}
-    assert cache_names.over(Named(lambda ids, cache=None: None), 1) == {"cache": 1}
-    assert cache_names.over(lambda ids, past_key_values=None: None, 1) == {"past_key_values": 1}
+    assert cache_names.passing(Named(lambda ids, past_key_values=None, **more: None), 1) == {"past_key_values": 1}
+    assert cache_names.passing(Named(lambda ids, layer_past=None: None), 1) == {"layer_past": 1}
+    assert cache_names.passing(Named(lambda ids, cache=None: None), 1) == {"cache": 1}
+    assert cache_names.passing(lambda ids, past_key_values=None: None, 1) == {"past_key_values": 1}
 
 
 def test_a_cache_is_found_under_every_name() -> None:

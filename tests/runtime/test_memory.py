@@ -14,7 +14,7 @@ from kvpack.runtime import memory
 from support.caches import random_pairs
 
 CPU = torch.device("cpu")
-VALUES = memory.MANY_BYTES // 2
+VALUES = memory.MIN_OWN_MEMORY_BYTES // 2
 
 
 @pytest.mark.parametrize("values", [1, VALUES - 1, VALUES, VALUES + 3])
@@ -82,7 +82,7 @@ def test_a_limit_of_memory_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -
 def test_unpacked_values_are_the_childs_own_after_a_fork() -> None:
     (k, _) = kvpack.pack(random_pairs(1, 16384, heads=4), "kivi-2")[0].unpack()
     assert k is not None
-    assert k.nbytes >= memory.MANY_BYTES
+    assert k.nbytes >= memory.MIN_OWN_MEMORY_BYTES
     before = k[0, 0, 0, 0].item()
     child = os.fork()
     if not child:

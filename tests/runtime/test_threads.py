@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpack.runtime import threads
-from kvpack.runtime.threads import Begun, in_parallel
+from kvpack.runtime.threads import StartedCalls, in_parallel
 
 
 def test_results_are_in_order_and_calls_at_once() -> None:
@@ -50,14 +50,14 @@ def test_without_threads_the_caller_does_it(start: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("at_once", [0, 1, 3])
 def test_begun_calls_end_in_threads_or_with_who_waits(at_once: int) -> None:
-    begun = Begun(lambda n: n * n, range(9), at_once)
+    begun = StartedCalls(lambda n: n * n, range(9), at_once)
     begun.wait()
     assert begun.results() == begun.results() == [n * n for n in range(9)]
-    assert Begun(str, [], at_once).results() == []
+    assert StartedCalls(str, [], at_once).results() == []
 
 
 def test_the_first_error_is_raised_where_results_are_asked_for() -> None:
-    begun = Begun(lambda n: 1 // (3 - n), range(6), 2)
+    begun = StartedCalls(lambda n: 1 // (3 - n), range(6), 2)
     begun.wait()
     with pytest.raises(ZeroDivisionError):
         begun.results()
@@ -68,7 +68,7 @@ def test_nothing_is_kept_that_only_the_calls_need() -> None:
         pass
 
     memory = Memory()
-    alive, begun = weakref.ref(memory), Begun(lambda n, kept=memory: n, range(3), 2)
+    alive, begun = weakref.ref(memory), StartedCalls(lambda n, kept=memory: n, range(3), 2)
     del memory
     begun.wait()
     assert alive() is None

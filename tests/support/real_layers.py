@@ -37,7 +37,7 @@ def make(model: str, whole: str) -> None:
     """Write both files."""
     from transformers import AttentionInterface
 
-    from kvpack.evaluation.models import own_text, vocabulary
+    from kvpack.evaluation.models import bundled_text, vocabulary
     from kvpack.evaluation.sizes import window
     from kvpack.integrations.transformers import attention
     from kvpack.models import load_model
@@ -54,7 +54,7 @@ def make(model: str, whole: str) -> None:
     network = load_model(model)
     network.set_attn_implementation("recording")
     with torch.inference_mode():
-        network(window(own_text("prose", Path(model), vocabulary(network)), 0, TOKENS))
+        network(window(bundled_text("prose", Path(model), vocabulary(network)), 0, TOKENS))
     save_file(seen, TENSORS, {"license": "Apache-2.0", "model": "SmolLM2-135M-Instruct"})
     of_all = Basis.load(whole)
     places = [(number, layer, side) for number, layer in enumerate(LAYERS) for side in "kv"]

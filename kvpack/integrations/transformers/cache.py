@@ -306,7 +306,7 @@ class KvpackCache(PassCalls):
         if len(ids) == 1:
             # Where padding and the end of a text are one token, transformers warns that it cannot tell them apart.
             options.setdefault("attention_mask", torch.ones_like(ids))
-        return model.generate(ids, **cache_names.over(model, self), **options)
+        return model.generate(ids, **cache_names.passing(model, self), **options)
 
     def release(self) -> None:
         """Stop recording forward passes and restore the model's attention, unless another cache needs either."""

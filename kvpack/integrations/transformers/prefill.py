@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.cache_names import over
+from kvpack.cache_names import passing
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
@@ -108,5 +108,5 @@ def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
     """Return the arguments with which passes compute no more than ``cache`` needs, such as no logits."""
-    given: dict[str, Any] = {**over(model, cache), "use_cache": True}
+    given: dict[str, Any] = {**passing(model, cache), "use_cache": True}
     return {**given, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else given

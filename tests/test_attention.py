@@ -122,9 +122,9 @@ Q = torch.zeros(1, 4, 1, 64)
 BAD = {
     "rank": (Q[0], {}, InvalidParameter, "rank 3"),
     "dtype": (Q.to(torch.int64), {}, InvalidType, "floating-point"),
-    "head dim": (Q[..., :32], {}, InvalidParameter, "does not fit keys"),
+    "head dim": (Q[..., :32], {}, InvalidParameter, "does not match keys"),
     "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
-    "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not fit keys"),
+    "batch": (Q.expand(2, 4, 1, 64), {}, InvalidParameter, "does not match keys"),
     "too many queries": (Q.expand(1, 4, 41, 64), {}, InvalidParameter, "41 queries over 40 tokens"),
     "window": (Q, {"sliding_window": 0}, InvalidParameter, "sliding_window is 0"),
     "softcap": (Q, {"softcap": -1.0}, InvalidParameter, "softcap is -1.0"),
@@ -140,14 +140,14 @@ def test_bad_queries_are_refused(name: str) -> None:
 
 
 def test_attention_over_a_whole_cache_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"such as cache\[0\]; got a Cache"):
+    with pytest.raises(InvalidParameter, match=r"such as cache\[0\], but got a Cache"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 8), "kivi-2"))
 
 
 def test_an_empty_or_one_sided_layer_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="1 queries over 0 tokens"):
         kvpack.attend(Q, kvpack.pack(random_pairs(1, 0), "kivi-2")[0])
-    with pytest.raises(InvalidParameter, match="holds only k"):
+    with pytest.raises(InvalidParameter, match="has only k"):
         kvpack.attend(Q, kvpack.pack([(random_pairs(1, 8)[0][0], None)], "kivi-2")[0])
 
 
@@ -250,14 +250,14 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
         ),
         pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
         pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),
-        pytest.param({"lengths": [50]}, InvalidParameter, r"lengths: shape \[1\]; .* of the batch, \[2\]", id="too few lengths"),
+        pytest.param({"lengths": [50]}, InvalidParameter, r"lengths: shape \[1\], .* for each sequence, \[2\]", id="too few lengths"),
         pytest.param({"lengths": [50, 51]}, OutOfBounds, r"lengths\[1\] is 51, expected 0 to 50", id="a length above the tokens"),
         pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, expected 0 to 50", id="a negative length"),
         pytest.param({"lengths": [50, 10**30]}, OutOfBounds, r"lengths\[1\] is 10+, expected 0 to 50", id="a length beyond integers"),
         pytest.param({"lengths": [50, 2.0]}, InvalidType, "lengths", id="a length of no integer"),
-        pytest.param({"starts": [50]}, InvalidParameter, r"starts: shape \[1\]; .* of the batch, \[2\]", id="too few starts"),
+        pytest.param({"starts": [50]}, InvalidParameter, r"starts: shape \[1\], .* for each sequence, \[2\]", id="too few starts"),
         pytest.param({"starts": [0, 51]}, OutOfBounds, r"starts\[1\] is 51, expected 0 to 50", id="a start behind the tokens"),
-        pytest.param({"starts": 3}, InvalidType, "starts is 3; expected a list of integers", id="a start for all"),
+        pytest.param({"starts": 3}, InvalidType, "starts is 3, expected a list of integers", id="a start for all"),
         pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths: dtype torch.float32", id="lengths of no integers"),
     ],
 )

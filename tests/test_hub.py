@@ -40,7 +40,7 @@ def test_identities_of_engines_take_a_name(cache: Path) -> None:
     # A revision names the weights, and they need not be there.
     (snapshot / "model.safetensors").unlink()
     assert Identity.of_engine(NAME, "octopus-4", **ENGINE, revision=hub_cache.COMMIT).weights == hub_cache.COMMIT
-    with pytest.raises(MissingFile, match=f"get it with: hf download {NAME} config.json --revision {'6' * 40};"):
+    with pytest.raises(MissingFile, match=f"download it with 'hf download {NAME} config.json --revision {'6' * 40}' on"):
         Identity.of_engine(NAME, "octopus-4", **ENGINE, revision="6" * 40)
 
 
@@ -52,7 +52,7 @@ def test_commands_take_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", [NAME, "gpt2"])
 def test_a_model_that_is_not_there_names_the_command(cache: Path, name: str) -> None:
-    with pytest.raises(MissingFile, match=f"{name}: is not a folder .* get it with: hf download {name};"):
+    with pytest.raises(MissingFile, match=f"{name}: is not a folder .* download it with 'hf download {name}' on"):
         model_folder(name)
     assert cli.main(["tune", "--bits", "3", "--model", name]) == 3
 

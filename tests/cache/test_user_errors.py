@@ -96,11 +96,11 @@ CALLS: dict[str, Call] = {
     "start is text": (lambda: kvpack.pack(PAIRS, "kivi-4", start="0"), InvalidType, "start is '0', expected an integer"),
     "start is negative": (lambda: kvpack.pack(PAIRS, "kivi-4", start=-1), InvalidParameter, "start is -1"),
     # attend
-    "attend a cache": (lambda: kvpack.attend(Q, CACHE), InvalidType, r"one layer, such as cache\[0\]; got a Cache$"),
+    "attend a cache": (lambda: kvpack.attend(Q, CACHE), InvalidType, r"one layer, such as cache\[0\], but got a Cache$"),
     "attend tensors": (
         lambda: kvpack.attend(Q, K),
         InvalidType,
-        r"got a Tensor: kvpack.pack makes .* cache\[0\] is its first layer",
+        r"got a Tensor: pack keys and values with kvpack.pack, and pass a layer",
     ),
     "attend None": (lambda: kvpack.attend(Q, None), InvalidType, "got a NoneType"),
     "attend an array": (lambda: kvpack.attend(Q.numpy(), CACHE[0]), InvalidType, "q is a ndarray, expected a tensor"),
@@ -122,7 +122,7 @@ CALLS: dict[str, Call] = {
         "window is '8', expected an integer",
     ),
     "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidType, "lengths is 40; expected a list of integers"),
-    "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidType, r"lengths\[0\] is 40.0; expected integers"),
+    "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidType, r"lengths\[0\] is 40.0, expected an integer"),
     # a cache where transformers wants its own
     "a cache in a model": (
         lambda: CACHE.get_seq_length(),

@@ -639,7 +639,7 @@ def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, file: Pa
 
     monkeypatch.setattr("kvpack.file.container.File.verify", refuse)
     assert run("verify", file) == 3
-    assert capsys.readouterr().err == "kvpack: there is not enough memory\n"
+    assert capsys.readouterr().err == "kvpack: out of memory\n"
 
 
 def _closed_streams() -> None:

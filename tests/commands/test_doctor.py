@@ -88,7 +88,7 @@ def test_without_torch_commands_and_doctor_say_what_to_install() -> None:
 
     refused = run("recipes")
     assert (refused.returncode, refused.stdout) == (3, "")
-    assert refused.stderr == "kvpack: this needs PyTorch, which is not installed: pip install torch\n"
+    assert refused.stderr == "kvpack: this command needs PyTorch, which is not installed: pip install torch\n"
     found = run("doctor", "--json")
     assert (found.returncode, found.stderr) == (1, "")
     advice = json.loads(found.stdout)["advice"]

@@ -86,7 +86,7 @@ def test_a_name_on_the_hub_needs_no_weights(tmp_path: Path, monkeypatch: pytest.
     (hub_cache.add(tmp_path, "someone/tiny") / "model.safetensors").unlink()
     assert rows(capsys, "octopus-4", "--model", "someone/tiny")["octopus-4"]["layers"] == 4
     assert cli.main(["recipes", "--model", "someone/other"]) == 3
-    assert "get it with: hf download someone/other config.json;" in capsys.readouterr().err
+    assert "download it with 'hf download someone/other config.json' on" in capsys.readouterr().err
 
 
 def test_a_shape_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,4 +95,4 @@ def test_a_shape_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "--dim is 128, but the caches of" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert cli.main(["recipes", "--model", str(tmp_path)]) == 2
-    assert "give --layers, --heads and --dim" in capsys.readouterr().err
+    assert "pass --layers, --heads and --dim" in capsys.readouterr().err

@@ -47,5 +47,5 @@ def test_processes_that_differ_or_fail_are_told(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "executable", warm_python.python(*warm_python.MODELS))
     with pytest.raises(InvalidParameter):
         demo.run("/nowhere", "no-such-recipe")
-    with pytest.raises(kvpack.KvpackError, match=r"process A failed: .*nothing could be stored: .*put"):
+    with pytest.raises(kvpack.KvpackError, match=r"process A failed: .*the prefix could not be stored .*put"):
         demo.run("/proc/store", "bf16")

@@ -194,11 +194,11 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
     for window in (1, largest):
         found, expected = (kvpack.attend(q, layer, sliding_window=window) for layer in (newest, whole))
         torch.testing.assert_close(found, expected)
-    held = "the layer holds only tokens 48 to 70 of its cache; "
+    held = r"the layer has only tokens \[48:70\] of its cache, but "
     for options, message in (
         ({}, f"the query of token {70 - queries} sees all tokens before it: pass sliding_window"),
         ({"causal": False}, f"the query of token {70 - queries} sees all tokens before it"),
-        ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees a window of {largest + 1} tokens"),
+        ({"sliding_window": largest + 1}, f"the query of token {70 - queries} sees {largest + 1} tokens"),
         ({"sliding_window": 4, "lengths": [20]}, "lengths= counts from the cache's first token"),
     ):
         with pytest.raises(InvalidParameter, match=held + message):

@@ -372,7 +372,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
         assert torch.equal(many_queries.ManyQueriesCall(q, layer, many_queries.Options(64**-0.5))(q), out)
     with pytest.raises(kvpack.InvalidParameter):
         kvpack.attend(q[:, :3], layers[1])
-    with pytest.raises(kvpack.InvalidParameter, match="the layer holds only tokens"):
+    with pytest.raises(kvpack.InvalidParameter, match="the layer has only tokens"):
         kvpack.attend(q, replace(layers[1], skipped=5))
     with pytest.raises(kvpack.InvalidParameter):
         kvpack.attend(q, replace(layers[1], v=None))

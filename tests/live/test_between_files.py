@@ -87,7 +87,7 @@ def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_the
     assert live.layer(0).tokens == 72
     live.truncate(167)
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
-    held = "the layer holds only tokens 128 to 167 of its cache; the query of token 166 sees a window of 40 tokens"
+    held = r"the layer has only tokens \[128:167\] of its cache, but the query of token 166 sees 40 tokens"
     with pytest.raises(kvpack.InvalidParameter, match=held):
         live.attend(0, q, sliding_window=40)
     live.update(0, k[:, :, 167:168], v[:, :, 167:168])

@@ -205,7 +205,7 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
 
 def test_a_model_that_transformers_does_not_load_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers does not load this model with the attention 'sdpa': "):
+    with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers cannot load this model with the attention 'sdpa': "):
         calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
 
 

@@ -65,5 +65,5 @@ def test_keys_without_positions_and_with_others() -> None:
 @pytest.mark.parametrize("name", ["Jamba", "Bamba", "Falcon-H1", "Qwen3-Next"])
 def test_models_with_states_are_refused(name: str) -> None:
     model = next(architecture for architecture in ZOO if architecture.name == name).model()
-    with pytest.raises(InvalidParameter, match="has layers that keep recurrent or convolution states"):
+    with pytest.raises(InvalidParameter, match="has layers with recurrent or convolution states"):
         rope.ropes(model, TOKENS)
